@@ -1,7 +1,7 @@
 """The server's interface to etcd.
 
-`remote.client.EtcdClient` implements it for a real cluster, `memory.MemoryStore` for tests and
-simulation. Both pass the contract suite in tests/server/etcd/.
+`remote.client.EtcdClient` implements it for a cluster, `memory.MemoryStore` for tests and
+simulation; both pass the contract suite in tests/server/etcd/.
 """
 
 from collections.abc import AsyncGenerator, Sequence
@@ -227,8 +227,8 @@ class KeyValueStore(Keyspace, Protocol):
     async def put(self, key: str, value: bytes, lease: LeaseId = NO_LEASE) -> Revision: ...
 
     async def delete(self, key: str, *, prefix: bool = False) -> int:
-        """Delete the key, or all keys under a prefix. Returns the number that the last attempt
-        deleted, 0 if an earlier attempt did and its answer was lost."""
+        """Delete the key, or all keys under a prefix. Returns the number deleted by the last
+        attempt: 0 if an earlier one deleted all and its answer was lost."""
         ...
 
     async def grant(self, ttl_s: float) -> LeaseId:

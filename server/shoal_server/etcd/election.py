@@ -1,4 +1,4 @@
-"""Election of the leading coordinator. The leader writes the leader's key, and renews its lease.
+"""Election of the leading coordinator.
 
 Two guards keep a deposed leader from writing. First, a leader counts its lease from the *sending*
 of the last confirmed renewal, so it stops before the lease ends in etcd. Second, each write
@@ -81,8 +81,8 @@ class Leadership:
     async def resign(self) -> None:
         """End the term, so that a successor can lead at once. Harmless if it is over already.
 
-        If etcd does not answer within GIVE_UP_WITHIN_S, the lease runs out. Raises etcd's refusals,
-        such as AccessDenied, with the term over too.
+        If etcd does not answer within GIVE_UP_WITHIN_S, the lease runs out by itself. Raises etcd's
+        refusals, such as AccessDenied, with the term over too.
         """
         await cancel(*self._tasks)
         self._background_renewal.end()
@@ -161,9 +161,8 @@ class Election:
     async def end_predecessor(self) -> None:
         """End the term of a former process at this candidate's address, if there is one.
 
-        Call it before the first campaign, and only if the candidate listens at its address: the
-        former process is then dead, and its lease need not run out. Retries through outages of
-        etcd.
+        Call it before the first campaign, once the candidate listens at its address: the former
+        process is then dead, and its lease need not run out. Retries through outages of etcd.
         """
         async with aclosing(self.leaders()) as leaders:
             leader = await anext(leaders)

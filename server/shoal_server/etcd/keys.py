@@ -115,7 +115,7 @@ def shard_map_chunk(job: str, digest: str, number: int) -> str:
 def assignments(job: str) -> str:
     """Prefix of the job's shard assignments.
 
-    Apart from the job's other keys, as every parameter server watches all assignments.
+    Apart from the job's other keys: every parameter server watches all assignments.
     """
     return f"{ASSIGNMENTS}{job}/"
 

@@ -89,7 +89,7 @@ class LeaderStore:
         then: Sequence[Operation],
         otherwise: Sequence[Operation] = (),
     ) -> TransactionResult:
-        """Like `Keyspace.transact`, on condition of the leader's key if anything is written.
+        """`Keyspace.transact`, on condition of the leader's key if anything is written.
 
         Raises NotLeader, with nothing written, outside of a term or if the key is gone or replaced.
         `otherwise` may only read.

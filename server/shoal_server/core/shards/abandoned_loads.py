@@ -25,7 +25,7 @@ class AbandonedLoads:
         self, assignments: JobAssignments, *, is_restoring: bool, now_s: float
     ) -> JobAssignments:
         """Mark the LOADING shards as LOST if none of them changed for GIVEN_UP_AFTER_S.
-        `is_restoring`: this coordinator is restoring the job, so no shard is marked."""
+        `is_restoring`: True marks no shard, as this coordinator is restoring the job."""
         shards = [h for h in assignments.shards if h.content is ShardContent.LOADING]
         loading = frozenset((h.shard_id, h.epoch) for h in shards)
         if is_restoring:

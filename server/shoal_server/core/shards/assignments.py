@@ -124,8 +124,7 @@ class JobAssignments:
     def changed(
         self, shard_ids: Iterable[int], change: Callable[[ShardAssignment], ShardAssignment]
     ) -> "JobAssignments":
-        """The record with `change` made to some shards. A change that does not apply returns its
-        argument."""
+        """The record with `change` made to some shards."""
         chosen = frozenset(shard_ids)
         return replace(
             self, shards=tuple(change(h) if h.shard_id in chosen else h for h in self.shards)
@@ -187,8 +186,7 @@ def without_backup(assignment: ShardAssignment, primary: Holder, lost: Holder) -
 
 
 def in_step(assignment: ShardAssignment, primary: Holder, joined: Holder) -> ShardAssignment:
-    """Make the joining server a backup. It has all acknowledged updates, and the primary waits for
-    it from now on."""
+    """Make the joining server, which has all acknowledged updates, a backup."""
     if assignment.primary != primary or assignment.joining != joined:
         return assignment
     return replace(assignment, backups=(*assignment.backups, joined), joining=None)
@@ -219,8 +217,7 @@ def mark_empty(assignment: ShardAssignment, primary: Holder) -> ShardAssignment:
 
 
 def record_disk(assignment: ShardAssignment, primary: Holder, version: int) -> ShardAssignment:
-    """Name the primary's server in `on_disk`. Its journal has this version at least, and gets every
-    later push."""
+    """Name the primary's server in `on_disk`: its journal has this version at least."""
     if assignment.primary != primary:
         return assignment
     disk = assignment.epoch, version
@@ -281,8 +278,7 @@ def not_on_disk(assignment: ShardAssignment, primary: Holder, epoch: int) -> Sha
 
 
 def replace_empty_primary(assignment: ShardAssignment, primary: Holder) -> ShardAssignment:
-    """Replace a primary that has no data of the shard, and so never led it in this epoch. Without a
-    backup the shard is lost."""
+    """Replace a primary that has no data of the shard. Without a backup the shard is lost."""
     if assignment.primary == primary and assignment.backups:
         return promote(assignment, primary, assignment.backups[0])
     return not_on_disk(assignment, primary, assignment.epoch)
@@ -308,8 +304,8 @@ def record_older_copy(
 
 
 def may_be_put_on_disk(assignment: ShardAssignment, server: Holder) -> bool:
-    """True if the record names the server's disk, or a primary that is another process of the
-    server may soon write that."""
+    """True if the record names the server's disk, or another process of the server, as primary, may
+    soon write that."""
     primary = assignment.primary
     is_other_process = primary.server_id == server.server_id and primary != server
     return assignment.on_disk == server.server_id or is_other_process

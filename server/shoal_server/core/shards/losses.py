@@ -58,8 +58,8 @@ def samples_after(
     wish: SamplesAfterLoss | None,
 ) -> SamplesAfterLoss | None:
     """Decide about the samples when shards are given up; None: the operator must choose. `wish`:
-    the operator's choice. Without trained shards left, samples start over by default: otherwise the
-    new values would be trained only on the remaining samples."""
+    the operator's choice. By default, samples start over if no trained shard is left: the new
+    values would otherwise be trained only on the remaining samples."""
     if wish is not None:
         return wish
     return None if still_trained(assignments, given_up_ids) else SamplesAfterLoss.ANEW
@@ -78,8 +78,7 @@ def with_losses(
 ) -> JobAssignments:
     """Return `after`, with a ShardLoss in each lost shard.
 
-    `versions`: newest known version of each shard. `snapshot`: outcome of a restore from a
-    snapshot.
+    `versions`: newest known versions; `snapshot`: outcome of a restore from a snapshot.
     """
     held = {h.shard_id: h for h in before.shards}
 
@@ -106,7 +105,7 @@ def after_failed_restore(
     before: JobAssignments, wanted: JobAssignments, why: str, now_unix_s: float
 ) -> JobAssignments:
     """Mark all shards that had values as lost: servers dropped them for a restore that failed.
-    `wanted`: the record for that restore."""
+    `wanted`: the record for the restore."""
     held = {h.shard_id: h for h in before.shards}
 
     def noted(shard: ShardAssignment) -> ShardAssignment:
@@ -154,8 +153,8 @@ def shards_in_short(shards: Iterable[ShardAssignment]) -> str:
 
 
 def losses_in_words(job: str, shards: Iterable[ShardAssignment]) -> list[str]:
-    """Describe lost shards. Shards with the same last servers, disk and outcome of a restore share
-    a paragraph."""
+    """Describe lost shards. Shards with the same servers, disk and outcome of a restore share a
+    paragraph."""
     alike: dict[tuple[tuple[str, ...], str, str], list[ShardAssignment]] = {}
     for shard in shards:
         loss = shard.loss or ShardLoss(lost_unix_s=0.0)

@@ -52,7 +52,7 @@ def _was_handed_over(
     old: ShardAssignment, new: ShardAssignment, present: Collection[Holder]
 ) -> bool:
     """True if the old primary is present, and is a backup now or had the new primary as successor.
-    Presence alone is not enough: a killed server counts as present until its lease ends."""
+    A killed server counts as present until its lease ends, so presence alone is not enough."""
     return old.primary in present and (new.holds(old.primary) or old.successor == new.primary)
 
 

@@ -78,8 +78,8 @@ class ObservedServers:
     def _disks(
         self, assignments: JobAssignments, seen: Servers, asked_s: float, now_s: float
     ) -> frozenset[str]:
-        """Servers whose journals are not given up yet. A server that is back and has an empty
-        journal removes its disk from the record itself."""
+        """Servers whose journals are not given up yet. A server that is back with an empty journal
+        removes its disk from the record itself."""
         present = {holder.server_id for holder in seen.present}
         disks = {h.on_disk for h in assignments.shards if h.on_disk}
         away_s = self._gone_disks.away_s(disks - present, now_s, asked_s=asked_s)

@@ -1,8 +1,8 @@
 """Cutting of parameters into shards, and their placement on servers.
 
 Parameters are cut into blocks, blocks of one dtype and group are packed by size into shards, and
-shards are placed by size. A model gets about one shard for each 1.75 MiB, up to some hundreds: big
-models can be moved in small parts, and tiny ones cost few messages. A very large model gets some
+shards are placed by size. A model gets about one shard for each 1.75 MiB, up to some hundreds:
+parts of big models can be moved, and tiny ones cost few messages. A very large model gets some
 thousands, as very large shards take long to move.
 """
 
@@ -21,8 +21,8 @@ BLOCK_BYTES = 4 * 1024 * 1024
 """Maximum bytes of a block in shards of up to 32 MiB. In larger shards it is an eighth of the
 shard, rounded up to a multiple of this."""
 TARGET_SHARD_BYTES = 1792 * 1024
-"""Approximate bytes of a shard. Each shard of a push costs some 0.2 ms; a push of up to 2 MiB is
-applied without a switch to another thread."""
+"""Approximate bytes of a shard. Each shard of a push costs some 0.2 ms; up to 2 MiB are applied
+without a switch to another thread."""
 MAX_SHARDS = 512
 """Maximum number of shards of a model of up to 128 GiB. The number for each dtype and group is then
 rounded up, so there may be a few more."""
@@ -204,8 +204,8 @@ def place(
 ) -> tuple[PlacedShard, ...]:
     """Place each shard on the server with the least load so far, biggest first.
 
-    `turn`: any number; it chooses the first server. So jobs with fewer shards than servers begin
-    with different servers.
+    `turn`: any number; it chooses the first server, so that small jobs begin with different
+    servers.
     """
     servers = sorted(server_ids)
     if len(shards) < len(servers):
@@ -236,7 +236,7 @@ def spread_tables(
 ) -> tuple[tuple[str, int, str], ...]:
     """Place the shards of all tables on servers in turn, as (table, index of the shard, server id).
 
-    The number of rows is unknown, but rows spread evenly over a table's shards.
+    Rows spread evenly over a table's shards, so their number does not matter.
     """
     servers = sorted(server_ids)
     wanted = [(table, index) for table in sorted(num_shards) for index in range(num_shards[table])]

@@ -125,9 +125,9 @@ class AssignmentMirror:
         are gone or replaced. Shards without a readable record are left out.
 
         `wanted` returns its argument to change nothing, and is called again for a record that
-        another process has written. Records share transactions. Those in conflict are retried in
-        smaller ones, in the end one by one, so that a busy record holds up no others. Raises what
-        the store raises, perhaps with some records changed; the next call finds out.
+        another process has written. Records share transactions, and those in conflict are retried
+        in ever smaller ones, so that a busy record holds up no others. Raises what the store
+        raises, perhaps with some records changed; the next call finds out.
         """
         head = self._heads.get(job)
         remaining, size = list(shard_ids), records.SHARDS_A_TRANSACTION

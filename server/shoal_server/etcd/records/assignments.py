@@ -385,8 +385,8 @@ async def change(
 
 
 async def settled(store: Keyspace, shards: Iterable[StoredShard]) -> list[KeyValue | MirroredKey]:
-    """Return the existing records once a write of unknown outcome was made or can no longer be
-    made. After an error of the store, the outcome is still unknown."""
+    """Return the existing records once a write of unknown outcome is over. After an error of the
+    store, the outcome is still unknown."""
     try:
         return [item for stored in shards for item in await _settled(store, stored)]
     except ShoalError as error:

@@ -1,7 +1,7 @@
 """A job's shard map: the layout, the primary of each shard, and its address.
 
-The layout is written once, holders change with every failover and move; they are stored apart. The
-layout's head, written after its chunks, makes it the job's layout.
+Holders change with every failover and move, so they are stored apart from the layout, which is
+written once. The layout's head, written after its chunks, makes it the job's layout.
 """
 
 import asyncio
@@ -172,8 +172,8 @@ def _filled(
 
 
 def parse(job: str, items: Collection[KeyValue]) -> ShardMap | None:
-    """The layout in items from below `keys.shard_map`; None if there is none. Raises InternalError
-    if they do not parse."""
+    """The layout in items of the job below `keys.shard_map`; None if there is none. Raises
+    InternalError if they do not parse."""
     values = {item.key: item.value for item in items}
     head = values.get(keys.shard_map(job))
     if head is None:

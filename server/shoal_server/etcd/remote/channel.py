@@ -2,8 +2,8 @@
 
 A peer that acknowledges no TCP data is noticed by TCP_USER_TIMEOUT, which gRPC sets to the
 keepalive timeout. A hanging process (SIGSTOP) is noticed by HTTP/2 pings, by the time limit of an
-attempt, and by a watch's progress requests. etcd allows one ping in 5 s, and none on an idle
-connection, or closes the connection (GOAWAY).
+attempt, and by a watch's progress requests. etcd allows one ping in 5 s and none on an idle
+connection; otherwise it closes the connection (GOAWAY).
 """
 
 import grpc

@@ -108,8 +108,8 @@ class Connections:
     def cancel_as_failure(self, connection: EtcdConnection) -> Iterator[None]:
         """Turn a CancelledError into an error of the call if the caller's task was not cancelled.
 
-        gRPC raises CancelledError when a channel is closed, and when it ends a stream that cannot
-        be written.
+        gRPC raises CancelledError when a channel is closed, and for a stream that cannot be
+        written.
         """
         try:
             yield

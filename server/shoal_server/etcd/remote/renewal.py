@@ -1,8 +1,8 @@
 """Renewal of a lease on its own thread.
 
-A call on the event loop takes several turns. If thousands of members join at once, these may take
-longer than a lease lasts, and a leader that is merely slow would lose its term. A leader with a
-stuck loop must lose it: without `report_alive`, renewals stop.
+If thousands of members join at once, a call on the event loop may take longer than a lease lasts,
+and a leader that is merely slow would lose its term. A leader with a stuck loop must lose its term:
+without `report_alive`, renewals stop.
 """
 
 import threading

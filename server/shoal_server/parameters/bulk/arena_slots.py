@@ -49,7 +49,7 @@ class ArenaSlots:
 
     def draft(self, data: memoryview) -> memoryview | None:
         """Copy at most SLOT_BYTES to a slot before it is known if they will be sent; return the
-        copy, or None if no slot is free. A new draft replaces the previous one."""
+        copy, or None without a free slot. A new draft replaces the previous one."""
         if self._draft is None:
             if not self._free:
                 return None
@@ -64,8 +64,8 @@ class ArenaSlots:
     def lend(
         self, at: int, num_bytes: int, keep: Callable[[memoryview], Callable[[], None]]
     ) -> None:
-        """Let this process read a slot too. `keep` gets its memory, and returns the function to
-        call before the slot is freed."""
+        """Let this process read a slot: `keep` gets its memory, and returns the function to call
+        before it is freed."""
         self._before_free[at] = keep(self._memory[at : at + num_bytes])
 
     def free(self, at: int) -> None:

@@ -148,7 +148,7 @@ def bytes_of(connected: socket.socket) -> ByteChannel:
 
 async def encrypted(connected: socket.socket) -> socket.socket:
     """Wrap a client's connection in TLS if this process has a certificate. Use only the result
-    afterwards. Raises OSError if the handshake fails, for example without a client certificate."""
+    afterwards. Raises OSError if the handshake fails."""
     own = identity.own()
     if own is None:
         return connected

@@ -87,8 +87,7 @@ class FrameConnection:
 
     async def next_descriptor(self) -> int:
         """The descriptor of the next frame, which must be DESCRIPTOR and which the caller closes.
-        Any other read of such a frame would lose the descriptor. The other end sends one only on
-        request.
+        Any other read would lose the descriptor. The other end sends one only on request.
 
         Raises PeerHungUp, MalformedMessage or ChecksumMismatch.
         """
@@ -131,8 +130,7 @@ class FrameConnection:
 
     def deliver(self, take: TakeFrame | None) -> None:
         """Offer frames to `take` on arrival, while a task waits in `next_frame`: waking the task
-        costs more than handling most frames. `next_frame` raises an error of `take`. None ends
-        this."""
+        costs more. `next_frame` raises an error of `take`. None ends this."""
         self._take = take
 
     def _next_untaken(self) -> Frame | None:
@@ -237,8 +235,7 @@ class FrameConnection:
 
     def send_now(self, frame: bytes) -> bool:
         """Send a frame without a turn of the event loop. True if it was sent, or its rest is being
-        sent. False, with nothing sent, if another send is in progress, the kernel's buffer is full,
-        or the connection is broken."""
+        sent. False, with nothing sent, if that is impossible now."""
         if not self.is_idle:
             return False
         try:
@@ -259,9 +256,8 @@ class FrameConnection:
             self._flush(frame)
 
     def end_reading(self) -> None:
-        """Keep the other end from sending more. What was sent before can still be read, before
-        PeerHungUp is raised. The kernel takes one lock for this call and each send (unix(7)), so no
-        data are lost in between."""
+        """Keep the other end from sending more. What was sent before can still be read: the kernel
+        takes one lock for this call and each send (unix(7))."""
         self._end_pauses()
         try:
             self.socket.shutdown(socket.SHUT_RD)

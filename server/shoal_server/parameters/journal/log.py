@@ -86,7 +86,7 @@ class Journal:
 
     def own(self, owner: Holder) -> str:
         """Set the owner; return the previous owner's incarnation, empty if there was none. That
-        owner has ended or closed the journal: otherwise it would hold the lock.
+        owner has ended or closed the journal.
 
         Raises InvalidSpec for another server's journal, which may have that server's only copies.
         Raises DiskFull or Unavailable if the owner cannot be written.
@@ -120,7 +120,7 @@ class Journal:
         from its image.
 
         Raises JournalDamaged, naming the file, also if `make` raises MalformedMessage; Unavailable
-        or OSError if a file cannot be read; and other errors of `make`.
+        or OSError if a file cannot be read; and `make`'s other errors.
         """
         return replay(self._config.directory, self._images, self._index, make)
 
@@ -201,8 +201,8 @@ class Journal:
         """Append a push, in the order of versions; the future is done once the push is on disk.
 
         The queue has no bound, as the push is applied already: call `check_capacity` before the
-        push. The future fails with DiskFull or Unavailable if the disk fails. The push may be on
-        disk or not then: a new image must come before the shard's next push.
+        push. The future fails with DiskFull or Unavailable if the disk fails. Then the push may be
+        on disk or not: a new image must come before the shard's next push.
         """
         return self._enqueue(JournalEntry(job, shard_id, epoch, record))
 
@@ -321,7 +321,7 @@ class Journal:
 
     def _tidy(self, superfluous: Sequence[StoredImage | None], next_number: int) -> None:
         """Remove superfluous files, and begin a new segment if the newest is full. If the disk
-        refuses, the segment keeps growing, and files stay."""
+        refuses, the newest segment keeps growing."""
         try:
             self._remove(superfluous)
             if self._index.segments[-1].num_bytes >= self._config.segment_bytes:
@@ -393,8 +393,8 @@ def _num_bytes(entry: JournalEntry) -> int:
 
 
 def _disk_failure(directory: Path, error: Exception, *, fix: str = "") -> ShoalError:
-    """The error of durable pushes. `fix`: its advice; by default, that durable pushes go on once
-    the disk works again."""
+    """The error of durable pushes. `fix`: its advice, by default that durable pushes go on once the
+    disk works again."""
     if _errno(error) in _DISK_FULL_ERRNOS:
         return DiskFull(
             "the disk of the journal is full",

@@ -4,7 +4,7 @@ Updates are durable once the journal has the shard's image and later records, an
 names this server's disk (`ShardAssignment.on_disk`, written by the replication core). After a
 change of primary, the shard stays in this journal until the assignment names another disk.
 
-While the disk cannot be written, durable pushes fail. Later, journaling resumes with a new image of
+While the disk cannot be written, durable pushes fail; later, journaling resumes with a new image of
 each shard.
 """
 
@@ -95,8 +95,7 @@ class ShardJournal:
 
     def start_journaling(self, replica: ShardReplica, placement_id: str = "") -> None:
         """Start to journal a shard that this server now leads. Updates that are applied before the
-        shard's image is on disk are written after it. `placement_id`:
-        `JobAssignments.placement_id`."""
+        shard's image is on disk are written after it."""
         self._start(_JournaledShard(replica, placement_id, _new_pauses()))
 
     def _start(self, led: _JournaledShard) -> None:

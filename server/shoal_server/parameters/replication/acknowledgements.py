@@ -49,8 +49,8 @@ class Acknowledgements:
     async def wait(
         self, replica: ShardReplica, version: int, level: Acknowledgement.ValueType
     ) -> None:
-        """Return once a version is safe to that level. Raises the reason if it can no longer become
-        safe; see `ShardLeadership.wait_acknowledged`."""
+        """Return once a version is safe to that level. Raises the reason if it cannot become safe;
+        see `ShardLeadership.wait_acknowledged`."""
         outcome = await self.when_acknowledged(replica, version, level, None)
         if isinstance(outcome, ShoalError):
             raise outcome
@@ -62,8 +62,8 @@ class Acknowledgements:
         level: Acknowledgement.ValueType,
         answer: AnswerT,
     ) -> "asyncio.Future[AnswerT | ShoalError]":
-        """A future of `answer`, or of the error that `wait` would raise. It is done when `wait`
-        would end. Cancelling it frees the answer at once."""
+        """A future of `answer`, or of the error that `wait` would raise. Cancelling it frees the
+        answer at once."""
         waiter = _Waiter(replica, self._loop.create_future(), answer)
         if not replica.is_led:
             waiter.answered.set_result(replica.deposed_error())

@@ -42,7 +42,7 @@ class JournalRecovery:
         """Become primary of the shards that this server's previous process led, if no backup in
         step is left. Such a backup may have later versions, and becomes primary itself.
 
-        Call it before the registration: other servers then never see a recovered shard without a
+        Call it before the registration, so that other servers see no recovered shard without a
         primary. Waits for the leases of backups that etcd still lists to end, at most `within_s`.
         Raises what the store raises.
         """

@@ -1,7 +1,6 @@
 """A link from this server to a server with backups of its shards.
 
-One stream carries pushes; a second one, opened for the first image, carries images. So no push
-waits for an image of gigabytes.
+One stream carries pushes, and a second one images, so that no push waits for gigabytes.
 """
 
 import asyncio
@@ -51,8 +50,8 @@ class LinkOwner(Protocol):
     """Has the shards' images, and gets the link's events."""
 
     async def find_address(self, holder: Holder) -> str | None:
-        """The address of `holder`; None if etcd does not list it. Raises RetryError if the process
-        is unknown here and etcd cannot be asked."""
+        """The address of `holder`; None if etcd does not list it. Raises RetryError if etcd must be
+        asked and cannot be reached."""
         ...
 
     def header(self, image: int) -> pb.CutHeader | None:
@@ -139,8 +138,8 @@ class PeerLink:
         return True
 
     def draft(self, data: memoryview) -> memoryview | None:
-        """Copy the data of a push, perhaps the next one sent, to memory shared with the other end;
-        None if that is impossible now. The copy is valid until the next draft."""
+        """Copy a push's data, perhaps the next sent, to memory shared with the other end; None if
+        that is impossible now. The copy is valid until the next draft."""
         return self._idle.draft(data) if self._idle is not None and not self._pushes else None
 
     def compare(self, digest: pb.FollowRequest) -> None:

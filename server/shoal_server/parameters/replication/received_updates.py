@@ -87,7 +87,7 @@ class ReceivedUpdates:
         return RequestAssembler(self.memory, self._is_coming)
 
     def check_memory(self, arrived: ArrivedRequest) -> None:
-        """Raise Overloaded for an update that was dropped for lack of memory, or that has rows
+        """Raise Overloaded for an update that was dropped for lack of memory, or that adds rows
         beyond the memory limit. The copy stays until the assignment allows this server to drop
         it."""
         if arrived.why_dropped:
@@ -105,8 +105,8 @@ class ReceivedUpdates:
             self._put(key, replica, arrived.owned())
 
     def _replayed_now(self, key: Key, replica: ShardReplica, arrived: ArrivedRequest) -> bool:
-        """Apply a small update at once, from the memory in which it arrived, if no earlier one
-        waits; False if that was not tried."""
+        """Apply a small update from the memory in which it arrived, if no earlier one waits; False
+        if that was not tried."""
         if key in self._backlogs:
             return False
         replay = partial(replica.state.replay, arrived.record(), is_borrowed=True)

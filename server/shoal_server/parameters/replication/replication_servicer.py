@@ -249,8 +249,8 @@ class ReplicationServicer(Base):
             answers.end()
 
     def _compare(self, hello: pb.Hello) -> None:
-        """Warn if the primary has another release of torch, which may round differently: backups
-        would then not be equal to the last bit."""
+        """Warn if the primary's torch is of another release, which may round differently: copies
+        would differ."""
         theirs, mine = hello.torch_version, torch.__version__
         if theirs != mine and theirs not in self._warned_versions:
             self._warned_versions.add(theirs)
@@ -404,8 +404,8 @@ def _is_of_push(request: Arriving) -> bool:
 
 
 def _may_wait(arrived: ArrivedRequest) -> bool:
-    """True if the answer may wait, and the push is small: after a large one, the sender needs its
-    memory back soon."""
+    """True for a small push whose answer may wait: after a large one, the sender needs its memory
+    back soon."""
     request = arrived.request
     may_wait = isinstance(request, UpdateMessage) and request.answer_may_wait
     return may_wait and sum(map(len, arrived.parts)) <= SMALL_BYTES

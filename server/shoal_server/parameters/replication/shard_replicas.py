@@ -1,8 +1,8 @@
 """The shards of this server, kept in accordance with the assignments in etcd.
 
-A job's record has its assignments (`core/shards/assignments.py`). The replication core
-(`core/replication/`) decides how to follow their changes; this module connects it to the record,
-the shards, the links, the disk and the clock.
+The replication core (`core/replication/`) decides how to follow their changes
+(`core/shards/assignments.py`). This module connects the core to the record, the shards, the links,
+the disk and the clock.
 """
 
 import asyncio
@@ -191,8 +191,8 @@ class ShardReplicas:
         return self._record.jobs
 
     def route(self, job: str, shard_id: int) -> Route | None:
-        """The route to a shard's primary, or to its successor during a handover; None if the
-        address is not known."""
+        """The route to a shard's primary, or its successor during a handover; None without a known
+        address."""
         assignment = self.assignment(job, shard_id)
         if assignment is None:
             return None
@@ -252,8 +252,8 @@ class ShardReplicas:
     # --- creating and dropping shards ---
 
     def created(self, replica: ShardReplica) -> None:
-        """Lead a shard that this server has created or loaded. It takes pushes once its record
-        notes the values, and its first backup has them."""
+        """Lead a shard that this server has created or loaded. It takes pushes once its first
+        backup has the values, and the record notes them."""
         key = replica.job, replica.shard_id
         self._driver.submit_event(ev.ShardCreated(key, replica.epoch, replica.state.version))
 
@@ -264,8 +264,8 @@ class ShardReplicas:
         self.created(replica)
 
     async def empty_job(self, job: str) -> int:
-        """Note in the record that the shards that this server leads have no values, so that they do
-        not count as lost. Then drop the job's replicas here, and return their number. Raises what
+        """Note in the record that shards led here have no values, so that they do not count as
+        lost. Then drop the job's replicas here, and return their number. Raises what
         `change_assignments` raises, with no replica dropped."""
         shard_ids = [replica.shard_id for replica in self._catalog.of_job(job)]
         await self.change_assignments(job, shard_ids, partial(mark_empty, primary=self.me))
@@ -392,8 +392,7 @@ class ShardReplicas:
     def servers_seen(
         self, present: frozenset[Holder], asked_s: float, ended: frozenset[Holder]
     ) -> None:
-        """Note the servers in etcd, and processes known to have ended. `asked_s`: time of the
-        request, on the loop's clock."""
+        """`asked_s`: time of the request to etcd, on the loop's clock."""
         self._driver.submit_event(ev.ServersListed(present, asked_s, ended))
 
     def _trim_journal(self, job: str) -> None:
