@@ -19,14 +19,12 @@ NO_LEASE = LeaseId(0)
 
 @dataclass(frozen=True, slots=True)
 class KeyValue:
-    """A key and its value, as of one revision."""
-
     key: str
     value: bytes
     create_revision: Revision
     mod_revision: Revision
     version: int
-    """Writes since the key was created, from 1."""
+    """Number of writes since the key was created."""
     lease: LeaseId = NO_LEASE
 
 
@@ -204,20 +202,14 @@ class ConfirmedRenewal:
 
 
 class Renewal(Protocol):
-    """Renewal of a lease in the background."""
-
     @property
-    def confirmed(self) -> ConfirmedRenewal | None:
-        """The newest confirmed renewal, or None."""
-        ...
+    def confirmed(self) -> ConfirmedRenewal | None: ...
 
     def report_alive(self) -> None:
         """Report that the event loop runs. Without reports, renewals pause after some time."""
         ...
 
-    def end(self) -> None:
-        """Stop renewing."""
-        ...
+    def end(self) -> None: ...
 
 
 class KeyValueStore(Keyspace, Protocol):

@@ -141,8 +141,6 @@ class Leadership:
 
 
 class Election:
-    """A candidate's view of the election."""
-
     def __init__(
         self, store: KeyValueStore, candidate: LeaderCandidate, *, ttl_s: float = DEFAULT_TTL_S
     ) -> None:

@@ -21,7 +21,6 @@ CLOCK = ROOT + "clock"
 SNAPSHOT_ROOTS = ROOT + "snapshot_roots"
 """URLs below which snapshots may be, by the leading coordinator's options: {"urls": [...]}."""
 MAX_NUMBER_DIGITS = 15
-"""Most digits of a generation number."""
 
 
 def server(server_id: str) -> str:
@@ -108,7 +107,6 @@ def shard_map_chunks(job: str, digest: str = "") -> str:
 
 
 def shard_map_chunk(job: str, digest: str, number: int) -> str:
-    """A chunk of a serialized, deflated ShardMap message."""
     return f"{shard_map_chunks(job, digest)}{number:04d}"
 
 
@@ -188,5 +186,4 @@ def series_layouts(series: str, digest: str = "") -> str:
 
 
 def series_layout_chunk(series: str, digest: str, number: int) -> str:
-    """A chunk of a serialized, deflated Layout message."""
     return f"{series_layouts(series, digest)}{number:04d}"

@@ -27,12 +27,9 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class LeaderCandidate:
-    """A coordinator as it describes itself in the leader's key."""
-
     address: str
     """host:port of the gRPC service."""
     http_url: str = ""
-    """Base URL of the status endpoint."""
     host: str = ""
     """Name of the machine or container, as two may advertise the same address, such as
     127.0.0.1."""
@@ -51,7 +48,6 @@ class Leader(LeaderCandidate):
 
 
 async def read(store: KeyValueStore) -> Leader | None:
-    """The leader; None if there is none."""
     found = await store.get(keys.LEADER)
     return None if found is None else parsed(found.value, found.create_revision)
 

@@ -35,7 +35,7 @@ class Term:
         self._conditions: Sequence[Compare] | None = None
 
     def begin(self, conditions: Sequence[Compare]) -> None:
-        """`conditions` must hold in etcd for each write."""
+        """`conditions`: they must hold in etcd for each write."""
         self._conditions = conditions
         self.deposed.clear()
 
@@ -119,7 +119,6 @@ class LeaderStore:
             self._next_check = asyncio.create_task(
                 self._check_after(self._current_check), name="leading-check"
             )
-            # Retrieves the error even if no caller waits any more.
             self._next_check.add_done_callback(lambda task: task.cancelled() or task.exception())
         await asyncio.shield(self._next_check)
 

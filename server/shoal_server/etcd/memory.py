@@ -33,7 +33,7 @@ from shoal_server.etcd.api import (
 from shoal_server.etcd.tracker import WatchTracker
 
 MIN_TTL_S = 2.0
-"""etcd's default."""
+"""etcd's minimum by default."""
 
 
 class NoRenewal:
@@ -196,7 +196,6 @@ class MemoryStore:
         return holds(compare, self._items.get(_checked(compare.key)))
 
     def _check(self, operations: Sequence[Operation]) -> None:
-        """Refuse what etcd refuses."""
         puts: set[str] = set()
         for operation in operations:
             if not operation.key and not getattr(operation, "prefix", False):

@@ -132,7 +132,6 @@ class PrefixMirror(Generic[T]):
 
     @property
     def records(self) -> Mapping[str, T]:
-        """Records by name."""
         return MappingProxyType(self._records)
 
     def get(self, name: str) -> T | None:
@@ -144,7 +143,6 @@ class PrefixMirror(Generic[T]):
         return self._in_sync.is_set()
 
     async def wait_in_sync(self) -> None:
-        """Wait until `is_in_sync`; raise the error if the mirror ends first."""
         assert self._task is not None
         await wait_first(self._in_sync.wait(), self._task)
         if not self.is_in_sync:

@@ -10,8 +10,6 @@ from shoal_server.etcd.api import RangeResult, Revision, WatchBatch, WatchEvent
 
 
 class WatchTracker:
-    """Makes batches that have each change exactly once."""
-
     def __init__(self, start: Revision) -> None:
         if start < 1:
             raise InvalidSpec(

@@ -84,7 +84,6 @@ WEIGHT_THREADS = 4
 """For digests of segments, and transfers of segments between servers."""
 LEASES_TO_WAIT_FOR = 4
 MAX_LOGGED = 20
-"""Shards that one log line names at most."""
 # From glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 _KEPT_HEAP_BYTES = 256 * 1024 * 1024

@@ -13,8 +13,6 @@ from shoal_server.core.publications.limits import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReaderReport:
-    """A reader's heartbeat."""
-
     reader: str
     """Id of the reader's process. A second process with this id would end the first one's leases.
     """
@@ -33,8 +31,6 @@ class ReaderReport:
 
 @dataclass(slots=True)
 class Reader:
-    """The newest report of a reader, and its leases."""
-
     report: ReaderReport
     seen_s: float
     since_s: float

@@ -223,7 +223,6 @@ class SampleLedger:
         )
 
     def _apply_reports(self, member: _Member, request: SampleRequest) -> bool:
-        """Apply a request's reports; True if they changed the ledger."""
         held = {number: IntegerSpans(spans) for number, spans in member.held.items()}
         unused = list(_taken(held, request.given_back))
         recorded = list(_taken(held, request.completed))

@@ -16,7 +16,6 @@ FORMAT = 1
 MAX_VARINT_BYTES = 10
 _NO_ANSWER, _LAST_HELD, _OTHER = range(3)
 _KINDS = 3
-"""Number of kinds of a member's last answer."""
 
 Books = dict[str, Any]
 """The result of `SampleLedger.to_json`."""
@@ -25,8 +24,6 @@ Range = list[int]
 
 
 class MemberNumbers:
-    """Numbers of members, and what earlier deltas have written."""
-
     def __init__(self, books: Mapping[str, Any]) -> None:
         self._numbers: dict[str, int] = {}
         self._incarnations: list[str] = []
@@ -58,7 +55,6 @@ class MemberNumbers:
         return self._names[number], self._incarnations[number]
 
     def note(self, books: Mapping[str, Any]) -> None:
-        """Note that a delta with these members was written."""
         for name in sorted(books["members"]):
             incarnation = books["members"][name]["incarnation"]
             if self.number(name, incarnation) is None:

@@ -15,8 +15,6 @@ class LedgerRange:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleRequest:
-    """A member's report, and its request for more samples."""
-
     member_id: str
     incarnation: str
     sequence: int

@@ -10,8 +10,6 @@ may still record that."""
 
 
 class AbandonedLoads:
-    """Abandoned loads of one job, as a coordinator sees them."""
-
     def __init__(self) -> None:
         self._loading: frozenset[tuple[int, int]] = frozenset()
         self._since_s = 0.0

@@ -31,10 +31,7 @@ class ShardContent(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardLoss:
-    """The loss of a shard whose values no server has."""
-
     lost_unix_s: float
-    """Time at which the coordinator noticed."""
     version: int = 0
     """A version that the shard had reached; 0: unknown. Versions are reported only now and then, so
     it may have reached a later one."""
@@ -312,7 +309,6 @@ def may_be_put_on_disk(assignment: ShardAssignment, server: Holder) -> bool:
 
 
 def remove_disk(assignment: ShardAssignment, server: Holder) -> ShardAssignment:
-    """Remove the server's disk from the record: its content is gone."""
     if assignment.on_disk != server.server_id:
         return assignment
     return replace(

@@ -4,13 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 UNIT = 1_000_000
-"""Approximate sum of a job's weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardMeasure:
-    """A shard, as reported by its primary."""
-
     version: int
     pushed_bytes: int
     """Bytes of pushes applied since this primary began to lead."""

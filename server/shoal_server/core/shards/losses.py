@@ -31,7 +31,6 @@ class LossExplanation:
 class RestoreAttempt:
     is_restored: bool
     reason: str = ""
-    """Reason of a failure, in a sentence."""
 
 
 class SamplesAfterLoss(Enum):

@@ -40,7 +40,6 @@ def changes_between(
 
 
 def moved(before: JobAssignments, after: JobAssignments, present: Collection[Holder]) -> Moves:
-    """Shards that a primary handed over to another server."""
     return Counter(
         (old.primary.server_id, new.primary.server_id)
         for old, new in _pairs(before, after)

@@ -16,8 +16,6 @@ etcd, and serves until then."""
 
 
 class ObservedServers:
-    """Servers of one job, as a coordinator has seen them."""
-
     def __init__(self, dead_after_s: float, longest_gap_s: float) -> None:
         """Limits: see DEAD_AFTER_S and LONGEST_GAP_S of `core/replication/protocol/limits.py`."""
         self._dead_after_s = dead_after_s
@@ -72,7 +70,6 @@ class ObservedServers:
         )
 
     def _awaited(self) -> frozenset[Holder]:
-        """Holders gone for less than RESCUE_AFTER_S."""
         return frozenset(holder for holder, for_s in self._away_s.items() if for_s < RESCUE_AFTER_S)
 
     def _disks(

@@ -25,8 +25,6 @@ TOLERATED_SKEW = 1.05
 
 @dataclass(frozen=True, kw_only=True)
 class Servers:
-    """Servers as the coordinator sees them."""
-
     present: frozenset[Holder]
     leaving: frozenset[Holder] = frozenset()
     """Present servers that must be emptied."""
@@ -37,7 +35,7 @@ class Servers:
     suspects: frozenset[Holder] = frozenset()
     """Present servers that a peer has just dropped: they get no shards for now."""
     disks: frozenset[str] = frozenset()
-    """Servers that lead shards from their journals, now or once they are back."""
+    """Ids of servers that may lead shards from their journals, now or once they are back."""
     are_loading: bool = False
     """True if the job is being restored: the restore handles LOADING shards, even of lost
     servers."""
@@ -234,7 +232,6 @@ def _hand_over_or_drop(
 def _even_out(
     assignments: JobAssignments, servers: Servers, loads: _Loads, weights: Mapping[int, int]
 ) -> JobAssignments:
-    """Move some shards from the fullest server to the emptiest."""
     moving = sum(h.joining is not None or h.successor is not None for h in assignments.shards)
     chosen: dict[int, ShardAssignment] = {}
     if not servers.servers_for_shards:

@@ -10,14 +10,10 @@ class Record(Protocol):
     """A push as it was applied. The log does not read its data."""
 
     @property
-    def version(self) -> int:
-        """Version that the push made."""
-        ...
+    def version(self) -> int: ...
 
     @property
-    def num_bytes(self) -> int:
-        """Size in memory."""
-        ...
+    def num_bytes(self) -> int: ...
 
 
 RecordT = TypeVar("RecordT", bound=Record)
@@ -51,5 +47,4 @@ class ShardLog(Generic[RecordT]):
         self.num_bytes = 0
 
     def records_after(self, version: int) -> Iterator[RecordT]:
-        """Yield the records after `version` that are still kept."""
         yield from islice(self._records, max(0, version - self.start), None)

@@ -17,7 +17,6 @@ class StepId:
 Shards = frozenset[int] | None
 """Ids of shards that a step touches; None: every dense shard of the job."""
 Begun = Mapping[StepId, Shards]
-"""Steps that have begun."""
 
 
 def merged(reports: Iterable[Begun]) -> dict[StepId, Shards]:

@@ -19,7 +19,6 @@ log = structlog.get_logger(__name__)
 
 NO_SHARDS: Mapping[int, ShardAssignment] = MappingProxyType({})
 Run = tuple[str, str]
-"""A job, and the id of one of its placements."""
 
 
 class AssignmentMirror:
@@ -104,7 +103,6 @@ class AssignmentMirror:
         return None if head is None else records.assembled(head, self.of_job(job))
 
     async def refresh(self, job: str, shard_ids: Collection[int] | None = None) -> None:
-        """Read these shards' records again, by default all."""
         # Only the watch deletes records: otherwise an older put, still to be delivered, would bring
         # a record back.
         head = self._heads.get(job)

@@ -61,8 +61,6 @@ _CONTENT_OF = {number: content for content, number in _CONTENTS.items()}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobHead:
-    """What a job's shards have in common."""
-
     job: str
     copies: int
     placement_id: str
@@ -84,19 +82,15 @@ class StoredShard:
         return keys.shard_assignment(self.job, self.placement_id, self.assignment.shard_id)
 
     def replaced(self, assignment: ShardAssignment) -> Put:
-        """Write that replaces the record."""
         return Put(self.key, encode_shard(self.placement_id, assignment, self.value))
 
     @property
     def is_unchanged(self) -> Compare:
-        """Condition that nobody has written the record since it was read."""
         return unchanged_since(self.key, self.revision)
 
 
 @dataclass(frozen=True, slots=True)
 class StoredAssignments:
-    """All assignments of a job, as of one revision."""
-
     assignments: JobAssignments
     revision: Revision
 
@@ -124,7 +118,6 @@ def parse_all(job: str, items: Collection[KeyValue]) -> JobAssignments | None:
 
 
 async def jobs(store: Keyspace) -> list[str]:
-    """Names of the jobs with placed shards."""
     found = await store.keys(keys.ASSIGNMENTS)
     names = [key.removeprefix(keys.ASSIGNMENTS) for key in found]
     return [name.removesuffix("/head") for name in names if name.endswith("/head")]
@@ -340,7 +333,6 @@ async def _write(
 
 
 async def _delete_unfinished(store: Keyspace, placed: JobAssignments, decided_at: Revision) -> None:
-    """Delete the records of unfinished placements."""
     prefix = keys.assignments(placed.job)
     still_decided = unchanged_since(keys.assignments_head(placed.job), decided_at)
     try:

@@ -16,8 +16,6 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Server:
-    """A server process, as it registered itself."""
-
     holder: Holder
     address: str
     """host:port for workers and other servers."""

@@ -88,7 +88,6 @@ async def _write_chunk(store: Keyspace, chunk: Put) -> Compare:
 async def delete_other_layouts(
     store: Keyspace, decided: StoredLayout, decided_at: Revision
 ) -> None:
-    """Delete the layouts other than `decided`, which was written at `decided_at`."""
     prefix = keys.shard_map_chunks(decided.job)
     still_decided = unchanged_since(decided.head.key, decided_at)
     try:

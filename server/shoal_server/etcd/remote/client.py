@@ -37,7 +37,6 @@ KEYS_A_PAGE = 5000
 
 @asynccontextmanager
 async def opened(config: EtcdConfig) -> AsyncIterator[KeyValueStore]:
-    """The configured store, closed at the end of the block."""
     async with EtcdClient(config) as client:
         yield PrefixedStore(client, config.prefix) if config.prefix else client
 

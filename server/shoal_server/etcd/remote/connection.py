@@ -78,7 +78,6 @@ class Connections:
         return found
 
     def switch_endpoint(self, failed: str) -> None:
-        """Switch to the next endpoint, unless another call already has."""
         if self.config.endpoints[self._index] == failed:
             self._index = (self._index + 1) % len(self.config.endpoints)
 
@@ -236,8 +235,6 @@ class Connections:
 
 
 class _Retry:
-    """Deadline, pauses and failures of one call."""
-
     def __init__(self, connections: Connections) -> None:
         self._connections = connections
         self._config = connections.config

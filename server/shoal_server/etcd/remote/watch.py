@@ -178,7 +178,6 @@ async def _send(call: Stream, request: pb.WatchRequest, limit_s: float) -> None:
         async with asyncio.timeout(limit_s):
             await call.write(request)
     except asyncio.InvalidStateError:
-        # The call's status says why it has ended.
         raise await _ending(call) from None
 
 

@@ -14,7 +14,6 @@ from shoal_proto.errors import MalformedMessage
 from shoal_server.parameters.shard.reply_writer import CopyOut, cut
 
 LARGE_BYTES = 64 * 1024
-"""Size from which copies release the GIL."""
 
 
 class SharedArena:

@@ -27,7 +27,6 @@ class DeferredFrames:
             self._timer = asyncio.get_running_loop().call_later(WITHIN_S, self._send)
 
     def free(self, frame: bytes) -> None:
-        """Queue the frame of a freed slot."""
         self._freed.append(frame)
         if len(self._freed) >= self._freed_together:
             self._send()

@@ -142,7 +142,6 @@ def _wake(waiting: "set[asyncio.Future[None]]") -> None:
 
 
 def bytes_of(connected: socket.socket) -> ByteChannel:
-    """The channel of a connection, on the running loop."""
     return TlsBytes(connected) if isinstance(connected, ssl.SSLSocket) else PlainBytes(connected)
 
 

@@ -10,8 +10,6 @@ from shoal_server.etcd.records.servers import Server, parse
 
 
 class ServerDirectory:
-    """All registered servers, as last seen."""
-
     def __init__(self, store: KeyValueStore, on_change: Callable[[], object]) -> None:
         self._servers: PrefixMirror[Server] = PrefixMirror(
             store, keys.SERVERS, lambda item: parse(item.key, item.value), on_change=on_change

@@ -22,9 +22,7 @@ class GradientDecoder(Protocol):
     """Decodes the gradient of one push to one shard. Any thread may use it."""
 
     @property
-    def num_bytes(self) -> int:
-        """Size of the encoded gradient."""
-        ...
+    def num_bytes(self) -> int: ...
 
     def decode(self, data: Buffer) -> Tensor:
         """The values in fp32, block after block, perhaps infinite or NaN.

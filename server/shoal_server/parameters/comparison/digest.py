@@ -88,12 +88,10 @@ class PieceWalk:
                 self._part, self._at = 0, 0
                 self.num_rounds += 1
             return piece
-        # Sessions were forgotten since the last piece.
         self._part, self._at = 0, 0
         return self._next_piece(shard)
 
     def _piece_of(self, shard: AnyShard, part: str) -> DigestRange | None:
-        """The next piece of that part, or None."""
         start = self._at
         if part == ROWS:
             row_ids, self._at = shard.body.row_ids(start, self._piece_bytes)

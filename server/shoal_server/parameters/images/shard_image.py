@@ -46,9 +46,7 @@ class ImageContent(Protocol):
         """Number of chunks."""
         ...
 
-    def size_of(self, index: int) -> int:
-        """Size of a chunk in bytes."""
-        ...
+    def size_of(self, index: int) -> int: ...
 
     def read(self, index: int) -> Buffer:
         """A copy of a chunk. Raises InternalError if the chunk is released."""
@@ -58,14 +56,10 @@ class ImageContent(Protocol):
         """Release a chunk, which is not read again."""
         ...
 
-    def close(self) -> None:
-        """Release all chunks."""
-        ...
+    def close(self) -> None: ...
 
     @property
-    def held_bytes(self) -> int:
-        """Bytes of copied old data."""
-        ...
+    def held_bytes(self) -> int: ...
 
     def streams(self, locked: "Locked") -> "Sequence[TensorStream]":
         """All tensors. A piece is read on request, within `locked`."""
@@ -94,7 +88,6 @@ class OpenImages(Generic[ContentT]):
             self._open = (*self._open, content)
 
     def remove(self, content: ContentT) -> None:
-        """Remove an image, if it is still there."""
         with self._lock:
             self._open = tuple(each for each in self._open if each is not content)
 

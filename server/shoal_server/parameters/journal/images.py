@@ -20,8 +20,6 @@ _NAME = re.compile(r"(\d+)-(\d+)-(\d+)-(\d+)-([0-9a-f]{64})\.safetensors")
 
 @dataclass(frozen=True, slots=True)
 class StoredImage:
-    """A shard's image in the journal."""
-
     job: str
     shard_id: int
     epoch: int

@@ -102,13 +102,11 @@ class JournalIndex:
         return removable
 
     def discard(self, removed: Sequence[JournalSegment]) -> None:
-        """Drop removed segments, which are the oldest."""
         self.segments[:] = [each for each in self.segments if each not in removed]
         first = self.segments[0].first_number if self.segments else 0
         self._ended = {key: number for key, number in self._ended.items() if number >= first}
 
     def overdue(self) -> Sequence[Key]:
-        """Shards that need the oldest segment."""
         return self._needing(self.segments[0]) if self.segments else ()
 
     def _needing(self, segment: JournalSegment) -> Sequence[Key]:

@@ -414,7 +414,6 @@ def _disk_failure(directory: Path, error: Exception, *, fix: str = "") -> ShoalE
 
 
 def _errno(error: BaseException | None) -> int | None:
-    """The errno of an OSError among the error and its causes."""
     while error is not None:
         if isinstance(error, OSError):
             return error.errno

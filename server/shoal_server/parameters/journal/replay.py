@@ -24,8 +24,6 @@ State = TypeVar("State", bound=AnyShard)
 
 @dataclass(kw_only=True)
 class RecoveredShard(Generic[State]):
-    """A shard as of its last record on disk."""
-
     job: str
     epoch: int
     state: State

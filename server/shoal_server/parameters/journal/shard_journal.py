@@ -54,7 +54,6 @@ class _JournaledShard:
     """Records that wait until the image is on disk. None afterwards, and while journaling is
     interrupted."""
     why_not: ShoalError | None = None
-    """The error that interrupted journaling, or None."""
     again_s: float = 0.0
     """Next attempt to resume, on the event loop's clock."""
 
@@ -177,7 +176,6 @@ class ShardJournal:
         self._on_failure(replica)
 
     def _resume(self) -> None:
-        """Start interrupted journaling again, for shards whose pause is over."""
         now_s = asyncio.get_running_loop().time()
         for led in tuple(self._led.values()):
             if led.why_not is not None and now_s >= led.again_s:
@@ -277,7 +275,6 @@ class ShardJournal:
 
     @property
     def failure(self) -> ShoalError | None:
-        """The error while the disk cannot be written, else None."""
         return self._journal.failure
 
     @property

@@ -53,7 +53,6 @@ def damping(kind: str, hyper: HyperParameters, staleness: int) -> Damping:
 def _outer(hyper: HyperParameters, staleness: int) -> Damping:
     undamped = hyper.lr / (1 - hyper.momentum)
     effective = min(undamped / (2 * staleness + 1), 1 / (1 + staleness))
-    # Momentum first, the rate only if that is not enough.
     lowered = 1 - hyper.lr / effective if effective > hyper.lr else 0.0
     lowered = max(lowered, min(LEAST_MOMENTUM, hyper.momentum))
     return Damping(effective * (1 - lowered) / hyper.lr, lowered)

@@ -21,8 +21,6 @@ MAX_PHASES = 64
 
 
 class RunningSchedule:
-    """The learning rate of one shard."""
-
     def __init__(self, schedule: Schedule, base_lr: float) -> None:
         """`schedule` has passed `check_schedule`. Without phases the rate stays `base_lr`."""
         self._base = base_lr

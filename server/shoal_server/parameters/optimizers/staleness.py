@@ -57,7 +57,6 @@ class Staleness:
         return self._policy.kind == "compensate"
 
     def admit(self, staleness: int, shard_id: int) -> None:
-        """Raise StalePush for a staleness beyond the policy's bound."""
         if self._policy.HasField("bound") and staleness > self._policy.bound:
             raise StalePush(
                 f"the gradient for shard {shard_id} is too stale",
@@ -67,7 +66,6 @@ class Staleness:
             )
 
     def scale(self, lr: float, staleness: int) -> float:
-        """Learning rate for a push of that staleness."""
         if self._policy.kind == "damp":
             return lr * damping(self._kind, self._hyper, staleness).rate
         return lr / max(1, staleness) if self._policy.kind == "scale" else lr

@@ -34,14 +34,11 @@ def allocate_like(
 
 
 class StepCounts:
-    """The number of steps of each block."""
-
     def __init__(self, num_blocks: int) -> None:
         self.all = torch.zeros(num_blocks, dtype=torch.float32)
         self._each = self.all.unbind()
 
     def advance(self, blocks: Sequence[int]) -> list[Tensor]:
-        """Count a step of these blocks; return their counts."""
         counts = [self._each[b] for b in blocks]
         torch._foreach_add_(counts, 1)
         return counts

@@ -32,7 +32,6 @@ class _IncomingImage:
     header: pb.CutHeader
     chunks: "asyncio.Queue[ArrivedRequest]" = field(default_factory=asyncio.Queue)
     state: AnyShard | None = None
-    """Set once all chunks have arrived."""
     is_adopted: bool = False
     task: "asyncio.Task[None] | None" = None
 

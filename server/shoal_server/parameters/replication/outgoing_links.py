@@ -48,7 +48,6 @@ log = structlog.get_logger(__name__)
 @dataclass(slots=True)
 class _OutgoingImage:
     image: ShardImage | None = None
-    """None while the image is made."""
     released: int = 0
 
 
@@ -126,7 +125,6 @@ class OutgoingLinks:
         return None
 
     def _followed_by(self, replica: ShardReplica) -> Iterator[PeerLink]:
-        """The links over which pushes to the shard are sent."""
         for peer_and_number in replica.links:
             # A link may have ended before the core has handled that.
             if (link := self._links.get(peer_and_number)) is not None:

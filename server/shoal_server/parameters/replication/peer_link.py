@@ -47,8 +47,6 @@ REFUSAL_S = 0.2
 
 
 class LinkOwner(Protocol):
-    """Has the shards' images, and gets the link's events."""
-
     async def find_address(self, holder: Holder) -> str | None:
         """The address of `holder`; None if etcd does not list it. Raises RetryError if etcd must be
         asked and cannot be reached."""
@@ -108,7 +106,6 @@ class PeerLink:
             self._wake.set()
 
     def send_record(self, request: Request, outgoing: OutgoingRecord) -> None:
-        """Send a push, after all earlier requests on its stream."""
         assert isinstance(request, UpdateMessage)
         if not self._send_now(request, outgoing):
             self._pushes.append((request, ref(outgoing)))

@@ -36,8 +36,6 @@ COPY_FAILED = "copy_failed"
 
 @dataclass(slots=True, eq=False)
 class _Backlog:
-    """Records to apply to one backup."""
-
     replica: ShardReplica
     records: deque[ArrivedRequest | PieceDigest] = field(default_factory=deque)
     """In order. A digest is compared after the records before it are applied."""
@@ -79,7 +77,6 @@ class ReceivedUpdates:
 
     @property
     def has_capacity(self) -> bool:
-        """True if the updates to apply are within their bound."""
         return self._unapplied_bytes <= MAX_UNAPPLIED_BYTES
 
     def assembly(self) -> RequestAssembler:
@@ -216,7 +213,6 @@ def _work_bytes(replica: ShardReplica, arrived: ArrivedRequest) -> int:
 
 
 def _num_bytes(arrived: ArrivedRequest | PieceDigest) -> int:
-    """Memory of a waiting record or digest."""
     if isinstance(arrived, PieceDigest):
         return len(arrived.piece.row_ids)
     push = arrived.push

@@ -27,7 +27,6 @@ from shoal_server.serving.tasks import SupervisedTasks
 log = structlog.get_logger(__name__)
 
 AGAIN_S = 2.0
-"""Pause after a refused write."""
 
 
 class RecordWriter:
@@ -82,6 +81,5 @@ class RecordWriter:
         try:
             await self._records.refresh(key[0], (key[1],))
         except ShoalError as error:
-            # The core answers waiting calls from the records that it has.
             log.warning("assignments_not_read", job=key[0], reason=str(error))
         self._driver.submit_event(ShardRecordRefreshed(key))

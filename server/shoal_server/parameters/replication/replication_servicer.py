@@ -399,7 +399,6 @@ class ReplicationServicer(Base):
 
 
 def _is_of_push(request: Arriving) -> bool:
-    """True if the message announces a push, or has its data."""
     return isinstance(request, OnlyPiece) or request.HasField("record")
 
 

@@ -135,7 +135,6 @@ class ShardReplicas:
         await self.directory.__aexit__(*exc)
 
     def servicer(self, offers: BulkOffers) -> ReplicationServicer:
-        """The service on which other servers replicate to this one."""
         self._edges.servicer = ReplicationServicer(
             self._driver,
             me=self.me,
@@ -273,7 +272,6 @@ class ShardReplicas:
         return len(shard_ids)
 
     def drop_job(self, job: str) -> int:
-        """Drop a job's replicas here, and return their number."""
         shards = self._catalog.of_job(job)
         for replica in shards:
             self._driver.submit_event(ev.ShardRetired((job, replica.shard_id)))
@@ -312,7 +310,6 @@ class ShardReplicas:
 
     @asynccontextmanager
     async def shard_journal(self, journal: Journal, pool: Executor) -> AsyncIterator[ShardJournal]:
-        """Journal the shards that this server leads, during the block."""
         async with ShardJournal(
             journal, pool, take=self._take, on_disk=self._on_disk, on_failure=self._disk_failed
         ) as shard_journal:

@@ -37,7 +37,6 @@ class JournalClaims:
         self._found[key] = epoch, version
 
     def note_given_up(self, key: Key) -> None:
-        """Note a shard that this process led and leads no longer."""
         self._found[key] = None
 
     @property

@@ -30,7 +30,6 @@ class FullPeers:
         return min((f.until_s for f in self._full.values() if f.until_s), default=float("inf"))
 
     def is_full(self, holder: Holder) -> bool:
-        """True during the server's pause."""
         full = self._full.get(holder)
         return full is not None and full.until_s > 0.0
 

@@ -49,7 +49,6 @@ class HandoverPhase(Enum):
 class Handover:
     phase: HandoverPhase = HandoverPhase.NONE
     stops_from_s: float = inf
-    """Earliest time to refuse pushes."""
     is_writing: bool = False
     """True while a write may hand the shard over."""
 
@@ -87,7 +86,6 @@ class _Waiters:
         self._waiting.discard(token)
 
     def release(self, safe: int) -> Iterator[Token]:
-        """Remove and yield waiters with safe versions, oldest first."""
         while self._heap and self._heap[0][0] <= safe:
             yield from self._live(heapq.heappop(self._heap)[2])
 
@@ -118,7 +116,6 @@ class LedShard:
         self.key = key
         self.assignment = assignment
         self.log = ShardLog[Record](version)
-        """Records that followers may need."""
         self.born = born
         self.placement_id = ""
         self.followers: dict[Holder, Follower] = {}

@@ -59,7 +59,6 @@ class LedShards:
         self._last_image = 0
         self._disk_report_s = limits.disk_report_s
         self._reports_disk_s = inf
-        """Next write of the versions on disk."""
         self._announced_s = limits.announced_s
         self._hands_over_s = inf
 
@@ -161,7 +160,6 @@ class LedShards:
             return touched
         led = self._shards.get(reply.key)
         follower = led.followers.get(peer) if led is not None else None
-        # Ignore answers of an earlier epoch.
         if led is None or follower is None or reply.epoch != led.epoch:
             return touched
         match reply:
@@ -379,7 +377,6 @@ class LedShards:
         return [led for led in self._shards.values() if led.note_disk_version()]
 
     def retryable_shards(self, now_s: float) -> list[LedShard]:
-        """Shards whose joiner's pause is over."""
         due: list[LedShard] = []
         for peer in self.full.expired(now_s):
             shards = [led for led in self._shards.values() if led.assignment.joining == peer]

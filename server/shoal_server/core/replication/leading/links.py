@@ -32,8 +32,6 @@ class Link:
 
 
 class ReplicationLinks:
-    """Links to followers, one for each server."""
-
     def __init__(self, limits: ReplicationLimits) -> None:
         self._limits = limits
         self._links: dict[Holder, Link] = {}

@@ -176,7 +176,6 @@ class SendReply:
     link: int
     reply: Reply
     may_wait: bool = False
-    """True if the reply is not urgent."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,8 +88,6 @@ class ShardCreated:
 
 @dataclass(frozen=True, slots=True)
 class PushApplied:
-    """This server applied a push, as primary."""
-
     key: Key
     record: Record
 
@@ -240,8 +238,6 @@ class ChunkStored:
 
 @dataclass(frozen=True, slots=True)
 class ImageRestored:
-    """A shard was built from all chunks of an image."""
-
     key: Key
     image: int
 

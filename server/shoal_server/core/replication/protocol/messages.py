@@ -40,8 +40,6 @@ class CopyUpToDate:
 
 @dataclass(frozen=True, slots=True)
 class UpdateMessage:
-    """Record of one applied push."""
-
     key: Key
     epoch: int
     version: int
@@ -78,8 +76,6 @@ Request = Offer | CopyUpToDate | UpdateMessage | ImageStart | ImageChunk
 
 @dataclass(frozen=True, slots=True)
 class BackupState:
-    """State of a backup's copy, and of an incomplete image."""
-
     key: Key
     epoch: int
     copy_epoch: int = 0
