@@ -119,7 +119,7 @@ def assignments(job: str) -> str:
 
 
 def assignments_head(job: str) -> str:
-    """What a job's shards have in common: a serialized JobHoldings message."""
+    """Data common to all shards of a job: a serialized JobHoldings message."""
     return f"{ASSIGNMENTS}{job}/head"
 
 

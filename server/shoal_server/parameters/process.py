@@ -81,7 +81,7 @@ log = structlog.get_logger(__name__)
 
 SNAPSHOT_THREADS = 2
 WEIGHT_THREADS = 4
-"""For digests of segments, and transfers of segments between servers."""
+"""Threads for digests of segments, and for their transfer between servers."""
 LEASES_TO_WAIT_FOR = 4
 MAX_LOGGED = 20
 # From glibc's malloc.h.

@@ -175,9 +175,9 @@ class SampleLedger:
     ) -> int:
         """Free the ranges of a member and remove it; return the number of samples freed.
 
-        An `incarnation` frees nothing of a later one. `silent_s`: time since the member's latest
-        request; infinite if unknown. Samples that the member cannot have begun by then do not count
-        as returned.
+        Returns 0 if the member's incarnation is another than `incarnation`. `silent_s`: time since
+        the member's latest request; infinite if unknown. Samples that the member cannot have begun
+        by then do not count as returned.
         """
         member = self._members.get(member_id)
         if member is None or incarnation not in (None, member.incarnation):

@@ -65,7 +65,7 @@ class ArenaSlots:
         self, at: int, num_bytes: int, keep: Callable[[memoryview], Callable[[], None]]
     ) -> None:
         """Let this process read a slot: `keep` gets its memory, and returns the function to call
-        before it is freed."""
+        before the slot is freed."""
         self._before_free[at] = keep(self._memory[at : at + num_bytes])
 
     def free(self, at: int) -> None:

@@ -35,7 +35,7 @@ class ByteChannel(Protocol):
 
     def send_some(self, data: bytes) -> int:
         """Send without waiting; return the number of bytes sent, perhaps 0. The rest must be sent
-        next. Raises OSError if nothing was sent, and any data may follow."""
+        next. Raises OSError if nothing was sent and the next call may send other data."""
         ...
 
 

@@ -51,7 +51,7 @@ class FrameConnection:
         self._chunk_buffer: Callable[[int], memoryview] | None = None
         self._writing = asyncio.Lock()
         self._rest: Buffer = b""
-        """What `send_now` could not send."""
+        """Rest of a frame that `send_now` could not send whole."""
         self._flushing: set[asyncio.Task[None]] = set()
         self._sent_s = self._loop.time()
         self._take: TakeFrame | None = None
@@ -130,7 +130,7 @@ class FrameConnection:
 
     def deliver(self, take: TakeFrame | None) -> None:
         """Offer frames to `take` on arrival, while a task waits in `next_frame`: waking the task
-        costs more. `next_frame` raises an error of `take`. None ends this."""
+        costs more. `next_frame` raises an error of `take`. None: offer no further frames."""
         self._take = take
 
     def _next_untaken(self) -> Frame | None:
@@ -140,8 +140,6 @@ class FrameConnection:
         return frame
 
     async def _await_untaken(self) -> Frame:
-        """Wait for a frame that the `deliver` function does not take, with the socket registered
-        all the time."""
         number = self.socket.fileno()
         awaited: asyncio.Future[Frame] = self._loop.create_future()
         self._loop.add_reader(number, self._readable, awaited)

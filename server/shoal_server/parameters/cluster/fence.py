@@ -27,7 +27,7 @@ class PlacementIds(Protocol):
         ...
 
     def refresh(self, job: str, shard_ids: Collection[int]) -> Awaitable[None]:
-        """Read the newest id, and the records of these shards. Raises what the store raises."""
+        """Read the newest id, and the records of these shards, from etcd."""
         ...
 
 

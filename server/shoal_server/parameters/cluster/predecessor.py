@@ -29,7 +29,7 @@ class ProcessRecord:
     boot: str
     """Id of the machine's boot, different at each start and on each machine."""
     namespace: str
-    """Its PID namespace: a container's PIDs are not the machine's."""
+    """PID namespace: a container's PIDs are not the machine's."""
     pid: int
     started: str
     """Start time, which differs for a later process with the same PID."""
@@ -78,7 +78,7 @@ async def succeed(store: KeyValueStore, me: Holder, *, released: str = "") -> No
     """Record the previous process' end in etcd, if that is known; then replace its record by this
     process'.
 
-    `released`: the incarnation that has released the journal's lock. Raises what the store raises.
+    `released`: the incarnation that has released the journal's lock.
     """
     own = ProcessRecord.own(me.incarnation)
     key = keys.last_process(me.server_id)

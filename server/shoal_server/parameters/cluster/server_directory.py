@@ -28,7 +28,7 @@ class ServerDirectory:
         return any(not server.is_leaving for name, server in servers if name != me.server_id)
 
     def address(self, holder: Holder) -> str | None:
-        """The address of `holder`; None if its id is not registered, or by another process."""
+        """The address of `holder`; None if another process, or none, is registered under its id."""
         server = self._servers.get(holder.server_id)
         return server.address if server is not None and server.holder == holder else None
 

@@ -1,9 +1,9 @@
 """Comparison of a backup with its primary, piece by piece while pushes go on.
 
-A backup replays its primary's updates, so the two are equal to the last bit, unless memory,
-arithmetic or this program fails, or their versions of torch round differently. The primary digests
-a piece at intervals, and sends the digest in the stream of records. The backup digests the same
-piece after the same records:
+A backup replays its primary's updates, so the two are equal to the last bit. They differ only after
+a fault of memory, arithmetic or this program, or if their versions of torch round differently. The
+primary digests a piece at intervals, and sends the digest in the stream of records. The backup
+digests the same piece after the same records:
 
     walk = PieceWalk()
     digest = walk.next(shard)                    at the primary, which sends it after a record

@@ -97,7 +97,7 @@ class OpenImages(Generic[ContentT]):
 
 
 class ShardImage:
-    """An image of one shard, for any threads, at once too.
+    """An image of one shard, which several threads may use at once.
 
     `chunk` and the pieces of `streams` copy data and wait for pushes: not for the event loop.
     `release` and `header` neither copy nor wait. `close` frees copied data, which takes 0.1 ms per
@@ -126,7 +126,7 @@ class ShardImage:
         header.chunk_bytes, header.rest_bytes = CHUNK_BYTES, len(self._rest)
         header.tensors.extend(content.described)
         self.header = header
-        """For a `ShardBuilder`. Do not change it."""
+        """Header for a `ShardBuilder`. Do not change it."""
         self.stamp = Stamp(header.shard_id, epoch, header.version)
 
     @property

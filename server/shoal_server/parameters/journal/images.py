@@ -65,8 +65,7 @@ class JournalImages:
     def write(
         self, job: str, epoch: int, number: int, image: Image, placement_id: str = ""
     ) -> StoredImage:
-        """Write an image with `fsync`. `number`: the journal's next log number. `placement_id`: see
-        `Journal.put_image`."""
+        """Write an image with `fsync`. `number`: the journal's next log number."""
         file = image_file.DigestingReader(image_file.pieces(image, placement_id))
         shard_id, version = image.shard_id, image.version
 

@@ -63,8 +63,8 @@ class _Waiting(NamedTuple):
 
 
 class Journal:
-    """A journal, for any threads. `with` runs its writer. At the end, all appended entries are on
-    disk unless the disk failed."""
+    """A journal that any thread may use. `with` runs its writer. At the end, all appended entries
+    are on disk unless the disk failed."""
 
     def __init__(self, config: JournalConfig, *, fsync: Callable[[int], None] = os.fsync) -> None:
         """Raises AddressInUse if another process uses the directory, JournalDamaged, and OSError or

@@ -1,1 +1,2 @@
-"""Replication of shards to backups, and changes of their primaries."""
+"""Replication of shards to backups. The classes live on the event loop; `run` runs large work in
+threads."""

@@ -38,7 +38,7 @@ class _Waiter:
 
 
 class Acknowledgements:
-    """Requests acknowledgements from the core of server `me`. Lives on the event loop."""
+    """Requests acknowledgements from the core of server `me`."""
 
     def __init__(self, driver: CoreDriver, me: Holder) -> None:
         self._driver = driver

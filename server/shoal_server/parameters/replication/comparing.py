@@ -20,8 +20,7 @@ COMPARE_EACH_S = 0.25
 
 
 class Comparing:
-    """Sends digests of pieces to backups, which compare them with their own. Lives on the event
-    loop."""
+    """Sends digests of pieces to backups, which compare them with their own."""
 
     def __init__(self, catalog: Catalog, links: OutgoingLinks, run: Runner) -> None:
         self._catalog = catalog

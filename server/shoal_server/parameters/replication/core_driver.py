@@ -13,7 +13,7 @@ TIMED_WITHIN_S = 0.002
 
 
 class CoreDriver:
-    """Handles an event with all its effects before the next event. Lives on the event loop."""
+    """Handles an event with all its effects before the next event."""
 
     def __init__(self, core: ReplicationCore) -> None:
         self.core = core

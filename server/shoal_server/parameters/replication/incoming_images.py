@@ -37,8 +37,7 @@ class _IncomingImage:
 
 
 class IncomingImages:
-    """Builds shards from images, one image of a shard at a time. Lives on the event loop; `run`
-    runs large work in threads."""
+    """Builds shards from images, one image of a shard at a time."""
 
     def __init__(
         self, driver: CoreDriver, *, catalog: Catalog, memory: Memory, run: Runner

@@ -7,8 +7,6 @@ from shoal_server.core.processes import Holder
 
 
 class IncomingLinks:
-    """Tracks the tasks that read such links. Lives on the event loop."""
-
     def __init__(self) -> None:
         self._reading: dict[asyncio.Task[None], tuple[Holder, Callable[[], None]]] = {}
 

@@ -28,8 +28,7 @@ LOOK_LATER_EACH_S = 1.0
 
 
 class JournalRecovery:
-    """Reports servers to the core while shards of the journal are not claimed. Lives on the event
-    loop."""
+    """Reports servers to the core while shards of the journal are not claimed."""
 
     def __init__(
         self, store: KeyValueStore, replicas: ShardReplicas, limits: ReplicationLimits
@@ -87,9 +86,6 @@ class JournalRecovery:
 
 
 class DiskRemovalLoop:
-    """Corrects assignments that name this server's disk for a shard that it lacks. Lives on the
-    event loop."""
-
     def __init__(
         self, store: KeyValueStore, replicas: ShardReplicas, limits: ReplicationLimits
     ) -> None:

@@ -52,8 +52,7 @@ class _OutgoingImage:
 
 
 class OutgoingLinks:
-    """Opens links and makes images for the core of server `me`. Lives on the event loop; `run` runs
-    large work in threads."""
+    """Opens links and makes images for the core of server `me`."""
 
     def __init__(
         self,

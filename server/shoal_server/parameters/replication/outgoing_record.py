@@ -10,8 +10,7 @@ from shoal_server.parameters.shard.record import UpdateRecord
 
 class OutgoingRecord:
     """An update record whose data may be in memory that a later push overwrites (*lent* memory).
-    The replication core owns it until no backup needs it; links have weak references. Lives on the
-    event loop."""
+    The replication core owns it until no backup needs it; links have weak references."""
 
     __slots__ = ("__weakref__", "_record", "num_bytes", "version")
 

@@ -70,8 +70,6 @@ _Push = tuple[UpdateMessage, "ReferenceType[OutgoingRecord]"]
 
 
 class PeerLink:
-    """Sends pushes and images to one server. Lives on the event loop."""
-
     def __init__(
         self, me: Holder, to: Holder, number: int, owner: LinkOwner, timeouts: PeerTimeouts
     ) -> None:

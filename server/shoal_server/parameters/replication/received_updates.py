@@ -38,13 +38,11 @@ COPY_FAILED = "copy_failed"
 class _Backlog:
     replica: ShardReplica
     records: deque[ArrivedRequest | PieceDigest] = field(default_factory=deque)
-    """In order. A digest is compared after the records before it are applied."""
+    """Records, and digests to compare after the records before them."""
     applied: "asyncio.Task[None] | None" = None
 
 
 class ReceivedUpdates:
-    """Applies received updates. Lives on the event loop; `run` runs large work in threads."""
-
     def __init__(
         self,
         driver: CoreDriver,

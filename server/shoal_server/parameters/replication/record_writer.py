@@ -30,8 +30,6 @@ AGAIN_S = 2.0
 
 
 class RecordWriter:
-    """Writes and reads assignments for the core. Lives on the event loop."""
-
     def __init__(self, driver: CoreDriver, records: AssignmentMirror) -> None:
         self._driver = driver
         self._records = records

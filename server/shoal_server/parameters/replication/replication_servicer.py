@@ -63,7 +63,7 @@ class DirectStream(Protocol):
 
     @property
     def reads_to_end(self) -> bool:
-        """True if all that a primary has sent is read even if it dies."""
+        """True if all that a primary has sent is read, even if the primary dies."""
         ...
 
     def send_now(self, reply: pb.FollowReply) -> bool:
@@ -142,7 +142,7 @@ class _Answers:
 
 
 class ReplicationServicer(Base):
-    """Passes requests to the core, and sends its answers. Lives on the event loop."""
+    """Passes requests to the core, and sends its answers."""
 
     def __init__(
         self,
@@ -202,7 +202,6 @@ class ReplicationServicer(Base):
     async def _link(
         self, hello: pb.Hello, requests: AsyncIterator[Arriving], direct: DirectStream
     ) -> AsyncGenerator[pb.FollowReply, None]:
-        """Serve a link's first stream; the link ends with it."""
         caller = Holder(hello.primary.server_id, hello.primary.incarnation), hello.link
         self._compare(hello)
         # Requests of an earlier link are read first.
@@ -232,7 +231,6 @@ class ReplicationServicer(Base):
     async def _images(
         self, caller: Caller, requests: AsyncIterator[Arriving]
     ) -> AsyncGenerator[pb.FollowReply, None]:
-        """Serve a link's second stream; the link ends with it."""
         answers = self._callers.get(caller)
         if answers is None:
             raise MalformedMessage(

@@ -57,8 +57,6 @@ log = structlog.get_logger(__name__)
 
 
 class ShardReplicas:
-    """All replicas of this server. Lives on the event loop; `run` runs large work in threads."""
-
     def __init__(
         self,
         store: KeyValueStore,
@@ -151,7 +149,7 @@ class ShardReplicas:
         self._driver.submit_event(ev.LeaseRenewed(sent_s))
 
     def lease_ended(self) -> None:
-        """Stop acknowledging pushes: the registration is about to be removed."""
+        """The registration is about to be removed: stop acknowledging pushes."""
         self._driver.submit_event(ev.LeaseEnded())
 
     async def wait_failed(self) -> None:
@@ -375,8 +373,8 @@ class ShardReplicas:
 
     @property
     def has_lost_disk(self) -> bool:
-        """True if the journal's disk cannot be written: another process may use it, and may have
-        written newer shards."""
+        """True if the journal's disk cannot be written: another process may use the disk, and may
+        have written newer shards."""
         shard_journal = self._roles.shard_journal
         return shard_journal is not None and shard_journal.failure is not None
 

@@ -70,8 +70,6 @@ class _ReplicaLeadership:
 
 
 class ShardRoles:
-    """Carries out changes of roles for the core. Lives on the event loop."""
-
     def __init__(
         self,
         driver: CoreDriver,

@@ -91,7 +91,7 @@ class Follower:
         """Give a joiner that has reached its goal the next one; set `counts` if it is nearly level
         or has had MAX_ROUNDS goals. True if `counts` was set.
 
-        Until then pushes do not wait for the joiner.
+        Pushes do not wait for the joiner before that.
         """
         if self.counts or self.phase is not FollowerPhase.FOLLOWING or self.confirmed < self._goal:
             return False

@@ -375,7 +375,7 @@ class LedShard:
             yield StopPushes(self.key)
 
     def note_newer_epoch(self, epoch: int) -> Iterator[Effect]:
-        """If a backup knows a newer epoch, stop pushes and refuse waiters at once, before etcd
+        """Stop pushes and refuse waiters at once if a backup knows a newer epoch, before etcd
         delivers the record."""
         if epoch > self.epoch and not self.is_deposed:
             self.is_deposed = True
