@@ -26,7 +26,7 @@ class LaterFormat(UnreadableRecord):
 
 def check_format(value: Mapping[str, object], newest: int = 1) -> None:
     """Raise LaterFormat for a `format` above `newest`, and UnreadableRecord unless it is a positive
-    integer. The default is 1."""
+    integer. A missing `format` counts as 1."""
     found = value.get("format", 1)
     if not isinstance(found, int) or isinstance(found, bool) or found < 1:
         raise UnreadableRecord(f"format is {_shown(found)}; expected an integer from 1")

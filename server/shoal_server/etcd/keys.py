@@ -45,8 +45,8 @@ def members(job: str) -> str:
 def member(job: str, member_id: str) -> str:
     """A member: {"incarnation", "host", ...}.
 
-    It exists exactly as long as its incarnation is not fenced. It has no lease, so that it outlives
-    coordinators: only a leader deletes it.
+    The key exists exactly as long as its incarnation is not fenced. It has no lease, so that it
+    outlives coordinators: only a leader deletes the key.
     """
     return f"{MEMBERS}{job}/{member_id}"
 

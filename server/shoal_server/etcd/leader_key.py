@@ -70,7 +70,7 @@ async def end_term(store: KeyValueStore, leader: Leader) -> bool:
 
     Retries through outages. If the answer to a deletion was lost, the result is False.
 
-    A living leader is safe too: its writes compare the same revision, so it writes nothing more.
+    Safe even if that leader is alive: its writes compare the same revision, and fail.
     """
     condition = created_at(keys.LEADER, leader.create_revision)
     result = await until_answered(
@@ -82,7 +82,7 @@ async def end_term(store: KeyValueStore, leader: Leader) -> bool:
 
 async def delete_unleased(store: KeyValueStore) -> None:
     """Delete a leader's key without a lease, which no candidate wrote and which would exist for
-    ever. It has overwritten another leader's key, and so ended that term."""
+    ever. If it has overwritten a leader's key, that leader's term has ended."""
     found = await store.get(keys.LEADER)
     if found is None or found.lease != NO_LEASE:
         return

@@ -93,8 +93,8 @@ class PrefixMirror(Generic[T]):
         on_change: Callable[[], object] = lambda: None,
         resync: bool = False,
     ) -> None:
-        """`parse` returns a record, or None to drop the known one. A ShoalError from it is logged,
-        and the known record kept.
+        """`parse` returns a record, or None to drop the known one. A ShoalError of `parse` is
+        logged, and the known record kept.
 
         `on_put` gets the name (the key without the prefix), the new and the previous record (or
         None); `on_delete` gets the name and the last record. `on_change` is called after each batch

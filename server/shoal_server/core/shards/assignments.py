@@ -69,7 +69,7 @@ class ShardAssignment:
 
     A primary acknowledges nothing as durable before this field names its own server. The named
     server's journal keeps the shard. So one disk has all durable pushes, and a new process of its
-    server can lead from it when all holders are gone.
+    server can lead from that disk when all holders are gone.
     """
     disk_epoch: int = 0
     disk_version: int = 0

@@ -236,7 +236,7 @@ def spread_tables(
 ) -> tuple[tuple[str, int, str], ...]:
     """Place the shards of all tables on servers in turn, as (table, index of the shard, server id).
 
-    Rows spread evenly over a table's shards, so their number does not matter.
+    Rows spread evenly over a table's shards, so the number of rows does not matter.
     """
     servers = sorted(server_ids)
     wanted = [(table, index) for table in sorted(num_shards) for index in range(num_shards[table])]
