@@ -56,7 +56,6 @@ def _cgroup_limits(cgroups: Path, own: Path) -> Iterator[int]:
 
 
 def _limit_files(cgroups: Path, own: Path) -> Iterator[tuple[Path, str]]:
-    """Folder and file name of each limit that may be set."""
     try:
         lines = own.read_text().splitlines()
     except OSError:

@@ -333,7 +333,7 @@ async def _metrics_served(
 
 
 def _metrics(servicer: ParametersServicer, calls: Durations) -> Iterator[Metric]:
-    """This process' metrics. Its shards are in the coordinator's metrics."""
+    """This server's shards are in the coordinator's metrics."""
     yield build_info("ps")
     yield loop_lag("process", servicer.loop_lag)
     yield histogram(
@@ -393,7 +393,6 @@ def _keep_freed_memory() -> None:
 
 
 async def _until(stop: asyncio.Event, server: RunningServer) -> None:
-    """Return when `stop` is set. Raise the error of a failed fence, replicas or registration."""
     waits = [
         asyncio.ensure_future(wait)
         for wait in (

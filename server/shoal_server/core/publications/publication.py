@@ -89,7 +89,6 @@ def _shown(cut: bytes) -> str:
 
 
 def _is_same(one: PublicationPart, other: PublicationPart) -> bool:
-    """True if both parts make the same version; the holders of the segment may differ."""
     identity = one.segment.digest, one.layout_key, one.step, one.world, one.tables_cut
     return identity == (
         other.segment.digest,

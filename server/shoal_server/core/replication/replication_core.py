@@ -284,7 +284,6 @@ class ReplicationCore:
             )
 
     def _step_down(self, led: LedShard) -> Effects:
-        """Keep the shard as a copy: its epoch has ended."""
         content = led.assignment.content
         self._leave_on_disk(led)
         yield from self.leading.end(led.key)
@@ -501,7 +500,6 @@ class ReplicationCore:
             yield from self._take_due_steps(led)
 
     def _passed(self) -> Effects:
-        """Refuse all waiters if other servers may have assumed this server dead."""
         if self._is_fenced or self.lease.ends_s == -inf or self.lease.holds(self._now_s):
             return
         self._is_fenced = True

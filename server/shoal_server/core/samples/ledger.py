@@ -285,7 +285,6 @@ class SampleLedger:
         member.waits = waits
 
     def _reserve_limit(self, share: int) -> int:
-        """`reserve_max` for a share: a third more, unless some member waits for samples."""
         return share if self._num_waiting else share + share // 3
 
     def _share(self, member: _Member, request: SampleRequest, num_members: int) -> int:
@@ -306,7 +305,6 @@ class SampleLedger:
 
     @property
     def _num_openable(self) -> int:
-        """Number of epochs that may be open: enough for twice the reserves."""
         wanted = -(-2 * self._reserves // self.dataset_size)
         return min(max(wanted, MAX_OPEN_EPOCHS), MAX_RESERVED_EPOCHS)
 
@@ -411,7 +409,6 @@ def _check_numbers(data: object) -> None:
 def _taken(
     held: Mapping[int, IntegerSpans], ranges: Iterable[LedgerRange]
 ) -> Iterator[LedgerRange]:
-    """Remove from `held` its intersection with `ranges`, and yield the removed parts."""
     for r in ranges:
         for start, stop in held.get(r.epoch, IntegerSpans()).intersection(r.start, r.stop):
             held[r.epoch].remove(start, stop)

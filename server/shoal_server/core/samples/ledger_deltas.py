@@ -131,7 +131,6 @@ def _origin(books: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _gaps(numbers: Iterable[int]) -> list[tuple[int, int]]:
-    """Numbers in ascending order, each after its distance from the one before."""
     ordered = sorted(numbers)
     return [(b - a, b) for a, b in zip([0, *ordered], ordered, strict=False)]
 

@@ -63,8 +63,8 @@ class ObservedServers:
         return bool(self._suspect_until_s) or bool(self._away_s)
 
     def _dead(self, seen: Servers) -> frozenset[Holder]:
-        """Holders that have ended, or were away for so long that they no longer acknowledge. A new
-        process under a holder's name proves nothing: the old one may still serve."""
+        """Holders that have ended or no longer acknowledge. A new process under a holder's name
+        proves nothing: the old one may still serve."""
         return seen.dead | frozenset(
             holder for holder, for_s in self._away_s.items() if for_s >= self._dead_after_s
         )
@@ -87,7 +87,6 @@ class ObservedServers:
     def _suspects(
         self, last: JobAssignments, assignments: JobAssignments, seen: Servers, now_s: float
     ) -> frozenset[Holder]:
-        """Present holders that a peer dropped in the last SUSPECT_S."""
         dropped = dropped_holders(last, assignments) & seen.present
         self._suspect_until_s.update(dict.fromkeys(dropped, now_s + SUSPECT_S))
         self._suspect_until_s = {

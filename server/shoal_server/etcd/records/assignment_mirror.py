@@ -184,7 +184,6 @@ class AssignmentMirror:
         ]
 
     async def _settle(self, job: str, placement_id: str, shard_ids: Collection[int]) -> None:
-        """Find out outcomes of earlier writes to these shards."""
         if not self._unsettled:
             return
         known = self._shards.get((job, placement_id), {})

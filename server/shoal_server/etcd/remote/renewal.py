@@ -63,7 +63,6 @@ class LeaseThread:
                 return
 
     def _renew_at(self, stub: stubs.LeaseStub) -> None:
-        """Renew until `end`, until the lease is gone, or until a failure."""
         while not self._over.wait(self._ttl_s / RENEWALS_A_TTL):
             metadata = self._connections.known_metadata()
             if metadata is None or time.monotonic() >= self._trusted_until_s:

@@ -227,7 +227,6 @@ async def _check_history(
 def _lost(
     connections: Connections, address: str, token: str | None, error: grpc.RpcError
 ) -> ShoalError:
-    """Error that ends a stream; Unavailable if another attempt may help."""
     failure = classify(error, address)
     if failure.remedy is Remedy.NONE:
         return failure.error

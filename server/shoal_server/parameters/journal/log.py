@@ -320,8 +320,7 @@ class Journal:
             return [self._index.note(number, entry) for number, entry, _ in batch]
 
     def _tidy(self, superfluous: Sequence[StoredImage | None], next_number: int) -> None:
-        """Remove superfluous files, and begin a new segment if the newest is full. If the disk
-        refuses, the newest segment keeps growing."""
+        """Failures of the disk are only logged: the newest segment then keeps growing."""
         try:
             self._remove(superfluous)
             if self._index.segments[-1].num_bytes >= self._config.segment_bytes:
@@ -363,7 +362,6 @@ class Journal:
         self._images.remove([kept for kept in images if kept is not None])
 
     def _fail(self, error: OSError, batch: Sequence[_Waiting]) -> None:
-        """Fail all waiting futures, and later ones."""
         failure = _disk_failure(self._config.directory, error)
         with self._wake:
             is_new, self._failure = self._failure is None, failure

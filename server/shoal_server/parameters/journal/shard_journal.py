@@ -217,7 +217,6 @@ class ShardJournal:
         return await asyncio.get_running_loop().run_in_executor(self._pool, put)
 
     def _ended(self, key: Key) -> "Future[None] | None":
-        """The future of the shard's end entry, if any; retried if it failed."""
         ends = self._ends.get(key)
         if ends is not None and ends.done() and ends.exception() is not None:
             ends = self._ends[key] = self._journal.forget(*key)

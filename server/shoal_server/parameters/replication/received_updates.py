@@ -129,7 +129,6 @@ class ReceivedUpdates:
             backlog.applied = self._tasks.start(self._apply(key, backlog))
 
     async def _apply(self, key: Key, backlog: _Backlog) -> None:
-        """Apply the backlog. If an update fails, give the backup up."""
         replica = backlog.replica
         while backlog.records:
             item = backlog.records.popleft()

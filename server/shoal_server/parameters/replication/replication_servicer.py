@@ -409,7 +409,6 @@ def _may_wait(arrived: ArrivedRequest) -> bool:
 
 
 def _is_torn(reading: "asyncio.Task[None]") -> bool:
-    """True if reading ended before all sent data were read."""
     if reading.cancelled():
         return True
     error = reading.exception()

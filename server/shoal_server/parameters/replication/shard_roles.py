@@ -110,8 +110,8 @@ class ShardRoles:
 
     def _keep(self, replica: ShardReplica, data: Buffer) -> Buffer:
         """Memory for a push's data; see `Keep`. On the event loop, a push is reported before a
-        backup can join: the data are copied only for a backup or a journal. Otherwise a backup may
-        join first: the data are always copied."""
+        backup can join: the data are copied only for a backup or a journal. In another thread, or
+        while earlier pushes are unreported, a backup may join first: the data are copied."""
         if threading.get_ident() != self._loop_thread or self._applied:
             return bytes(data)
         if self.shard_journal is not None:

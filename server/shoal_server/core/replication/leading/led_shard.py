@@ -143,7 +143,6 @@ class LedShard:
     # --- safe versions ---
 
     def _required(self) -> Iterator[Follower]:
-        """Followers that must have an update before it is acknowledged."""
         for follower in self.followers.values():
             if (
                 follower.counts
