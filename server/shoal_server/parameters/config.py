@@ -79,9 +79,8 @@ class WorkLimits:
 
     calls: Annotated[CallLimits, FLAT] = field(default_factory=CallLimits)
     max_bulk_connections: Annotated[int, Parameter(metavar="N")] = 4096
-    """Maximum number of connections for tensors, and never more than a quarter of the descriptors
-    that this process may have. A further connection is closed: its client then uses gRPC, but
-    published weights cannot be sent over gRPC."""
+    """Maximum number of connections for tensors, at most a quarter of the descriptors that this
+    process may have. A client beyond it uses gRPC, over which published weights cannot be sent."""
     max_unfinished_bytes: Annotated[int, Parameter(metavar="BYTES")] = 2 * 1024**3
     """Maximum bytes of gradients that are received but not applied yet, over all calls. Above this,
     pushes are refused as Overloaded, and clients retry. A single push to one shard may be larger,
@@ -109,8 +108,8 @@ class ParameterServerConfig:
     reach: Annotated[ParameterServerServing, FLAT] = field(default_factory=ParameterServerServing)
     listen: ListenAddress = "7710"
     bulk_port: Annotated[int, Parameter(metavar="PORT")] = 0
-    """TCP port for tensors to and from other machines; if it cannot be reached, they go over gRPC,
-    except published weights, which need it. 0: any free port."""
+    """TCP port for tensors to and from other machines. If it cannot be reached, tensors go over
+    gRPC, and published weights cannot be sent. 0: any free port."""
     advertise: AdvertisedAddress = ""
     ready_file: ReadyFile = None
     metrics: MetricsAddress = ""
@@ -128,9 +127,9 @@ class ParameterServerConfig:
         default_factory=default_limit_bytes
     )
     """Limit for shards with their optimizer state, copies included, for gradients not applied yet
-    and for published weights. Beyond it, no shard is created, no copy is taken, no table grows and
-    no weights are published. By default 80 % of the cgroup's memory limit, or of the machine's
-    memory."""
+    and for published weights. Beyond it, the server creates no shard, takes no copy, lets no table
+    grow and accepts no published weights. By default 80 % of the cgroup's memory limit, or of the
+    machine's memory."""
     max_sessions: Annotated[int, Parameter(metavar="N")] = MAX_SESSIONS
     """Number of sessions whose pushes a shard remembers: at least the number of live members that
     push to it. Must be the same on all servers of a cluster."""
