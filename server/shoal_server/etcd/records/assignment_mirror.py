@@ -103,6 +103,7 @@ class AssignmentMirror:
         return None if head is None else records.assembled(head, self.of_job(job))
 
     async def refresh(self, job: str, shard_ids: Collection[int] | None = None) -> None:
+        """Read the records of these shards again; by default, of all."""
         # Only the watch deletes records: otherwise an older put, still to be delivered, would bring
         # a record back.
         head = self._heads.get(job)
