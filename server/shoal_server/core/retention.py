@@ -4,15 +4,12 @@ from dataclasses import dataclass
 from enum import Enum
 
 MAX_GAP_S = 3600.0
-"""Longest plausible time without a leader, by the clocks of two successive leaders; beyond it, one
-of the clocks is doubted."""
+"""Longest plausible time without a leader; beyond it, the leaders' clocks are doubted."""
 MAX_HELD_S = 6 * 3600.0
 """Longest time for which nothing is removed while a clock is doubted, so that people can check."""
 
 
 class DueAction(Enum):
-    """The action that is due for a job."""
-
     NOTHING = "nothing"
     ABANDON = "no member came back: the job has failed"
     KEEP_RESULT = "the job is over: its result is to be kept in its own record"
@@ -22,43 +19,43 @@ class DueAction(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class RetentionLimits:
-    """Retention times in seconds; infinite for never."""
+    """Retention times; infinite for never."""
 
     abandon_after_s: float
     """Time without members after which a job has failed."""
     records_s: float
-    """Time after a job's end for which all its records are kept, except that the parameters of a
-    finished job are removed at its end."""
+    """Time after a job's end for which its records are kept. The parameters of a finished job are
+    removed at its end."""
     summary_s: float
-    """Time after a job's end for which the job's own record is kept."""
+    """Time after a job's end for which its own record is kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RetentionState:
-    """The times and flags of a job that decide what is due. All times are of one clock."""
+    """Times, all of one clock, and flags of a job that decide what is due."""
 
     ended_s: float | None
-    """Time at which the job ended; None: it is not over."""
+    """None: the job is not over."""
     empty_since_s: float | None
-    """Time since which the job has no members; None: it has some, or the time is not known."""
+    """None: the job has members, or the time is not known."""
     has_result: bool
-    """True if the job's result is kept in the job's own record."""
+    """True if the job's own record has the result."""
     is_cleared: bool
-    """True if everything but the job's own record was removed."""
+    """True if everything but the job's own record is removed."""
 
 
 def held_s(now_s: float, noted_s: float | None) -> float:
-    """Return for how long a new leader removes nothing.
+    """Time for which a new leader removes nothing.
 
-    `now_s` is the time by its own clock; `noted_s` is the last time that an earlier leader noted by
-    its clock, None if there is none. A clock that is slow only delays removals.
+    `noted_s` is the last time that an earlier leader noted by its own clock, if any. A slow clock
+    only delays removals.
     """
     gap_s = 0.0 if noted_s is None else now_s - noted_s
     return min(gap_s, MAX_HELD_S) if gap_s > MAX_GAP_S else 0.0
 
 
 def due_action(job: RetentionState, limits: RetentionLimits, now_s: float) -> DueAction:
-    """Return the first action that is due. The caller asks again once the action is done."""
+    """The first action that is due. Ask again once it is done."""
     if job.ended_s is None:
         empty_s = 0.0 if job.empty_since_s is None else now_s - job.empty_since_s
         return DueAction.ABANDON if empty_s > limits.abandon_after_s else DueAction.NOTHING
@@ -73,4 +70,3 @@ def due_action(job: RetentionState, limits: RetentionLimits, now_s: float) -> Du
 
 
 REMOVES = frozenset({DueAction.CLEAR, DueAction.FORGET})
-"""Actions that cannot be undone."""

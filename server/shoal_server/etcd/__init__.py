@@ -1,1 +1,1 @@
-"""Access to etcd: the store's interface, its implementations, election, keys and records."""
+"""Access to etcd: the store's interface, election, keys and records."""

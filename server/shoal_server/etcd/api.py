@@ -1,7 +1,7 @@
-"""The server's interface to etcd, as one Protocol.
+"""The server's interface to etcd.
 
-`remote.client.EtcdClient` talks to a real cluster; `memory.MemoryStore` is a test double for unit
-tests and simulation. Both pass the contract suite in tests/server/etcd/.
+`remote.client.EtcdClient` implements it for a cluster, `memory.MemoryStore` for tests and
+simulation; both pass the contract suite in tests/server/etcd/.
 """
 
 from collections.abc import AsyncGenerator, Sequence
@@ -19,20 +19,18 @@ NO_LEASE = LeaseId(0)
 
 @dataclass(frozen=True, slots=True)
 class KeyValue:
-    """A key and its value, as of one revision."""
-
     key: str
     value: bytes
     create_revision: Revision
     mod_revision: Revision
     version: int
-    """Writes since the key was created, from 1."""
+    """Number of writes since the key was created."""
     lease: LeaseId = NO_LEASE
 
 
 @dataclass(frozen=True, slots=True)
 class RangeResult:
-    """All keys under a prefix, in key order, as of one revision."""
+    """All keys under a prefix, in order, as of one revision."""
 
     revision: Revision
     items: tuple[KeyValue, ...]
@@ -45,8 +43,6 @@ class EventKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class WatchEvent:
-    """A change of one key."""
-
     kind: EventKind
     key: str
     value: bytes
@@ -55,11 +51,11 @@ class WatchEvent:
 
 @dataclass(frozen=True, slots=True)
 class WatchBatch:
-    """Changes of one or more whole revisions, in order; never a part of a revision.
+    """Changes of one or more whole revisions, in order.
 
-    `reset` is set when history was compacted beyond the point that the watch had reached, and for
-    the first listing of `mirror.list_and_watch`. The events then are puts of every key that exists
-    at `revision`, in key order: a key that is not among them does not exist.
+    `reset` is set if the changes since the last batch were compacted, and for the first listing of
+    `mirror.list_and_watch`. The events are then puts of all keys that exist at `revision`, in key
+    order.
     """
 
     revision: Revision
@@ -68,22 +64,22 @@ class WatchBatch:
 
     @classmethod
     def of_listing(cls, listed: RangeResult) -> "WatchBatch":
-        """The listed keys as a batch with `reset`."""
+        """A listing as a batch with `reset`."""
         puts = (WatchEvent(EventKind.PUT, i.key, i.value, i.mod_revision) for i in listed.items)
         return cls(listed.revision, tuple(puts), reset=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Compare:
-    """A condition of a transaction on one key; use the constructors below."""
+    """A condition of a transaction; use the constructors below."""
 
     key: str
     field: str
     """"value", "mod_revision", "create_revision" or "version"."""
     expected: bytes | int
     prefix: bool = False
-    """True for the condition that the mod_revision of every key under the prefix `key` is at most
-    `expected`. Only `field` "mod_revision" has such a condition."""
+    """True: the mod_revision of every key under the prefix `key` is at most `expected`. `field`
+    must be "mod_revision"."""
 
 
 def value_is(key: str, value: bytes) -> Compare:
@@ -91,13 +87,13 @@ def value_is(key: str, value: bytes) -> Compare:
 
 
 def unchanged_since(key: str, mod_revision: Revision) -> Compare:
-    """Condition that the key was last written at `mod_revision` (0: the key does not exist)."""
+    """Condition that the key was last written at `mod_revision` (0: it does not exist)."""
     return Compare(key, "mod_revision", int(mod_revision))
 
 
 def none_written_after(prefix: str, revision: Revision) -> Compare:
-    """Condition that no key under the prefix was written after `revision`. It does not notice
-    deletions."""
+    """Condition that no key under the prefix was written after `revision`. Deletions go
+    unnoticed."""
     return Compare(prefix, "mod_revision", int(revision), prefix=True)
 
 
@@ -133,7 +129,8 @@ Operation = Put | Delete | Get
 
 @dataclass(frozen=True, slots=True)
 class TransactionResult:
-    """`reads` holds the answers to the Get operations of the branch that ran, in order."""
+    """Outcome of a transaction. `reads` has the answers to the Get operations that ran, in
+    order."""
 
     succeeded: bool
     revision: Revision
@@ -141,8 +138,8 @@ class TransactionResult:
 
 
 def holds(compare: Compare, item: KeyValue | None) -> bool:
-    """True if the condition holds for `item`, which its key has now (None: the key does not exist).
-    Not for conditions on a prefix. Raises InvalidSpec for an unknown field."""
+    """True if the condition, not one on a prefix, holds for the key's item (None: no such key).
+    Raises InvalidSpec for an unknown field."""
     match compare.field:
         case "value":
             return item is not None and item.value == compare.expected
@@ -157,14 +154,13 @@ def holds(compare: Compare, item: KeyValue | None) -> bool:
 
 
 class Keyspace(Protocol):
-    """Keys that are read, watched and written in transactions.
+    """Keys, as text, with values in bytes.
 
-    Keys are text, values bytes. Each call retries after failures of an endpoint and elections in
-    etcd, for about `timeout_s` of the client (`transact`: up to twice that), then raises
-    `Unavailable`. It raises etcd's refusals at once, such as `AccessDenied`, `Overloaded` and
-    `LeaseExpired`. If the connection breaks after `transact` has sent a write, the outcome is
-    unknown. `transact` does not send the write again, but raises `DeadlineExceeded` or
-    `Unavailable` with `details["outcome"] == "unknown"`, and the caller reads back.
+    A call retries through failures of endpoints and elections in etcd for about the client's
+    `timeout_s` (`transact`: up to twice that), then raises `Unavailable`. It raises etcd's refusals
+    at once, such as `AccessDenied`, `Overloaded` and `LeaseExpired`. If the connection breaks after
+    `transact` has sent a write, it raises `DeadlineExceeded` or `Unavailable` with
+    `details["outcome"] == "unknown"`, and the caller must read back.
     """
 
     async def get(self, key: str) -> KeyValue | None: ...
@@ -172,9 +168,9 @@ class Keyspace(Protocol):
     async def range(self, prefix: str) -> RangeResult: ...
 
     async def keys(self, prefix: str) -> tuple[str, ...]:
-        """List all keys under a prefix, however many, without their values and in key order.
+        """List all keys under a prefix, in order.
 
-        They are read in pages, each as of the time of its own request.
+        They are read in pages, each as of its own request.
         """
         ...
 
@@ -186,67 +182,57 @@ class Keyspace(Protocol):
     ) -> TransactionResult: ...
 
     def watch(self, prefix: str, start: Revision) -> AsyncGenerator[WatchBatch, None]:
-        """Watch every change under `prefix` from revision `start` on, each exactly once, for ever.
+        """Watch every change under `prefix` from revision `start` on, each exactly once.
 
-        If etcd has compacted changes that are not delivered yet, a batch with `reset` takes their
-        place. Survives restarts of etcd and the death of an endpoint. Ends when closed
-        (`aclose`/cancellation), or by raising a refusal of etcd, or CorruptError if etcd lost
-        history: its revision is below the last one delivered, or below `start - 1` before that.
-        Raises InvalidSpec for a start below 1.
+        If undelivered changes were compacted, a batch with `reset` takes their place. Survives
+        restarts of etcd and lost endpoints. Ends when closed or cancelled, or by raising a refusal
+        of etcd, or CorruptError if etcd's revision is below the last one delivered (before the
+        first one: below `start - 1`). Raises InvalidSpec for a start below 1.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ConfirmedRenewal:
-    """A renewal that the store confirmed: the time at which it was sent (`time.monotonic`), and the
-    TTL in seconds that the store answered."""
+    """A renewal that the store confirmed: its sending (`time.monotonic`), and the TTL in the
+    answer."""
 
     sent_s: float
     ttl_s: float
 
 
 class Renewal(Protocol):
-    """Renewal of a lease in the background, which does not wait for the event loop."""
-
     @property
-    def confirmed(self) -> ConfirmedRenewal | None:
-        """The newest confirmed renewal; None before the first."""
-        ...
+    def confirmed(self) -> ConfirmedRenewal | None: ...
 
     def report_alive(self) -> None:
-        """Report that the event loop runs. If no report arrives for some time, renewals pause until
-        the next report."""
+        """Report that the event loop runs. Without reports, renewals pause after some time."""
         ...
 
-    def end(self) -> None:
-        """Stop renewing."""
-        ...
+    def end(self) -> None: ...
 
 
 class KeyValueStore(Keyspace, Protocol):
-    """A linearizable store with leases and watches. `put` and `delete` are sent again if an
-    answer was lost: another client's write of the same key in between is then overwritten or
-    deleted."""
+    """A linearizable store with leases and watches. `put` and `delete` are repeated if an answer
+    was lost, and may then undo another client's write in between."""
 
     async def put(self, key: str, value: bytes, lease: LeaseId = NO_LEASE) -> Revision: ...
 
     async def delete(self, key: str, *, prefix: bool = False) -> int:
-        """Delete the key, or all keys under a prefix. Return how many keys the last attempt
-        deleted: 0 if an earlier attempt deleted them and its answer was lost."""
+        """Delete the key, or all keys under a prefix. Returns the number deleted by the last
+        attempt: 0 if an earlier one deleted all and its answer was lost."""
         ...
 
     async def grant(self, ttl_s: float) -> LeaseId:
-        """Create a lease. The TTL is rounded up to whole seconds and to etcd's minimum."""
+        """Create a lease. The TTL is rounded up to whole seconds and etcd's minimum."""
         ...
 
     async def keep_alive(self, lease: LeaseId) -> float:
-        """Renew once and return the TTL left in seconds; 0.0 when the lease is gone."""
+        """Renew once, and return the TTL left; 0.0 if the lease is gone."""
         ...
 
     def renew_in_background(self, lease: LeaseId, ttl_s: float) -> Renewal:
-        """Renew the lease in the background until `end`, or until the lease is gone, even while the
-        event loop is busy."""
+        """Renew the lease until `end`, or until it is gone, even while the event loop is busy."""
         ...
 
     async def revoke(self, lease: LeaseId) -> None:

@@ -1,16 +1,12 @@
-"""Election of the leading coordinator. The leader writes the leader's key, and renews its lease.
+"""Election of the leading coordinator.
 
-Two guards keep a deposed leader from writing, since a clock alone cannot be trusted. First, a
-leader stops by its own clock before its lease can have run out in etcd: the leader counts from the
-moment at which it *sent* the last renewal that etcd confirmed, while etcd counts from a later
-moment. Second, each write of the leader compares the revision at which its key was created: once
-the key is deleted or belongs to another leader, etcd refuses the write, however late the deposed
-leader notices.
+Two guards keep a deposed leader from writing. First, a leader counts its lease from the *sending*
+of the last confirmed renewal, so it stops before the lease ends in etcd. Second, each write
+compares the revision at which the leader's key was created: etcd refuses it once the key is gone or
+another leader's, whatever the clocks say.
 
-Renewals do not wait for the event loop, which thousands of members keep busy: see `api.Renewal`.
-
-etcd keeps leases longer than asked, never shorter: it rounds a TTL up to its minimum, and after a
-leader change among etcd's own members, or a restart, every lease's time starts afresh.
+etcd may keep a lease longer than asked: it rounds up a TTL, and its own restarts and elections
+start each lease's time afresh.
 """
 
 import asyncio
@@ -43,19 +39,17 @@ log = structlog.get_logger(__name__)
 DEFAULT_TTL_S = 5.0
 GIVE_UP_WITHIN_S = 2.0
 SAFETY = 0.9
-"""Fraction of a lease's TTL that a leader relies on; the rest covers a late timer."""
+"""Fraction of a TTL that a leader relies on; the rest covers a late timer."""
 
 
 class Leadership:
-    """Term of a coordinator, made by `Election.campaign`. Renews the lease until the term ends."""
+    """Term of a coordinator, from `Election.campaign`. Renews the lease until the term ends."""
 
     def __init__(
         self, store: KeyValueStore, lease: LeaseId, leader: Leader, valid_until_s: float
     ) -> None:
         self.lost = asyncio.Event()
-        """Set when the term is over, for any reason."""
         self.reason = ""
-        """Reason for which the term is over."""
         self.create_revision = leader.create_revision
         self._store = store
         self._lease = lease
@@ -69,13 +63,12 @@ class Leadership:
 
     @property
     def condition(self) -> Compare:
-        """Condition of every write of the leader, so that a deposed leader writes nothing."""
+        """Condition of every write of the leader."""
         return created_at(keys.LEADER, self.create_revision)
 
     @property
     def held(self) -> bool:
-        """True while the lease cannot have run out and the term is not known to be over. Reads the
-        clock at each call."""
+        """True while the lease cannot have run out and the term is not known to be over."""
         return not self.lost.is_set() and self._clock() < self._valid_until_s
 
     @property
@@ -86,10 +79,10 @@ class Leadership:
         return max(self._own_until_s, renewal.sent_s + SAFETY * renewal.ttl_s)
 
     async def resign(self) -> None:
-        """End the term, so that a successor can lead at once. Harmless if the term is over already.
+        """End the term, so that a successor can lead at once. Harmless if it is over already.
 
-        Gives up after GIVE_UP_WITHIN_S if etcd does not answer; the lease then runs out. Raises
-        etcd's refusals, such as AccessDenied; the term is over then too.
+        If etcd does not answer within GIVE_UP_WITHIN_S, the lease runs out by itself. Raises etcd's
+        refusals, such as AccessDenied, with the term over too.
         """
         await cancel(*self._tasks)
         self._background_renewal.end()
@@ -114,7 +107,7 @@ class Leadership:
                     if self._valid_until_s <= until_s:
                         await self._renew_once()
             except TimeoutError:
-                # The lease may have been renewed in the background while the loop was busy.
+                # The lease may have been renewed in the background.
                 if not self.held:
                     self._lose("the lease could not be renewed in time")
             except Exception as error:  # noqa: BLE001 - without renewals the term ends
@@ -136,8 +129,7 @@ class Leadership:
         self._own_until_s = sent_s + SAFETY * ttl_s
 
     async def _observe(self) -> None:
-        """End the term if its key is deleted or replaced: renewals of the lease do not show
-        that."""
+        """End the term if its key is deleted or replaced, which renewals do not show."""
         try:
             async with aclosing(follow(self._store, self.create_revision)) as leaders:
                 async for leader in leaders:
@@ -149,29 +141,26 @@ class Leadership:
 
 
 class Election:
-    """A candidate's view of the election. Works on every KeyValueStore."""
-
     def __init__(
         self, store: KeyValueStore, candidate: LeaderCandidate, *, ttl_s: float = DEFAULT_TTL_S
     ) -> None:
-        """`ttl_s`: a leader that stops renewing is succeeded after this time. etcd rounds it up to
-        whole seconds and to its own minimum, by default 2. Raises InvalidSpec unless above 0."""
+        """`ttl_s`: time after which a leader that stops renewing is succeeded. etcd rounds it up to
+        whole seconds and its minimum, by default 2. Raises InvalidSpec unless above 0."""
         if not ttl_s > 0:
             raise InvalidSpec("bad lease of the leader", seen=str(ttl_s), expected="above 0")
         self._store = store
         self._candidate = candidate
         self._ttl_s = ttl_s
         self.on_trouble: Callable[[str], None] = lambda reason: None
-        """Called with the reason when etcd fails; `campaign` and `leaders` then retry."""
+        """Called with the reason when etcd fails; the call in progress then retries."""
         self.on_leader: Callable[[Leader], None] = lambda leader: None
-        """Called with the leader, whenever a campaign finds one."""
+        """Called with each leader that a campaign finds."""
 
     async def end_predecessor(self) -> None:
-        """End the term of a former process at this candidate's address, if the key names one.
+        """End the term of a former process at this candidate's address, if there is one.
 
-        Call it once, before the first campaign, and only if the candidate listens at its address:
-        a former process at that address of this host is then dead, and the candidate need not wait
-        for its lease to run out. Retries through outages of etcd.
+        Call it before the first campaign, once the candidate listens at its address: the former
+        process is then dead, and its lease need not run out. Retries through outages of etcd.
         """
         async with aclosing(self.leaders()) as leaders:
             leader = await anext(leaders)
@@ -184,10 +173,10 @@ class Election:
             log.info("predecessor_process_ended", address=candidate.address, ended=ended)
 
     async def campaign(self) -> Leadership:
-        """Wait until the leader's key is free, and take it. Cancel the call to stop trying.
+        """Wait until the leader's key is free, and take it.
 
-        Retries through outages of etcd, and if the new lease runs out before the key is written.
-        Raises AccessDenied and other refusals, and CorruptError if etcd lost history.
+        Retries through outages of etcd, and if the new lease runs out before the write. Raises
+        refusals such as AccessDenied, and CorruptError if etcd lost history.
         """
         term: Leadership | None = None
         while term is None:
@@ -203,16 +192,16 @@ class Election:
         return await self._try()
 
     def _note_interruption(self, error: ShoalError) -> None:
-        # LeaseExpired (for example, after this process was suspended) shows that etcd has answered.
+        # LeaseExpired, as after a suspension of this process, shows that etcd has answered.
         if not isinstance(error, LeaseExpired):
             self.on_trouble(str(error))
         log.warning("campaign_interrupted", reason=str(error))
 
     async def leaders(self) -> AsyncGenerator[Leader | None, None]:
-        """Yield the leader (None: there is none), and again when it changes, for ever.
+        """Yield the leader (None: there is none) now and at each change.
 
-        Only the last of several changes that arrive together is seen. Retries through outages of
-        etcd; raises other errors, such as AccessDenied.
+        Of changes that arrive together only the last is seen. Retries through outages of etcd;
+        raises its refusals.
         """
         leader, is_first, pauses = None, True, new_pauses()
         while True:
@@ -238,8 +227,8 @@ class Election:
             put = self._candidate.put(lease)
             result = await self._store.transact((absent(keys.LEADER),), (put,))
         except BaseException:
-            # Also if the outcome is unknown: revoking the lease deletes the key if it was written,
-            # and a request still on its way fails without the lease.
+            # If the outcome is unknown too: without the lease, neither a written key nor a late
+            # request stays.
             await _revoke(self._store, lease)
             raise
         if not result.succeeded:

@@ -1,8 +1,8 @@
-"""Parsing of JSON records from etcd, whose content is not trusted.
+"""Parsing of JSON records from etcd.
 
-A person, another release or a broken disk may have written them. Each reader raises
-`UnreadableRecord` for a value that it cannot use, and ignores unknown fields, which a later release
-may have added. If older releases must not ignore a new field, the record gets a higher `format`.
+A person, another release or a broken disk may have written them. Readers raise `UnreadableRecord`
+for unusable values, and ignore unknown fields: a later release may have added them. A record with a
+field that older releases must not ignore has a higher `format`.
 """
 
 import json
@@ -13,22 +13,20 @@ from contextlib import contextmanager
 from google.protobuf.json_format import ParseError
 
 MAX_COUNT = 2**53 - 1
-"""Highest count that is accepted: larger JSON numbers are not exact everywhere, and no count of
-Shoal gets that high."""
+"""Highest accepted count: larger JSON numbers are not exact everywhere."""
 
 
 class UnreadableRecord(ValueError):
-    """Raised if the value of a key is no valid record of the kind that this key has; the text says
-    what was seen."""
+    """Raised if a key's value is no valid record of its kind; the text says what was seen."""
 
 
 class LaterFormat(UnreadableRecord):
-    """Raised for a record of a later release, in a format that this release cannot read."""
+    """Raised for a format of a later release."""
 
 
 def check_format(value: Mapping[str, object], newest: int = 1) -> None:
-    """Raise LaterFormat if the object's `format` (by default 1) is above `newest`, and
-    UnreadableRecord if it is not a positive integer."""
+    """Raise LaterFormat for a `format` above `newest`, and UnreadableRecord unless it is a positive
+    integer. A missing `format` counts as 1."""
     found = value.get("format", 1)
     if not isinstance(found, int) or isinstance(found, bool) or found < 1:
         raise UnreadableRecord(f"format is {_shown(found)}; expected an integer from 1")
@@ -38,8 +36,7 @@ def check_format(value: Mapping[str, object], newest: int = 1) -> None:
 
 @contextmanager
 def as_unreadable() -> Iterator[None]:
-    """Turn errors of parsing untrusted bytes into `UnreadableRecord`, except protobuf's
-    DecodeError."""
+    """Turn errors of parsing into `UnreadableRecord`, except protobuf's DecodeError."""
     try:
         yield
     except UnreadableRecord:
@@ -57,15 +54,13 @@ def as_unreadable() -> Iterator[None]:
 
 
 class Fields:
-    """The fields of a JSON object, each checked as it is read."""
-
     def __init__(self, value: Mapping[str, object]) -> None:
         self._value = value
         self._asked = {"format"}
 
     @classmethod
     def parsed(cls, data: bytes, newest_format: int = 1) -> "Fields":
-        """Fields of the JSON object in the bytes. Raises UnreadableRecord, LaterFormat."""
+        """Fields of a JSON object. Raises UnreadableRecord or LaterFormat."""
         with as_unreadable():
             value = json.loads(data)
         if not isinstance(value, dict):
@@ -83,7 +78,7 @@ class Fields:
         return self._get(name) is not None
 
     def unread_fields(self) -> dict[str, object]:
-        """Fields that were not read, such as those that a later release has added."""
+        """Fields that no call has read, such as those of a later release."""
         return {name: value for name, value in self._value.items() if name not in self._asked}
 
     def _get(self, name: str, default: object = None) -> object:

@@ -1,9 +1,6 @@
-"""etcd as a coordinator writes to it: every write compares the leader's key.
+"""etcd as a coordinator writes to it: on condition of the leader's key.
 
-The coordinator's services get a `LeaderStore` and no other store, so that they cannot write without
-the comparison. If a write's conditions fail, the store finds out which: if this coordinator's
-leader key is gone or replaced, it raises NotLeader and reports that the term is over. If only the
-caller's own condition failed, the result says so.
+The coordinator's services get a `LeaderStore` and no other store.
 """
 
 import asyncio
@@ -29,26 +26,24 @@ log = structlog.get_logger(__name__)
 
 
 class Term:
-    """The time from `begin` to `end`, in which this coordinator believes that it leads. Each write
-    to etcd checks that it does."""
+    """The time in which this coordinator believes that it leads."""
 
     def __init__(self) -> None:
         self.deposed = asyncio.Event()
-        """Set when a transaction showed that this coordinator does not lead any longer."""
+        """Set when a transaction showed that this coordinator leads no longer."""
         self.why_deposed = ""
         self._conditions: Sequence[Compare] | None = None
 
     def begin(self, conditions: Sequence[Compare]) -> None:
-        """Begin the term. `conditions` must hold in etcd for each write."""
+        """`conditions`: they must hold in etcd for each write."""
         self._conditions = conditions
         self.deposed.clear()
 
     def end(self) -> None:
-        """End the term: later writes raise NotLeader."""
+        """Later writes raise NotLeader."""
         self._conditions = None
 
     def depose(self, reason: str) -> None:
-        """Record that this coordinator must not lead any longer, and why."""
         self.why_deposed = reason
         self.deposed.set()
 
@@ -68,9 +63,8 @@ class LeaderStore:
         leadership: Callable[[], Sequence[Compare]],
         on_deposed: Callable[[str], object],
     ) -> None:
-        """`leadership` returns the conditions for this coordinator to lead, and raises NotLeader
-        outside of a term. `on_deposed` is called with the reason when a condition no longer holds.
-        """
+        """`leadership`: conditions of leading; raises NotLeader outside of a term. `on_deposed`:
+        called with the reason when a condition fails."""
         self._store = store
         self._leadership = leadership
         self._on_deposed = on_deposed
@@ -95,17 +89,16 @@ class LeaderStore:
         then: Sequence[Operation],
         otherwise: Sequence[Operation] = (),
     ) -> TransactionResult:
-        """Like `Keyspace.transact`, on condition of the leader's key if anything is written.
+        """`Keyspace.transact`, on condition of the leader's key if anything is written.
 
-        Raises NotLeader outside of a term, or if this coordinator's leader key is gone or replaced
-        in etcd: then nothing was written. `otherwise` may only read. Without any write, nothing is
-        checked.
+        Raises NotLeader, with nothing written, outside of a term or if the key is gone or replaced.
+        `otherwise` may only read.
         """
         if all(isinstance(each, Get) for each in (*then, *otherwise)):
             return await self._store.transact(compares, then, otherwise)
         leadership = self._leadership()
         if not all(isinstance(each, Get) for each in otherwise):
-            # If this coordinator was deposed, the comparison fails, and etcd runs this branch.
+            # etcd runs this branch for a deposed coordinator too.
             raise AssertionError("a leader writes nothing if its comparison fails")
         leader_gets = [Get(each.key) for each in leadership]
         result = await self._store.transact(
@@ -120,14 +113,12 @@ class LeaderStore:
         return TransactionResult(False, result.revision, result.reads[: len(otherwise)])
 
     async def confirm(self) -> None:
-        """Return once a read of etcd that began after this call has shown that this coordinator
-        leads. One read serves all calls that wait for it. Raises NotLeader if it does not lead, and
-        what the store raises."""
+        """Return once a read that began after this call has shown that this coordinator leads.
+        Waiting calls share one read. Raises NotLeader, and what the store raises."""
         if self._next_check is None:
             self._next_check = asyncio.create_task(
                 self._check_after(self._current_check), name="leading-check"
             )
-            # Retrieves the error even if no caller waits any more.
             self._next_check.add_done_callback(lambda task: task.cancelled() or task.exception())
         await asyncio.shield(self._next_check)
 

@@ -1,7 +1,7 @@
-"""A store in memory with etcd's semantics, for unit tests and simulation only.
+"""A store in memory with etcd's semantics, for unit tests and simulation.
 
-Nothing runs in the background: leases are checked at each call, and a waiting watch wakes when the
-next lease runs out. A simulation moves its clock and calls `expire`.
+Leases are checked at each call, and a waiting watch wakes when the next lease runs out. A
+simulation moves its clock and calls `expire`.
 """
 
 import asyncio
@@ -33,11 +33,11 @@ from shoal_server.etcd.api import (
 from shoal_server.etcd.tracker import WatchTracker
 
 MIN_TTL_S = 2.0
-"""Minimum TTL of etcd at its default settings."""
+"""etcd's minimum by default."""
 
 
 class NoRenewal:
-    """A renewal that does nothing: calls to this store take no time."""
+    """No renewal: calls to this store take no time."""
 
     confirmed = None
 
@@ -55,7 +55,7 @@ class _Lease:
 
 
 class MemoryStore:
-    """`api.KeyValueStore` in this process. Use it on one event loop."""
+    """`api.KeyValueStore` in this process, for one event loop."""
 
     def __init__(
         self, *, clock: Callable[[], float] = time.monotonic, min_ttl_s: float = MIN_TTL_S
@@ -162,14 +162,13 @@ class MemoryStore:
         self._wake()
 
     def expire(self) -> None:
-        """End the leases that have run out by the clock, as etcd does by itself."""
+        """End leases that have run out, as etcd does by itself."""
         now_s = self._clock()
         for lease in [each for each, held in self._leases.items() if held.expires_s <= now_s]:
             self._end(lease)
 
     def compact(self, revision: Revision) -> None:
-        """Treat the history up to `revision` as compacted. A watch that has not delivered
-        `revision` yet gets a reset."""
+        """Compact the history up to `revision`. Watches that have not delivered it get a reset."""
         self._compacted = int(revision)
 
     def _enter(self) -> None:
@@ -197,7 +196,6 @@ class MemoryStore:
         return holds(compare, self._items.get(_checked(compare.key)))
 
     def _check(self, operations: Sequence[Operation]) -> None:
-        """Refuse what etcd refuses, before anything is changed."""
         puts: set[str] = set()
         for operation in operations:
             if not operation.key and not getattr(operation, "prefix", False):

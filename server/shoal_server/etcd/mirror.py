@@ -1,8 +1,7 @@
-"""Mirror of the keys under a prefix in etcd: listed at a revision, then watched from there.
+"""Mirror of the keys under a prefix in etcd.
 
-`Keyspace.watch` survives outages of etcd and compacted history. Another error (a refusal, an etcd
-that lost its data, an outage during the listing, a callback that raises) ends the mirror, or makes
-it list again if it was made with `resync`.
+`Keyspace.watch` survives outages and compacted history. Any other error ends the mirror, or makes
+it list the keys again (`resync`). Calls raise what their store raises.
 """
 
 import asyncio
@@ -35,7 +34,7 @@ RESYNC_PAUSE_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class MirroredKey:
-    """A key that exists: its value, and the revision that wrote it."""
+    """An existing key, and the revision that wrote it."""
 
     key: str
     value: bytes
@@ -45,9 +44,9 @@ class MirroredKey:
 async def list_and_watch(
     store: Keyspace, prefix: str, after: Revision | None = None
 ) -> AsyncGenerator[WatchBatch, None]:
-    """Yield the current keys as a batch with `reset` set; then every change, for ever.
+    """Yield the current keys as a batch with `reset`, then every change.
 
-    With `after`: only every change after that revision. Raises what the store raises.
+    `after`: only changes after that revision.
     """
     if after is None:
         listing = WatchBatch.of_listing(await store.range(prefix))
@@ -61,11 +60,10 @@ async def list_and_watch(
 async def follow_key(
     store: Keyspace, key: str, after: Revision | None = None
 ) -> AsyncGenerator[MirroredKey | None, None]:
-    """Yield one key (None: it does not exist), and again after changes, for ever.
+    """Yield a key (None: it does not exist), and again after changes.
 
-    Of changes that arrive together, only the last is yielded. After a reset of the watch, the key
-    is yielded even if it is unchanged. With `after`, only changes after that revision are. Raises
-    what the store raises.
+    Of changes that arrive together, only the last is yielded. A reset of the watch yields the key
+    even if it is unchanged. `after`: only changes after that revision.
     """
     async with aclosing(list_and_watch(store, key, after)) as batches:
         async for batch in batches:
@@ -77,12 +75,11 @@ async def follow_key(
 
 
 class PrefixMirror(Generic[T]):
-    """The records under a prefix as this process last saw them [Kubernetes: informer].
+    """The records under a prefix as last seen [Kubernetes: informer].
 
-    Use it on one event loop; it follows etcd during its `async with` block. The newest revision of
-    a key wins, whether it is from the watch or from `note`. The callbacks for a key are called in
-    the order of its revisions. A deletion is not remembered: `note` of an older item brings the
-    record back.
+    It follows etcd during its `async with` block, on one event loop. The newest revision of a key
+    wins, from the watch or from `note`. Callbacks for a key are called in the order of its
+    revisions. A deletion is not remembered: noting an older item brings it back.
     """
 
     def __init__(
@@ -96,15 +93,14 @@ class PrefixMirror(Generic[T]):
         on_change: Callable[[], object] = lambda: None,
         resync: bool = False,
     ) -> None:
-        """`parse` returns the record of a key, or None to drop the record known so far. If it
-        raises a ShoalError, that is logged and the known record is kept.
+        """`parse` returns a record, or None to drop the known one. A ShoalError of `parse` is
+        logged, and the known record kept.
 
-        `on_put` gets the name (the key without the prefix), the new record and the previous one
-        (None: there was none); `on_delete` gets the name and the last record. `on_change` is called
-        after each batch, and after each call of `note`, `note_all`, `look_up` or `forget`, that
-        changed anything. With `resync`, an error that ends the watch is logged, and all keys are
-        listed again after a pause, so that the block may begin during an outage of etcd. Without
-        `resync`, `wait_failed` raises the error.
+        `on_put` gets the name (the key without the prefix), the new and the previous record (or
+        None); `on_delete` gets the name and the last record. `on_change` is called after each batch
+        or call that changed anything. With `resync`, errors are logged, and all keys are listed
+        again after a pause; the block may begin during an outage. Without it, `wait_failed` raises
+        the error.
         """
         self._store = store
         self._prefix = prefix
@@ -119,8 +115,8 @@ class PrefixMirror(Generic[T]):
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> "PrefixMirror[T]":
-        """Start following. Without `resync`, returns once all listed keys have been applied, and
-        raises what the store raises."""
+        """Start following. Without `resync`, wait for the first listing, and raise what the store
+        raises."""
         self._task = asyncio.create_task(self._follow(), name=f"mirror {self._prefix}")
         if not self._resync:
             try:
@@ -136,36 +132,32 @@ class PrefixMirror(Generic[T]):
 
     @property
     def records(self) -> Mapping[str, T]:
-        """Records by name, as of the last applied change."""
         return MappingProxyType(self._records)
 
     def get(self, name: str) -> T | None:
-        """The record of a name; None if none is known."""
         return self._records.get(name)
 
     @property
     def is_in_sync(self) -> bool:
-        """True if the last listing has been applied, and the watch continues from it."""
+        """True if the last listing is applied, and the watch continues from it."""
         return self._in_sync.is_set()
 
     async def wait_in_sync(self) -> None:
-        """Wait until `is_in_sync`; raise the error if the mirror ends first."""
         assert self._task is not None
         await wait_first(self._in_sync.wait(), self._task)
         if not self.is_in_sync:
             await asyncio.shield(self._task)
 
     async def wait_failed(self) -> None:
-        """Wait until the mirror ends, and raise its error. Never returns; with `resync`, the mirror
-        does not end by itself."""
+        """Wait until the mirror ends, and raise its error. With `resync`, it does not end by
+        itself."""
         assert self._task is not None
         await asyncio.shield(self._task)
 
     async def look_up(self, name: str) -> T | None:
-        """Read the record of a name from etcd now, and keep it; None if there is none.
+        """Read a record from etcd now, and keep it; None if there is none.
 
-        If the value in etcd is not a readable record, the record known so far is returned. Raises
-        what the store raises.
+        An unreadable one leaves the known record.
         """
         found = await self._store.get(self._prefix + name)
         if found is None:
@@ -175,17 +167,16 @@ class PrefixMirror(Generic[T]):
         return self.get(name)
 
     def note(self, item: MirroredKey | KeyValue) -> None:
-        """Apply an item that was read or written outside the watch, unless a newer one is known."""
+        """Apply an item from outside the watch, unless a newer one is known."""
         self.note_all([item])
 
     def note_all(self, items: Iterable[MirroredKey | KeyValue]) -> None:
-        """Apply several items, as `note` does."""
         changed = [self._put(MirroredKey(i.key, i.value, i.mod_revision)) for i in items]
         if any(changed):
             self._on_change()
 
     def forget(self, name: str) -> None:
-        """Drop the record of a key that was found missing."""
+        """Drop the record of a missing key."""
         if self._delete(name):
             self._on_change()
 
@@ -203,7 +194,7 @@ class PrefixMirror(Generic[T]):
                     raise
                 log.warning("mirror_interrupted", prefix=self._prefix, reason=str(error))
             except Exception:
-                # A callback failed on one change: listing again applies the later changes.
+                # A callback failed on one change: another listing applies the later ones.
                 self._in_sync.clear()
                 if not self._resync:
                     raise
@@ -215,7 +206,7 @@ class PrefixMirror(Generic[T]):
         if batch.reset:
             present = {event.key for event in batch.events if event.kind is EventKind.PUT}
             for name in [each for each in self._records if self._prefix + each not in present]:
-                # A key that was written since the listing may be known by `note` already.
+                # `note` may know a key that was written since the listing.
                 if self._revisions[name] <= batch.revision:
                     changed = self._delete(name) or changed
         for event in batch.events:

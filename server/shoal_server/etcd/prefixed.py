@@ -1,7 +1,6 @@
-"""A store inside another: it adds a prefix to every key, and removes it from what it returns.
+"""A store inside another: each key gets a prefix.
 
-So several clusters can share an etcd: each reads, writes, watches and compares only keys under its
-own prefix. Leases are passed through as they are.
+So several clusters can share an etcd. Leases are shared as they are.
 """
 
 from collections.abc import AsyncGenerator, Sequence
@@ -29,7 +28,7 @@ Item = TypeVar("Item", KeyValue, WatchEvent)
 
 
 class PrefixedStore:
-    """`api.KeyValueStore` over the keys of another store that begin with a prefix."""
+    """`api.KeyValueStore` over the keys of another store under a prefix."""
 
     def __init__(self, store: KeyValueStore, prefix: str) -> None:
         self._store = store

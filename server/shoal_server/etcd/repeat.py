@@ -1,5 +1,4 @@
-"""Repetition of calls to etcd by callers that must succeed: through outages, and after an unknown
-outcome. The client's own calls give up after seconds: see `Keyspace`."""
+"""Repetition of calls to etcd that must succeed, through outages and unknown outcomes."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -11,23 +10,21 @@ from shoal_server.etcd.api import Compare, Keyspace, Operation, TransactionResul
 
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 0.5
-"""Longest pause between two calls, so that work goes on soon after an outage."""
+"""Short, so that work goes on soon after an outage."""
 
 T = TypeVar("T")
 
 
 def is_transient(error: ShoalError) -> bool:
-    """True if the same call may succeed later."""
     return isinstance(error, RetryError)
 
 
 def is_outcome_unknown(error: ShoalError) -> bool:
-    """True if this error leaves it open whether the transaction was carried out."""
+    """True if the transaction may have been carried out."""
     return error.details.get("outcome") == "unknown"
 
 
 def new_pauses() -> BackOff:
-    """Pauses between the calls of one caller."""
     return BackOff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
 
 
@@ -36,10 +33,8 @@ async def until_answered(
     on_failure: Callable[[ShoalError], object],
     is_retried: Callable[[ShoalError], bool] = is_transient,
 ) -> T:
-    """Repeat a call, with pauses, until it returns, and return its result. `on_failure` is called
-    with each error after which the call is repeated. Errors for which `is_retried` is False are
-    raised.
-    """
+    """Repeat a call, with pauses, until it returns. `on_failure` is called with each error that
+    leads to a retry. Raises errors for which `is_retried` is False."""
     pauses = new_pauses()
     while True:
         try:
@@ -57,9 +52,9 @@ async def transact_until_known(
     then: Sequence[Operation],
     otherwise: Sequence[Operation] = (),
 ) -> TransactionResult:
-    """Repeat a transaction until its outcome is known. It must be idempotent: earlier attempts may
-    have been carried out. Raises what the store raises, even if an earlier attempt may have been
-    carried out."""
+    """Repeat a transaction until its outcome is known. It must be idempotent: several attempts may
+    be carried out. Raises what the store raises, even if an earlier attempt may have been carried
+    out."""
     while True:
         try:
             return await store.transact(compares, then, otherwise)

@@ -1,1 +1,1 @@
-"""The parameter server: shards of a model, updated by torch's fused kernels, served over gRPC."""
+"""The parameter server."""

@@ -29,17 +29,16 @@ from shoal_server.serving.options import (
 
 MEMORY_SHARE = 0.8
 """Fraction of the memory that is the limit. The rest is for the interpreter, and for messages and
-chunks of images in transit."""
+images in transit."""
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_CGROUP = Path("/proc/self/cgroup")
 
 
 def default_limit_bytes(cgroups: Path = _CGROUPS, own: Path = _OWN_CGROUP) -> int:
-    """Return 80 % of the lowest memory limit that applies to this process: the machine's memory, or
-    a limit of the process's cgroup (version 1 or 2) or of one of its ancestors.
+    """80 % of the lowest memory limit: the machine's memory, or the limit of this process' cgroup
+    (version 1 or 2) or of an ancestor.
 
-    `cgroups`: the folder where cgroups are mounted. `own`: a file with the content of
-    /proc/self/cgroup.
+    `cgroups`: the folder where cgroups are mounted. `own`: a file like /proc/self/cgroup.
     """
     machine_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return int(MEMORY_SHARE * min([machine_bytes, *_cgroup_limits(cgroups, own)]))
@@ -57,7 +56,6 @@ def _cgroup_limits(cgroups: Path, own: Path) -> Iterator[int]:
 
 
 def _limit_files(cgroups: Path, own: Path) -> Iterator[tuple[Path, str]]:
-    """Yield the folder and the file name of each limit that may be set for this process."""
     try:
         lines = own.read_text().splitlines()
     except OSError:
@@ -81,9 +79,8 @@ class WorkLimits:
 
     calls: Annotated[CallLimits, FLAT] = field(default_factory=CallLimits)
     max_bulk_connections: Annotated[int, Parameter(metavar="N")] = 4096
-    """Maximum number of connections for tensors, and never more than a quarter of the descriptors
-    that this process may have. A further connection is closed: its client then uses gRPC, but
-    published weights cannot be sent over gRPC."""
+    """Maximum number of connections for tensors, at most a quarter of the descriptors that this
+    process may have. A client beyond it uses gRPC, over which published weights cannot be sent."""
     max_unfinished_bytes: Annotated[int, Parameter(metavar="BYTES")] = 2 * 1024**3
     """Maximum bytes of gradients that are received but not applied yet, over all calls. Above this,
     pushes are refused as Overloaded, and clients retry. A single push to one shard may be larger,
@@ -100,8 +97,7 @@ class WorkLimits:
 
     @property
     def most_bulk_connections(self) -> int:
-        """Maximum number of connections for tensors: `max_bulk_connections`, or fewer if this
-        process has too few descriptors."""
+        """`max_bulk_connections`, or fewer if this process has too few descriptors."""
         return min(self.max_bulk_connections, descriptors.descriptors_for_callers(0.25))
 
 
@@ -112,8 +108,8 @@ class ParameterServerConfig:
     reach: Annotated[ParameterServerServing, FLAT] = field(default_factory=ParameterServerServing)
     listen: ListenAddress = "7710"
     bulk_port: Annotated[int, Parameter(metavar="PORT")] = 0
-    """TCP port for tensors to and from other machines; if it cannot be reached, they go over gRPC,
-    except published weights, which need it. 0: any free port."""
+    """TCP port for tensors to and from other machines. If it cannot be reached, tensors go over
+    gRPC, and published weights cannot be sent. 0: any free port."""
     advertise: AdvertisedAddress = ""
     ready_file: ReadyFile = None
     metrics: MetricsAddress = ""
@@ -131,9 +127,9 @@ class ParameterServerConfig:
         default_factory=default_limit_bytes
     )
     """Limit for shards with their optimizer state, copies included, for gradients not applied yet
-    and for published weights. Beyond it, no shard is created, no copy is taken, no table grows and
-    no weights are published. By default 80 % of the cgroup's memory limit, or of the machine's
-    memory."""
+    and for published weights. Beyond it, the server creates no shard, takes no copy, lets no table
+    grow and accepts no published weights. By default 80 % of the cgroup's memory limit, or of the
+    machine's memory."""
     max_sessions: Annotated[int, Parameter(metavar="N")] = MAX_SESSIONS
     """Number of sessions whose pushes a shard remembers: at least the number of live members that
     push to it. Must be the same on all servers of a cluster."""

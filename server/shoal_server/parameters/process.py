@@ -81,16 +81,15 @@ log = structlog.get_logger(__name__)
 
 SNAPSHOT_THREADS = 2
 WEIGHT_THREADS = 4
-"""Number of threads for digests of segments, and for their transfer from and to other servers."""
+"""Threads for digests of segments, and for their transfer between servers."""
 LEASES_TO_WAIT_FOR = 4
 MAX_LOGGED = 20
-"""Maximum number of shards that one log line names."""
 # From glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 _KEPT_HEAP_BYTES = 256 * 1024 * 1024
-"""Freed memory at the end of the heap that is kept for the next push."""
+"""Free memory at the heap's end that is kept for the next push."""
 _MAX_HEAP_CHUNK_BYTES = 32 * 1024 * 1024
-"""Larger blocks are returned to the kernel when freed. This is the most that glibc allows."""
+"""Larger blocks go back to the kernel when freed. glibc allows no more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,34 +98,32 @@ class RunningServer:
     address: str
     """The advertised address."""
     port: int
-    """The port that the server listens on."""
     fence: Fence
     replicas: ShardReplicas
     catalog: Catalog
-    """The shards that the server holds."""
     registration: Registration
 
 
 async def serve(config: ParameterServerConfig, stop: asyncio.Event | None = None) -> None:
-    """Serve until `stop` is set; without one, until SIGTERM or SIGINT.
+    """Serve until `stop` is set, or without it until SIGTERM or SIGINT.
 
     Raises AddressInUse for a taken port, server id or journal directory; InvalidSpec or
-    JournalDamaged for a journal that cannot be used; DiskFull, Unavailable or OSError if the disk
-    of the journal or of published weights fails at the start; Unavailable if etcd cannot be
-    reached; and the error that ended a watch of etcd or the registration.
+    JournalDamaged for an unusable journal; DiskFull, Unavailable or OSError if a disk fails at the
+    start; Unavailable if etcd cannot be reached; and what ended a watch of etcd or the
+    registration.
     """
-    # Shards are worked on in parallel: threads within one kernel would compete with that.
+    # Shards are worked on in parallel; threads within a kernel would compete with that.
     torch.set_num_threads(1)
     descriptors.raise_limit()
     _keep_freed_memory()
-    # Gradients are read where they arrived, in immutable bytes; the kernels do not write to them.
+    # Gradients stay in the immutable bytes in which they arrived; kernels do not write to them.
     warnings.filterwarnings("ignore", message="The given buffer is not writable")
     if stop is None:
         stop = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    # Objects that exist by now are never freed. Without `freeze`, each garbage collection would
-    # scan all of torch, for 0.1 s. `collect` blocks the event loop, so it runs before any call.
+    # Objects that exist by now are never freed. Otherwise each garbage collection would scan all of
+    # torch, for 0.1 s. `collect` blocks the event loop, so it comes before any call.
     gc.collect()
     gc.freeze()
     async with opened(config.etcd) as store, running(config, store) as server:
@@ -137,8 +134,8 @@ async def serve(config: ParameterServerConfig, stop: asyncio.Event | None = None
 
 
 async def hand_over_shards(server: RunningServer, drain_s: float) -> None:
-    """Hand this server's shards over to other servers, for at most `drain_s`. Then log the shards
-    whose only copies are still here."""
+    """Hand shards over to other servers for at most `drain_s`. Then log those whose only copies are
+    still here."""
     try:
         async with asyncio.timeout(drain_s):
             await server.registration.announce_leaving()
@@ -163,7 +160,6 @@ async def hand_over_shards(server: RunningServer, drain_s: float) -> None:
 async def running(
     config: ParameterServerConfig, store: KeyValueStore
 ) -> AsyncIterator[RunningServer]:
-    """Run a server as long as the block runs."""
     async with AsyncExitStack() as stack:
         calls, durations = CallCounts(config.work.calls), call_durations()
         server = new_server(durations, calls, config.work.calls)
@@ -202,7 +198,7 @@ async def running(
         await stack.enter_async_context(_metrics_served(config, servicer, durations))
         add_ParametersServicer_to_server(servicer, server)
         add_ReplicationServicer_to_server(replication, server)
-        # Separate threads, so that slow storage does not delay work on shards.
+        # Slow storage must not delay work on shards.
         writers = ThreadPoolExecutor(SNAPSHOT_THREADS, thread_name_prefix="shoal-snapshots")
         stack.callback(writers.shutdown)
         weights = await stack.enter_async_context(
@@ -289,8 +285,8 @@ async def _weights(
     offers: BulkOffers,
     directory: Path | None,
 ) -> AsyncIterator[WeightsServicer]:
-    """Hold and serve published weights while the block runs, as the series' records in etcd
-    demand: in memory, and in `directory` if it is given."""
+    """Hold and serve published weights, as the series' records demand: in memory, and in
+    `directory` if given."""
     server_id = replicas.me.server_id
     disk = await asyncio.to_thread(WeightDisk, directory) if directory is not None else None
     with ThreadPoolExecutor(WEIGHT_THREADS, thread_name_prefix="shoal-weights") as threads:
@@ -328,7 +324,6 @@ async def _weights(
 async def _metrics_served(
     config: ParameterServerConfig, servicer: ParametersServicer, calls: Durations
 ) -> AsyncIterator[None]:
-    """Serve metrics at the configured address; by default nowhere."""
     if not config.metrics:
         yield
         return
@@ -338,7 +333,7 @@ async def _metrics_served(
 
 
 def _metrics(servicer: ParametersServicer, calls: Durations) -> Iterator[Metric]:
-    """Yield this process's metrics for Prometheus; its shards are in the coordinator's metrics."""
+    """This server's shards are in the coordinator's metrics."""
     yield build_info("ps")
     yield loop_lag("process", servicer.loop_lag)
     yield histogram(
@@ -361,8 +356,8 @@ async def _journal(
     replicas: ShardReplicas,
     config: ParameterServerConfig,
 ) -> AsyncIterator[None]:
-    """Become primary of the shards that the previous process left in the journal. While the block
-    runs, journal every shard of which this server is the primary."""
+    """Become primary of shards in the journal. During the block, journal every shard that this
+    server leads."""
     loop = asyncio.get_running_loop()
     with ThreadPoolExecutor(1, thread_name_prefix="shoal-journal-images") as pool:
         journal = await loop.run_in_executor(pool, Journal, journal_config)
@@ -373,7 +368,7 @@ async def _journal(
             async with replicas.shard_journal(journal, pool):
                 recovery = JournalRecovery(store, replicas, config.timeouts.limits)
                 await recovery.at_once(recovered, LEASES_TO_WAIT_FOR * config.lease_ttl_s)
-                # Free the shards of which this server has not become primary.
+                # Free the shards that this server does not lead.
                 del recovered
                 claiming = tasks.run_restarting(recovery.claim_later, "claiming-journal")
                 async with tasks.running(claiming):
@@ -381,9 +376,8 @@ async def _journal(
 
 
 def _keep_freed_memory() -> None:
-    """Have glibc keep freed memory. Gradients arrive in pieces of MiBs: if their pages were
-    returned to the kernel each time, faulting them in again would cost more than filling them. With
-    another C library this does nothing."""
+    """Have glibc keep freed memory. Gradients arrive in pieces of MiBs, and faulting returned pages
+    in again costs more than filling them. Does nothing with another C library."""
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
@@ -399,7 +393,6 @@ def _keep_freed_memory() -> None:
 
 
 async def _until(stop: asyncio.Event, server: RunningServer) -> None:
-    """Return when `stop` is set. Raise the error of a failed fence, replicas or registration."""
     waits = [
         asyncio.ensure_future(wait)
         for wait in (

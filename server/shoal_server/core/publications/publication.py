@@ -14,7 +14,7 @@ class PublicationStage(Enum):
 
 
 class Mismatch(Exception):
-    """Raised for a part that contradicts an earlier part of the publication."""
+    """Raised for a part that contradicts an earlier part."""
 
     def __init__(self, what: str, seen: str, expected: str) -> None:
         super().__init__(what)
@@ -22,13 +22,11 @@ class Mismatch(Exception):
 
 
 class Publication:
-    """Parts by rank, and the calls that wait for the version."""
-
     def __init__(self, number: int, now_s: float) -> None:
         self.number = number
         self.stage = PublicationStage.GATHERING
         self.received_s = now_s
-        """Time at which the newest part arrived."""
+        """Arrival of the newest part."""
         self._parts: dict[int, PublicationPart] = {}
         self._calls: dict[Call, int] = {}
 
@@ -38,26 +36,24 @@ class Publication:
 
     @property
     def parts(self) -> tuple[PublicationPart, ...]:
-        """Parts in the order of ranks."""
         return tuple(part for _, part in sorted(self._parts.items()))
 
     @property
     def is_complete(self) -> bool:
-        """True if the parts of all ranks have arrived."""
         return bool(self._parts) and len(self._parts) == next(iter(self._parts.values())).world
 
     @property
     def missing(self) -> str:
-        """Text that lists up to 8 ranks whose parts are missing, and counts the others; empty if no
-        part has arrived or none is missing."""
+        """The first 8 ranks without a part, as text, and a count of the others; empty if no part
+        has arrived."""
         world = next(iter(self._parts.values())).world if self._parts else 0
         return short_list((str(rank) for rank in range(world) if rank not in self._parts), 8)
 
     def add(self, call: Call, part: PublicationPart, now_s: float) -> None:
-        """Add a rank's part, and the call that waits for the version. Until the verification of the
-        parts begins, another part of the same rank replaces the earlier one.
+        """Add a rank's part, and the call that waits for the version. A rank may replace its part
+        until verification begins.
 
-        Raises Mismatch; the publication is then unchanged.
+        Raises Mismatch, and then changes nothing.
         """
         known = self._parts.get(part.rank)
         is_verified = known is not None and self.stage is not PublicationStage.GATHERING
@@ -85,17 +81,14 @@ class Publication:
         self.received_s = now_s
 
     def drop_call(self, call: Call) -> None:
-        """Remove a call that waits no longer."""
         self._calls.pop(call, None)
 
 
 def _shown(cut: bytes) -> str:
-    """A short digest of a cut, to compare and to show."""
     return hashlib.sha256(cut).hexdigest()[:12] if cut else "none"
 
 
 def _is_same(one: PublicationPart, other: PublicationPart) -> bool:
-    """True if both parts make the same version; the servers that hold the segment may differ."""
     identity = one.segment.digest, one.layout_key, one.step, one.world, one.tables_cut
     return identity == (
         other.segment.digest,

@@ -1,4 +1,4 @@
-"""The readers of a series: their leases, and the versions that they report as installed."""
+"""The readers of a series: their leases and installed versions."""
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -13,33 +13,29 @@ from shoal_server.core.publications.limits import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReaderReport:
-    """A reader's heartbeat."""
-
     reader: str
-    """Id of one process: a second process with the same id would end the first process' leases."""
+    """Id of the reader's process. A second process with this id would end the first one's leases.
+    """
     leased: Sequence[int] = ()
-    """Versions to hold a lease on; the reader's other leases end."""
+    """Versions to lease; all other leases of the reader end."""
     installed: int = 0
-    """Number of the installed version; 0: none yet, or the reader was restarted."""
+    """The installed version; 0: none since the process began."""
     installed_digest: bytes = b""
     serves_at: str = ""
     is_leaving: bool = False
     fetch_s: float = 0.0
     fetch_bytes: int = 0
     sequence: int = 0
-    """Rises from report to report, over restarts of the reader too."""
+    """Rises with each report, also over restarts of the reader."""
 
 
 @dataclass(slots=True)
 class Reader:
-    """The newest report of a reader, and its leases."""
-
     report: ReaderReport
     seen_s: float
     since_s: float
-    """Time of the reader's first report."""
     leases: dict[int, float] = field(default_factory=dict)
-    """Time until which the leader holds each lease, by version."""
+    """End of each lease, by version."""
 
 
 class TooManyReaders(Exception):
@@ -47,7 +43,7 @@ class TooManyReaders(Exception):
 
 
 class InstalledOlder(Exception):
-    """Raised for a reader that has installed an older version than before."""
+    """Raised if a reader reports an older installed version than before."""
 
     def __init__(self, before: int) -> None:
         super().__init__(f"version {before} was installed before")
@@ -55,7 +51,7 @@ class InstalledOlder(Exception):
 
 
 class Readers:
-    """The readers of one series as one leader knows them. A new leader knows none."""
+    """The readers of one series. A new leader starts with none."""
 
     def __init__(self) -> None:
         self._known: dict[str, Reader] = {}
@@ -67,18 +63,18 @@ class Readers:
     def report(
         self, report: ReaderReport, kept: Collection[int], now_s: float
     ) -> tuple[list[int], list[int]]:
-        """Note a report. Return the versions that the reader now holds leases on, and the wanted
-        versions that are gone.
+        """Note a report. Return the versions that the reader now leases, and those asked for that
+        are gone.
 
-        A reader that leaves is forgotten, with its leases; both lists are then empty. A report that
-        arrives after a newer one changes nothing; all its versions are returned as gone. Raises
-        TooManyReaders or InstalledOlder; the leases are then unchanged.
+        A reader that leaves is forgotten, and both lists are empty. An outdated report changes
+        nothing, and all its versions are returned as gone. Raises TooManyReaders or InstalledOlder,
+        and then changes nothing.
         """
         known = self._known.get(report.reader)
-        # A lower number is accepted once the leases have ended: the reader may be a new process.
+        # A lower number is accepted after the leases have ended: the reader may be a new process.
         is_recent = known is not None and now_s < known.seen_s + HELD_S
         if known is not None and is_recent and report.sequence < known.report.sequence:
-            # No caller waits for this answer: the reader has sent a newer report.
+            # The reader has sent a newer report and does not wait for this answer.
             return [], sorted(set(report.leased))
         if report.is_leaving:
             self._known.pop(report.reader, None)
@@ -100,16 +96,15 @@ class Readers:
         return leased, gone
 
     def leased(self, now_s: float) -> set[int]:
-        """Versions that some reader holds a lease on."""
         return {number for _, number in self.holders_of_leases(now_s)}
 
     def holders_of_leases(self, now_s: float) -> Iterator[tuple[str, int]]:
-        """Pairs of a reader and a version that it holds a lease on."""
+        """Pairs of a reader and a version that it leases."""
         for name, reader in self._known.items():
             yield from ((name, n) for n, until_s in reader.leases.items() if until_s > now_s)
 
     def forget_silent(self, now_s: float) -> bool:
-        """Forget readers that have been silent for READER_FORGOTTEN_S; True if there were any."""
+        """Forget readers that were silent for READER_FORGOTTEN_S; True if there were any."""
         silent = [n for n, r in self._known.items() if now_s - r.seen_s > READER_FORGOTTEN_S]
         for name in silent:
             del self._known[name]

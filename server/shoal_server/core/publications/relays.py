@@ -1,9 +1,8 @@
-"""Trees of relays: readers that pass versions on to other readers while they fetch them.
+"""Trees of relays, one tree for each version.
 
-A relay that begins to fetch a version gets as its source another relay that has or fetches the
-version and serves fewer than MAX_CHILDREN relays, if there is one. So the servers send a version
-about once, for up to MAX_RELAYS relays. A relay whose source fails continues from the servers. Each
-version has its own tree, of the relays present at the time.
+A new relay fetches from another relay that has or fetches the version and serves fewer than
+MAX_CHILDREN relays, if there is one. So the servers send a version about once for up to MAX_RELAYS
+relays. A relay whose source fails continues from the servers.
 """
 
 from collections import Counter
@@ -13,22 +12,20 @@ from shoal_server.core.publications.limits import HELD_S, MAX_CHILDREN, MAX_RELA
 from shoal_server.core.publications.readers import Reader
 
 SERVERS = ""
-"""Source that stands for the parameter servers, instead of a relay's id."""
+"""Source that stands for the parameter servers."""
 
 _Tree = dict[str, str | None]
-"""Source of each relay, in order of arrival; None if the relay has the whole version."""
+"""Source of each relay, in order of arrival; None for a relay that has the whole version."""
 
 
 class RelayTrees:
-    """The trees of one series, one for each version, as one leader knows them."""
-
     def __init__(self) -> None:
         self._trees: dict[int, _Tree] = {}
 
     def sources(self, name: str, readers: Mapping[str, Reader], now_s: float) -> dict[int, str]:
-        """The source of each version that a reader holds a lease on: the id of a relay, or SERVERS.
+        """The source of each version that a reader leases: the id of a relay, or SERVERS.
 
-        Call it after each report of that reader. A source stays the same as long as the lease.
+        Call it after each report of the reader. A source stays the same as long as the lease.
         """
         self._forget_gone(readers, now_s)
         reader = readers.get(name)
@@ -41,7 +38,6 @@ class RelayTrees:
         return {number: self._source(number, name, readers) for number in reader.leases}
 
     def _forget_gone(self, readers: Mapping[str, Reader], now_s: float) -> None:
-        """Forget relays that are gone, or no longer have the version."""
         for number, tree in list(self._trees.items()):
             for name in list(tree):
                 reader = readers.get(name)
@@ -66,7 +62,6 @@ class RelayTrees:
         return source
 
     def _chosen(self, tree: _Tree, name: str, readers: Mapping[str, Reader]) -> str:
-        """The first relay that may serve another relay, on the same host if there is one."""
         num_children = Counter(source for source in tree.values() if source)
         free = [
             each
@@ -85,7 +80,6 @@ class RelayTrees:
 
 
 def _waits_for(tree: _Tree, relay: str | None, other: str) -> bool:
-    """True if `relay` is `other`, or gets its bytes through `other`."""
     while relay:
         if relay == other:
             return True

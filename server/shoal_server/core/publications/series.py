@@ -1,9 +1,7 @@
 """State machine of one series under one leader.
 
-Pure: an event and the time go in, effects come out. A change of the record in etcd is queued (as a
-`QueuedChange`), and decided when its turn comes, against the record as it is then. One write is in
-progress at a time, so writes have the order of decisions. A call is answered only once the record
-that its answer is about is durable.
+Changes of the record in etcd are queued, and each is decided when its turn comes. One write is in
+progress at a time. A call is answered once what the answer says is durable.
 """
 
 from collections import OrderedDict, deque
@@ -57,14 +55,11 @@ from shoal_server.core.publications.relays import RelayTrees
 
 Effects = Iterator[Effect]
 QueuedChange = Callable[[float], Effects]
-"""A queued change of the record, decided when its turn comes. Yields `WriteSeries`, or answers
-only."""
+"""A change of the record, decided when its turn comes. It yields `WriteSeries`, or only answers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Change:
-    """The write in progress, and the effects that follow once it is durable."""
-
     stored: StoredSeries
     drops: frozenset[int]
     then: tuple[Effect, ...] = ()
@@ -73,15 +68,13 @@ class _Change:
 
 @dataclass
 class _Script:
-    """The lease of a plain script that publishes."""
-
     until_s: float
     is_released: bool = False
 
 
 @dataclass
 class _Abandoned:
-    """Reasons why the newest publications of this epoch were abandoned; at most ABANDONED_KEPT."""
+    """Reasons why the newest publications of this epoch were abandoned, at most ABANDONED_KEPT."""
 
     reasons: OrderedDict[int, PartsRejected] = field(default_factory=OrderedDict)
 
@@ -92,16 +85,15 @@ class _Abandoned:
 
 
 class PublishedSeries:
-    """State of one series, from the time a leader reads it to the end of that leader's term."""
+    """One series during one leader's term."""
 
     def __init__(self, name: str, stored: StoredSeries, now_s: float) -> None:
         self.name = name
         self.stored = stored
-        """The series as stored in etcd."""
         self.readers = Readers()
         self._relays = RelayTrees()
-        # This leader does not know the leases that its predecessor granted. They may be on any
-        # version found in the store, and all have ended by `_keeps_found_until_s`.
+        # Leases that the predecessor granted are unknown here. They end by `_keeps_found_until_s`,
+        # and may be on any version in the store.
         self._found = frozenset(stored.head.kept)
         self._keeps_found_until_s = now_s + HELD_S if stored.head.kept else now_s
         self._script = _Script(now_s + HELD_S)
@@ -116,16 +108,13 @@ class PublishedSeries:
 
     @property
     def versions(self) -> Mapping[int, PublishedVersion]:
-        """The kept versions by number."""
         return self.stored.versions
 
     @property
     def is_idle(self) -> bool:
-        """True if the series has no reader and no request or write in progress."""
         return not (self._queue or self._change or self._publications or self.readers.known)
 
     def step(self, event: Event, now_s: float) -> list[Effect]:
-        """The effects of an event, in order."""
         return [*self._effects_of(event, now_s), *self._go_on(now_s)]
 
     def _effects_of(self, event: Event, now_s: float) -> Effects:
@@ -153,15 +142,14 @@ class PublishedSeries:
                 yield from self._time_passed(now_s)
 
     def report(self, report: ReaderReport, now_s: float) -> tuple[list[int], list[int]]:
-        """Note a reader's report: see `Readers.report`. Versions being dropped count as gone."""
+        """Note a report; see `Readers.report`. Versions being dropped count as gone."""
         dropping = self._change.drops if self._change is not None else frozenset()
         kept = [number for number in self.head.kept if number not in dropping]
         return self.readers.report(report, kept, now_s)
 
     def source_addresses(self, reader: str, now_s: float) -> dict[int, str]:
-        """Address of the relay from which the reader is to fetch each version that it holds a lease
-        on, by version; an empty address stands for the servers. Call it after the reader's report.
-        """
+        """Address of the relay that is the reader's source for each leased version; empty: the
+        servers. Call it after the reader's report."""
         sources = self._relays.sources(reader, self.readers.known, now_s)
         known = self.readers.known
         return {
@@ -171,7 +159,7 @@ class PublishedSeries:
 
     def differs(self, reader: Reader) -> bool:
         """True if the reader's bytes differ from the version that it reports as installed. False if
-        the head no longer has that version's digest."""
+        the head has no digest of that version."""
         report = reader.report
         known = self.head.digests.get(report.installed)
         return known is not None and report.installed_digest != known
@@ -199,7 +187,6 @@ class PublishedSeries:
         then: Sequence[Effect] = (),
         committed: Publication | None = None,
     ) -> WriteSeries:
-        """Begin the write of the head, with versions put and dropped."""
         dropped = frozenset(drop)
         versions = {n: v for n, v in stored.versions.items() if n not in dropped}
         versions |= {version.number: version for version in put}
@@ -245,10 +232,9 @@ class PublishedSeries:
         stored = replace(self.stored, head=options)
         answer: Effect = PublicationBegun(call=event.call, epoch=options.epoch, head=head.number)
         if not keeping.may_send_another(stored, self.readers.leased(now_s), self._leased(now_s)):
-            # The new publisher takes the series over even so: the old publisher must not publish
-            # any longer.
+            # The publisher takes over even so: the old one must not publish any longer.
             answer = self._overloaded(event.call, now_s)
-        # Drop versions at once: a successor of this leader would have to keep them for a while.
+        # Drop versions at once: a later leader would have to keep them for a while.
         drop = keeping.droppable(stored, self._leased(now_s))
         if drop or options != head:
             yield self._write(stored, drop=drop, then=[answer])
@@ -256,7 +242,6 @@ class PublishedSeries:
             yield answer
 
     def _refusal_of(self, event: BeginRequested, now_s: float) -> RequestRefused | None:
-        """The refusal of a publisher that may not publish; None if it may."""
         head, publisher = self.head, event.publisher
         if publisher == head.publisher or not head.epoch:
             return None
@@ -336,15 +321,14 @@ class PublishedSeries:
                 yield from self._abandon(rejected)
                 yield self._as_refused(event.call, rejected)
             else:
-                # The publication is not abandoned: it may become a version with the earlier part.
+                # Not abandoned: the earlier part may still become a version.
                 yield replace(
                     self._as_refused(event.call, rejected), refusal=PublicationRefusal.INVALID
                 )
         yield from self._give_up_oldest(number)
 
     def _known_as_committed(self, event: PartContributed) -> Effect | None:
-        """The answer to a part of a publication whose version is committed and kept; otherwise
-        None."""
+        """The answer if the publication's version is committed and kept; otherwise None."""
         for version in self.versions.values():
             if (version.epoch, version.publication) != (event.epoch, event.publication):
                 continue
@@ -414,7 +398,6 @@ class PublishedSeries:
         )
 
     def _refuse_open(self, why: str) -> Effects:
-        """Refuse all calls that wait for versions of an epoch that has ended."""
         publications, self._publications = self._publications, OrderedDict()
         self._abandoned = _Abandoned()
         for publication in publications.values():
@@ -428,9 +411,8 @@ class PublishedSeries:
                 )
 
     def _verify_next(self) -> Effects:
-        """Verify the newest complete publication. Older ones are abandoned once it is committed.
-
-        Publications are verified and committed one at a time."""
+        """Verify the newest complete publication, one at a time. Older ones are abandoned once it
+        is committed."""
         if any(p.stage is not PublicationStage.GATHERING for p in self._publications.values()):
             return
         complete = [number for number, p in self._publications.items() if p.is_complete]
@@ -571,10 +553,10 @@ class PublishedSeries:
         put: list[PublishedVersion] = []
         for number, version in self.versions.items():
             if sum(len(each.segments) for each in put) >= SEGMENTS_A_WRITE:
-                break  # The next VersionsChanged revises the remaining versions.
+                break  # The next VersionsChanged revises the others.
             segments = self._revised(version, event.replaced.get(number))
             is_durable = version.is_durable or number in event.durable
-            # New holders still have to write the segments to their disks.
+            # New holders have not written the segments to disk yet.
             is_durable = is_durable and not _adds_holders(version.segments, segments)
             changed = replace(version, segments=segments, is_durable=is_durable)
             if changed != version and number not in event.lost:
@@ -589,15 +571,12 @@ class PublishedSeries:
     def _revised(
         version: PublishedVersion, segments: tuple[PublishedSegment, ...] | None
     ) -> tuple[PublishedSegment, ...]:
-        """`segments`, which have new holders; the version's own segments if `segments` is None or
-        has other digests.
-        """
         if segments is None or [s.digest for s in segments] != [s.digest for s in version.segments]:
             return version.segments
         return segments
 
     def _leased(self, now_s: float) -> set[int]:
-        """Versions that are leased, or may be under a lease that an earlier leader granted."""
+        """Versions under a lease of this leader, or perhaps of an earlier one."""
         known = self.readers.leased(now_s)
         return known | self._found if now_s < self._keeps_found_until_s else known
 

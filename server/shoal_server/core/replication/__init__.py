@@ -1,1 +1,1 @@
-"""Replication of shards: primaries, followers and acknowledgements, decided without any I/O."""
+"""Replication of shards: decisions without I/O."""

@@ -1,4 +1,4 @@
-"""The newest record that this server has received of each shard."""
+"""The newest record of each shard that this server has read."""
 
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
@@ -25,14 +25,13 @@ class KnownRecords:
 
     @property
     def placement_ids(self) -> Mapping[Key, str]:
-        """`JobAssignments.placement_id` of each shard's record."""
+        """`JobAssignments.placement_id`, by shard."""
         return MappingProxyType(self._placement_ids)
 
     def keys_of(self, job: str) -> list[Key]:
         return [key for key in self._assignments if key[0] == job]
 
     def holders_of(self, keys: Iterable[Key]) -> frozenset[Holder]:
-        """Primaries and backups of these shards."""
         known = (self._assignments[key] for key in keys)
         return frozenset(holder for a in known for holder in (a.primary, *a.backups))
 
@@ -42,7 +41,7 @@ class KnownRecords:
     def store_record(
         self, key: Key, new: ShardAssignment | None, placement_id: str
     ) -> ShardAssignment | None:
-        """Store a record, or remove it if `new` is None; return the previous one."""
+        """Store a record, or remove it for None; return the previous one."""
         old = self._assignments.pop(key, None)
         if new is None:
             self._placement_ids.pop(key, None)

@@ -1,5 +1,5 @@
-"""Lease under which a server may acknowledge. The lease ends before other servers may assume the
-server dead."""
+"""Lease under which a server may acknowledge. It ends before other servers may assume the server
+dead."""
 
 import math
 
@@ -7,7 +7,7 @@ from shoal_server.core.replication.protocol.limits import ReplicationLimits
 
 
 class Lease:
-    """Lease counted from the sending of the last successful renewal, which etcd received later."""
+    """Counted from the sending of the last successful renewal."""
 
     def __init__(self, limits: ReplicationLimits) -> None:
         self._fenced_after_s = limits.fenced_after_s
@@ -19,7 +19,7 @@ class Lease:
             self.ends_s = max(self.ends_s, sent_s + self._fenced_after_s)
 
     def end(self, now_s: float) -> None:
-        """End the lease for good: a renewal in progress then has no effect."""
+        """End the lease for good, also for a renewal in progress."""
         self.ends_s, self._is_over = now_s, True
 
     def holds(self, now_s: float) -> bool:

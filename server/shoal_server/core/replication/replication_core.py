@@ -1,12 +1,10 @@
-"""State machine of one parameter server: leads and backs up shards, sends images, hands over, takes
-over, and leads again from its journal. Pure: events and the time go in, effects come out.
+"""State machine of one parameter server: leads and backs up shards, hands over, takes over, and
+leads again from its journal.
 
-The record in etcd assigns shards (`core/shards/assignments.py`). This server carries out each
-change of the record, whichever process made it. This server changes the record itself when a joiner
-is in step, a backup or a primary is gone, a shard is handed over, or this server's disk has a shard
-that no server has in memory. The wanted change is computed from the state after each event, and
-again from the newest record at the time of the write (`wanted_record`), so an outdated change is
-never written.
+The record in etcd assigns shards (`core/shards/assignments.py`), and this server follows each
+change of it. The server changes a record when a joiner is in step, a holder is gone, a shard is
+handed over, or only this server's disk has a shard. `wanted_record` is asked again at the time of
+the write, so no outdated change is written.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -53,9 +51,8 @@ Effects = Iterator[Effect]
 
 
 class ReplicationCore:
-    """Core of one server process. All effects of an event are carried out, in order, before the
-    effects of the next event.
-    """
+    """Core of one server process. The caller carries out all effects of an event, in order, before
+    those of the next event."""
 
     def __init__(self, me: Holder, limits: ReplicationLimits) -> None:
         self.me = me
@@ -105,32 +102,28 @@ class ReplicationCore:
         }
 
     def step(self, event: ev.Event, now_s: float) -> list[Effect]:
-        """Effects of an event, and of the time that has passed."""
         self._now_s = now_s
         return [*self._passed(), *self._handlers[type(event)](event)]
 
     def wakes_s(self) -> float:
-        """Time at which a `WakeTimeReached` is due; infinite if none is."""
+        """Time of the next `WakeTimeReached`; infinite if none is due."""
         lease_s = inf if self._is_fenced else self.lease.ends_s
         return min(self.leading.wakes_s, self._watch.wakes_s, lease_s if lease_s > -inf else inf)
 
     # --- state that operators and recovery ask for ---
 
     def keys_of(self, job: str) -> list[Key]:
-        """Shards of a job that this server has a record of."""
         return self._records.keys_of(job)
 
     def find_led(self, key: Key) -> LedShard | None:
-        """The shard as this server leads it; None if it does not."""
         return self.leading.find(key)
 
     @property
     def open_claims(self) -> list[Key]:
-        """Shards of `JournalClaims.open` whose record in etcd this server has received."""
+        """Open claims with a known record."""
         return [key for key in self._claims.open if key in self._records]
 
     def wanted_record(self, key: Key, assignment: ShardAssignment, now_s: float) -> ShardAssignment:
-        """The record that this server wants, given the newest record."""
         led = self.leading.find(key)
         if led is not None and (assignment.primary, assignment.epoch) == (self.me, led.epoch):
             return led.wanted_record(assignment)
@@ -144,7 +137,6 @@ class ReplicationCore:
     # --- the record ---
 
     def _write_if_wanted(self, key: Key) -> Effects:
-        """Write the record if this server wants a different one."""
         assignment = self._records.find(key)
         if assignment is None or self._records.is_writing(key):
             return
@@ -178,13 +170,13 @@ class ReplicationCore:
     def _assigned(self, event: ev.ShardAssigned) -> Effects:
         key, new = event.key, event.assignment
         if new is not None and self._records.is_of_another_placement(key, event.placement_id):
-            # Shards of another placement are different shards: drop what is here of the old ones.
+            # Drop shards of the old placement: they are different shards.
             yield from self._assigned(ev.ShardAssigned(key, None))
         old = self._records.store_record(key, new, event.placement_id)
         if old is not None and self.me in old.backups:
             self._watch.stop_watching(key, old.primary)
         if old is not None and (new is None or self.me not in new.holders):
-            # Notify the old primary, so that it does not count on a copy here.
+            # The old primary must not count on a copy here.
             yield from self._refuse_dropped(key, old)
         yield from self._copies.forget_unwanted_image(key, new)
         if new is None or self.me not in new.holders:
@@ -216,8 +208,8 @@ class ReplicationCore:
         yield from self._copies.drop(key)
 
     def _leave_on_disk(self, led: LedShard) -> None:
-        """Keep the claim to the shard while the record names this server's disk, even if the disk
-        fails: the disk may turn out to have the only copy."""
+        """Keep the claim while the record names this server's disk: a disk that fails may still
+        have the only copy."""
         if led.assignment.on_disk == self.me.server_id:
             self._claims.note_given_up(led.key)
 
@@ -228,7 +220,7 @@ class ReplicationCore:
             yield from self._take_due_steps(led)
         elif led is not None:
             if new.content is not ShardContent.PRESENT:
-                # The shard was emptied, lost or restored: its values here are of no use.
+                # The shard was emptied, lost or restored: its values here are useless.
                 yield from self._drop_roles(key)
             else:
                 yield from self._step_down(led)
@@ -255,7 +247,7 @@ class ReplicationCore:
         if self.me in new.backups:
             yield from self._watch.watch_primary(key, new.primary)
         if self.me in (new.joining, new.successor):
-            # This server may lead the shard soon, and these servers will have copies of it.
+            # This server may lead the shard soon, with these servers as followers.
             for holder in sorted({new.primary, *new.backups} - {self.me}):
                 yield from self.leading.links.connect(holder)
 
@@ -269,7 +261,6 @@ class ReplicationCore:
         yield from self._take_due_steps(led)
 
     def _take_due_steps(self, led: LedShard) -> Effects:
-        """Take the steps that are due for a shard that is led here."""
         yield from self.leading.follow_record(led)
         yield from self.leading.report_followers(led)
         yield from self.leading.take_due_steps(led, self._now_s)
@@ -293,7 +284,6 @@ class ReplicationCore:
             )
 
     def _step_down(self, led: LedShard) -> Effects:
-        """Keep the shard as a copy: another server leads it, or this server in a later epoch."""
         content = led.assignment.content
         self._leave_on_disk(led)
         yield from self.leading.end(led.key)
@@ -510,7 +500,6 @@ class ReplicationCore:
             yield from self._take_due_steps(led)
 
     def _passed(self) -> Effects:
-        """Refuse all waiting callers if other servers may have assumed this server dead."""
         if self._is_fenced or self.lease.ends_s == -inf or self.lease.holds(self._now_s):
             return
         self._is_fenced = True

@@ -1,25 +1,21 @@
 """The sample ledger: the samples that each member trains on, if members go at their own pace.
 
 An epoch is a permutation of the dataset. The ledger leases ranges [start, stop) of its positions,
-and records them when they are completed. It counts each sample of each epoch as completed exactly
-once, whichever members join or are lost:
+and records them as completed. Each sample of each epoch counts as completed exactly once, whichever
+members join or are lost:
 
-- A range is in one state at a time: free, held by one member, or completed.
-- Ranges that a lost member held are free again. Free positions are leased lowest first, so
-  returned ranges are leased before fresh ones.
+- A range is free, held by one member, or completed.
+- Ranges of a lost member are free again. The lowest free positions are leased first, so
+  returned ranges come before fresh ones.
 - Only the holder completes a range. Reports of other members are ignored and counted.
 
-Epochs overlap: once an epoch is leased out, the next one begins, so that no member waits for the
-slowest. At most two epochs are open at a time, and more only if the members' reserves need them. So
-members cannot run far ahead of a member that hangs. The ledger stays small: its number of spans
-grows with the ranges that members hold (up to `MAX_HELD_RANGES` each), or held when they were lost.
+Once an epoch is leased out, the next begins, so that no member waits for the slowest. At most two
+epochs are open, or more if the members' reserves need them: members cannot run far ahead of one
+that hangs.
 
-A member holds a reserve of samples, to train on while no coordinator answers. If too few samples
-are left for all reserves, each member has a share, in proportion to what it asked for. A member
-that holds more than its share is notified, and gives back samples that it has not begun.
-
-At most `returned + ignored` samples are trained on twice: a lost member may have trained on samples
-that it held and had begun, and a member that reports samples it does not hold did train on them.
+A member holds a reserve of samples, to train on while no coordinator answers. If samples are too
+few for all reserves, members share them in proportion to their requests. A member that holds more
+is notified, and gives back samples that it has not begun.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -39,7 +35,7 @@ from shoal_server.core.samples.spans import IntegerSpans
 
 MAX_OPEN_EPOCHS = 2
 MAX_RESERVED_EPOCHS = 64
-"""Maximum number of open epochs if the members' reserves together exceed an epoch."""
+"""Maximum number of open epochs if the reserves together exceed an epoch."""
 MAX_HELD_RANGES = 128
 MAX_LEASE_SAMPLES = 1 << 20
 MAX_CLOSED_COUNTS = 64
@@ -63,21 +59,20 @@ class _Member:
         self.sequence = 0
         self.answer: LedgerRange | None = None
         self.waits = False
-        """True if the member holds no samples, and there were none to lease to it."""
+        """True if the member holds no samples, and none could be leased to it."""
         self.held: dict[int, IntegerSpans] = {}
         self.reserve = 0
         self.not_held: tuple[LedgerRange, ...] = ()
-        """Ranges that the member's latest request claimed, and that it does not hold."""
+        """Ranges that the member's latest request claimed without holding them."""
         self.begun: int | None = None
-        """Number of held samples that the member had begun at its latest request. None: it may have
-        begun all."""
+        """Held samples that the member had begun at its latest request. None: perhaps all."""
         self.begins_per_s = 0
 
     def may_have_begun(self, silent_s: float) -> float:
-        """Upper bound on the samples that the member holds and has begun."""
+        """Upper bound on the held samples that the member has begun."""
         if self.begun is None or silent_s == inf:
             return inf
-        # The member's latest request may be older than its arrival, by up to a second.
+        # The request may have been made up to a second before it arrived.
         return self.begun + self.begins_per_s * (silent_s + 1.0)
 
     @property
@@ -89,7 +84,7 @@ class SampleLedger:
     """The sample ledger of one job. A method that raises has changed nothing."""
 
     def __init__(self, *, dataset_size: int, num_epochs: int) -> None:
-        """Begin without leases. Raises ValueError unless both numbers are at least 1."""
+        """Raises ValueError unless both numbers are at least 1."""
         if dataset_size < 1 or num_epochs < 1:
             raise ValueError(
                 f"dataset_size is {dataset_size} and num_epochs {num_epochs}; expected at least 1"
@@ -103,37 +98,34 @@ class SampleLedger:
         self._members: dict[str, _Member] = {}
         self._ignored = 0
         self._reserves = 0
-        """Sum of all members' reserves."""
         self._num_waiting = 0
         self._touched: set[str] = set()
 
     def pop_touched(self) -> frozenset[str]:
-        """Return the members that changed, or were removed, since the last call."""
+        """Members that changed, or were removed, since the last call."""
         touched, self._touched = frozenset(self._touched), set()
         return touched
 
     def touch(self, member_ids: Iterable[str]) -> None:
-        """Mark members as changed again, if the write after `pop_touched` failed."""
+        """Mark members as changed again: the write after `pop_touched` failed."""
         self._touched.update(member_ids)
 
     @property
     def exhausted(self) -> bool:
-        """True if every sample of every epoch is completed."""
         return self._num_closed == self.num_epochs
 
     @property
     def holders(self) -> tuple[tuple[str, str], ...]:
-        """(member_id, incarnation) of each member that has sent a request and was not removed."""
+        """(member_id, incarnation) of each member that sent a request and was not removed."""
         return tuple((m, member.incarnation) for m, member in self._members.items())
 
     def waits(self, member_id: str) -> bool:
-        """True if the member has no samples, and is to ask again."""
+        """True if the member has no samples, and must ask again."""
         member = self._members.get(member_id)
         return member is not None and member.waits
 
     @property
     def held_samples(self) -> Mapping[str, int]:
-        """Number of samples that each member holds."""
         return {
             name: sum(spans.size for spans in member.held.values())
             for name, member in self._members.items()
@@ -142,11 +134,10 @@ class SampleLedger:
     def answer(self, request: SampleRequest, num_members: int = 1) -> SampleAnswer:
         """Record completed ranges, free dropped ones, and lease the member a new range.
 
-        `num_members`: number of members that share the job's samples, including those that have not
-        asked yet.
+        `num_members`: all members of the job, also those that have not asked yet.
 
-        A retry of the latest request gets the same range again and changes nothing. A new
-        incarnation ends the member's earlier one. Raises StaleRequest or TooManyRanges.
+        A retry of the latest request gets the same range and changes nothing. A new incarnation
+        ends the earlier one. Raises StaleRequest or TooManyRanges.
         """
         member = self._members.get(request.member_id)
         is_news = member is None or member.incarnation != request.incarnation
@@ -173,22 +164,20 @@ class SampleLedger:
         )
 
     def sequences(self) -> Mapping[str, int]:
-        """Sequence number of each member's latest request."""
         return {name: member.sequence for name, member in self._members.items()}
 
     def ignore(self, completed: Iterable[LedgerRange]) -> None:
-        """Count ranges reported by a fenced member. The ranges became free when it was lost."""
+        """Count ranges reported by a fenced member, which were freed when it was lost."""
         self._ignored += sum(min(max(r.stop - r.start, 0), self.dataset_size) for r in completed)
 
     def give_back(
         self, member_id: str, incarnation: str | None = None, *, silent_s: float = inf
     ) -> int:
-        """Free the ranges of a lost member and remove it; return the number of samples freed.
+        """Free the ranges of a member and remove it; return the number of samples freed.
 
-        With `incarnation`, a later incarnation of the member keeps its ranges, and 0 is returned.
-        `silent_s`: time since the member's latest request. If the time is infinite (unknown), the
-        member may have begun all its samples. Samples that the member cannot have begun do not
-        count as returned.
+        Returns 0 if the member's incarnation is another than `incarnation`. `silent_s`: time since
+        the member's latest request; infinite if unknown. Samples that the member cannot have begun
+        by then do not count as returned.
         """
         member = self._members.get(member_id)
         if member is None or incarnation not in (None, member.incarnation):
@@ -208,7 +197,6 @@ class SampleLedger:
         return num_samples
 
     def counts(self) -> LedgerCounts:
-        """Counts of samples, in total and by epoch."""
         epochs = [self._epoch_counts(epoch) for epoch in self._open]
         closed = [
             EpochCounts(epoch=e, completed=self.dataset_size, in_flight=0, returned=returned)
@@ -235,7 +223,6 @@ class SampleLedger:
         )
 
     def _apply_reports(self, member: _Member, request: SampleRequest) -> bool:
-        """Apply a request's reports to the ledger; return True if they changed it."""
         held = {number: IntegerSpans(spans) for number, spans in member.held.items()}
         unused = list(_taken(held, request.given_back))
         recorded = list(_taken(held, request.completed))
@@ -298,14 +285,12 @@ class SampleLedger:
         member.waits = waits
 
     def _reserve_limit(self, share: int) -> int:
-        """`reserve_max` for a member of this share: a third more than the share, unless some member
-        waits for samples."""
         return share if self._num_waiting else share + share // 3
 
     def _share(self, member: _Member, request: SampleRequest, num_members: int) -> int:
-        """Number of samples that the member may hold at present; 0 if it wants no reserve.
+        """Samples that the member may hold; 0 if it wants no reserve.
 
-        Members that have not asked yet are expected to want the same reserve.
+        Members that have not asked yet count as wanting the same reserve.
         """
         share, step = member.reserve, request.step_samples
         if not share:
@@ -320,8 +305,6 @@ class SampleLedger:
 
     @property
     def _num_openable(self) -> int:
-        """Number of epochs that may be open at once: two, or as many as twice the reserves take, up
-        to MAX_RESERVED_EPOCHS."""
         wanted = -(-2 * self._reserves // self.dataset_size)
         return min(max(wanted, MAX_OPEN_EPOCHS), MAX_RESERVED_EPOCHS)
 
@@ -333,7 +316,7 @@ class SampleLedger:
         return self._open[-1]
 
     def _close_completed(self) -> None:
-        # In order: an epoch that is done before its predecessor is closed after it.
+        # In order: an epoch that is completed early is closed after its predecessors.
         while self._open and self._open[0].completed.size == self.dataset_size:
             epoch = self._open.pop(0)
             self._num_closed += 1
@@ -350,7 +333,7 @@ class SampleLedger:
         epoch.returned += stop - start
 
     def to_json(self, only: Iterable[str] | None = None) -> dict[str, Any]:
-        """The ledger as JSON types, which `from_json` reads. `only`: the members to include."""
+        """The ledger for `from_json`. `only`: the members to include."""
         names = self._members.keys() if only is None else only
         members = {name: self._members[name] for name in names if name in self._members}
         return {
@@ -374,8 +357,8 @@ class SampleLedger:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "SampleLedger":
-        """Read a ledger that `to_json` wrote. Raises ValueError if the data contradict themselves,
-        and KeyError, TypeError or AttributeError if they have another shape."""
+        """Read what `to_json` wrote. Raises ValueError for contradictions; KeyError, TypeError or
+        AttributeError for another shape."""
         _check_numbers(data)
         if data.get("format") != FORMAT:
             raise ValueError(f"sample ledger of format {data.get('format')!r}; expected {FORMAT}")
@@ -396,8 +379,7 @@ class SampleLedger:
         return ledger
 
     def _epoch_from_json(self, entry: Mapping[str, Any]) -> _Epoch:
-        # Completed positions are all that are neither free nor held. They are computed, not stored,
-        # so that they cannot contradict the others.
+        # Completed positions are those that are neither free nor held.
         free, completed = (
             IntegerSpans(map(tuple, entry["free"])),
             IntegerSpans([(0, self.dataset_size)]),
@@ -414,7 +396,6 @@ class SampleLedger:
 
 
 def _check_numbers(data: object) -> None:
-    """Raise ValueError unless every number in the data is an integer in [0, MAX_NUMBER)."""
     if isinstance(data, Mapping):
         for value in data.values():
             _check_numbers(value)
@@ -428,7 +409,6 @@ def _check_numbers(data: object) -> None:
 def _taken(
     held: Mapping[int, IntegerSpans], ranges: Iterable[LedgerRange]
 ) -> Iterator[LedgerRange]:
-    """Remove from `held` the parts of `ranges` that it contains, and yield these parts."""
     for r in ranges:
         for start, stop in held.get(r.epoch, IntegerSpans()).intersection(r.start, r.stop):
             held[r.epoch].remove(start, stop)

@@ -1,11 +1,10 @@
 """Deltas of a sample ledger: its changes, in a few bytes.
 
-A ledger is large and most of it stays the same, so it is written whole now and then, with deltas
-appended in between. A delta has the head of the ledger (epochs, counts), the new values of members
-that changed, and the members that are gone. Values are complete, not differences from the delta
-before. A member is identified by a number: members of the whole ledger come first, in order, then
-members that deltas added, in order. Numbers are varints; in members' ranges, epochs are relative to
-the number of closed epochs, and positions to the first free position.
+The whole ledger is written now and then, with deltas appended in between. A delta has the ledger's
+head (epochs, counts), the new values of changed members, and the members that are gone. It
+identifies members by numbers: first those of the whole ledger, in order, then those that deltas
+added. Numbers are varints; members' ranges are relative to the number of closed epochs and to the
+first free position.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -17,7 +16,6 @@ FORMAT = 1
 MAX_VARINT_BYTES = 10
 _NO_ANSWER, _LAST_HELD, _OTHER = range(3)
 _KINDS = 3
-"""Number of kinds of a member's last answer."""
 
 Books = dict[str, Any]
 """The result of `SampleLedger.to_json`."""
@@ -26,32 +24,30 @@ Range = list[int]
 
 
 class MemberNumbers:
-    """Numbers by which deltas identify members, and the counts that deltas need not repeat."""
-
     def __init__(self, books: Mapping[str, Any]) -> None:
         self._numbers: dict[str, int] = {}
         self._incarnations: list[str] = []
         self._names: list[str] = []
         self.num_closed: int = books["num_closed"]
-        """Number of epochs whose counts are written already."""
+        """Epochs whose counts are written already."""
         for name, member in books["members"].items():
             self.add(name, member["incarnation"])
 
     def add(self, name: str, incarnation: str) -> None:
-        """Give the next number to this member. It replaces the number of an earlier member of the
-        same name."""
+        """Give a member the next number. It replaces the number of an earlier incarnation."""
         self._numbers[name] = len(self._names)
         self._names.append(name)
         self._incarnations.append(incarnation)
 
     def number(self, name: str, incarnation: str | None = None) -> int | None:
-        """Number of a member; None if it has none, or if the number is another incarnation's."""
+        """Number of a member; None if it has none, or only another incarnation has."""
         number = self._numbers.get(name)
         known = number is not None and incarnation in (None, self._incarnations[number])
         return number if known else None
 
     def member(self, number: int) -> tuple[str, str]:
-        """Name and incarnation of the member with `number`. Raises ValueError if there is none."""
+        """Name and incarnation of the member with this number. Raises ValueError if there is
+        none."""
         if not 0 <= number < len(self._names):
             raise ValueError(
                 f"a delta of member {number}; expected a number below {len(self._names)}"
@@ -59,7 +55,6 @@ class MemberNumbers:
         return self._names[number], self._incarnations[number]
 
     def note(self, books: Mapping[str, Any]) -> None:
-        """Record that a delta with these members was written."""
         for name in sorted(books["members"]):
             incarnation = books["members"][name]["incarnation"]
             if self.number(name, incarnation) is None:
@@ -68,7 +63,7 @@ class MemberNumbers:
 
 
 def encoded(books: Mapping[str, Any], touched: Collection[str], numbers: MemberNumbers) -> bytes:
-    """Encode a delta. `books`: the ledger with only the touched members that still exist."""
+    """Encode a delta. `books`: the ledger with only those touched members that still exist."""
     out = _Writer()
     out.count(FORMAT)
     _write_head(out, books, numbers.num_closed)
@@ -99,8 +94,8 @@ def encoded(books: Mapping[str, Any], touched: Collection[str], numbers: MemberN
 
 
 def folded(books: Books, deltas: Iterable[bytes]) -> Books:
-    """The ledger with the appended deltas applied in order. The result is not checked as a whole:
-    `SampleLedger.from_json` does that. Raises ValueError if a delta cannot be read."""
+    """The ledger after the deltas. `SampleLedger.from_json` checks the result. Raises ValueError if
+    a delta cannot be read."""
     numbers = MemberNumbers(books)
     result = {**books, "members": dict(books["members"])}
     for delta in deltas:
@@ -130,14 +125,12 @@ def _apply(books: Books, data: "_Reader", numbers: MemberNumbers) -> None:
 
 
 def _origin(books: Mapping[str, Any]) -> tuple[int, int]:
-    """Number of closed epochs, and the first free position (0 if none is free): epochs and
-    positions of members' ranges are relative to these."""
+    """Epoch and position that members' ranges are relative to."""
     starts = [epoch["free"][0][0] for epoch in books["open"] if epoch["free"]]
     return books["num_closed"], starts[0] if starts else 0
 
 
 def _gaps(numbers: Iterable[int]) -> list[tuple[int, int]]:
-    """Pairs in ascending order: a number's distance from its predecessor, and the number."""
     ordered = sorted(numbers)
     return [(b - a, b) for a, b in zip([0, *ordered], ordered, strict=False)]
 
@@ -237,7 +230,7 @@ class _Writer:
 
 
 class _Reader:
-    """Reader of a delta. Raises ValueError for bytes that are not a delta."""
+    """Raises ValueError for bytes that are not a delta."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class LedgerRange:
-    """Positions [start, stop) in the permutation of one epoch of the data."""
+    """Positions [start, stop) in the permutation of one epoch."""
 
     epoch: int
     start: int
@@ -15,56 +15,51 @@ class LedgerRange:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleRequest:
-    """A member's report of completed samples, and its request for more."""
-
     member_id: str
     incarnation: str
     sequence: int
-    """Rises with each request; the same number again is a retry."""
+    """Rises with each request; an equal number is a retry."""
     completed: Sequence[LedgerRange] = ()
     held: Sequence[LedgerRange] = ()
-    """Ranges that the member still holds, begun or not. All other ranges that the ledger has for
-    the member, and that this request does not report, are freed and count as returned."""
+    """Ranges that the member still holds, begun or not. Ranges that no field of this request names
+    are freed, and count as returned."""
     num_samples: int = 0
-    """Number of samples wanted; 0: report only. The leased range may be shorter, never longer."""
+    """Samples wanted; 0: report only. The range may be shorter."""
     reserve: int = 0
-    """Number of samples that the member wants to hold, to train on while no coordinator answers. 0:
-    the member leases one range at a time."""
+    """Samples that the member wants to hold, to train on while no coordinator answers. 0: one range
+    at a time."""
     step_samples: int = 1
-    """Number of samples of one step. If the member has a reserve, its share is a multiple of this
-    number. A leased range may still end within a step, if the free positions end there."""
+    """Samples of one step. The share of a member with a reserve is a multiple of this. A leased
+    range may still end within a step."""
     given_back: Sequence[LedgerRange] = ()
-    """Ranges that the member held and never began. They are freed, and do not count as returned."""
+    """Held ranges that the member never began. They are freed, and do not count as returned."""
     completed_before: Sequence[LedgerRange] = ()
-    """Completed ranges that were reported before, perhaps to a ledger that was lost. Those that the
-    ledger has as completed are ignored."""
+    """Completed ranges that were reported before, perhaps to a ledger that was lost. Those already
+    completed are ignored."""
     begun: int = 0
-    """Number of samples that the member has begun, among those that it holds or reports as
-    completed in this request. Used only if the member has a reserve."""
+    """Begun samples, among those held or reported as completed here. Used only with a reserve."""
     begins_per_s: int = 0
-    """Maximum number of samples that the member begins in a second."""
+    """Most samples that the member begins in a second."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleAnswer:
-    """Answer to a request. If samples were wanted, and the answer has no range and is not
-    `exhausted`, nothing can be leased now: this member holds its share, or no position of an epoch
-    that may be open is free."""
+    """Answer to a request. An answer without the wanted range, and not `exhausted`, means that
+    nothing can be leased now."""
 
     range: LedgerRange | None
     exhausted: bool
     reserve_max: int = 0
-    """Number of samples that the member may hold, so that others have a share. 0: any number."""
+    """Samples that the member may hold, so that others get a share. 0: any number."""
     not_held: Sequence[LedgerRange] = ()
-    """Ranges that the member claimed and does not hold, and so must not begin."""
+    """Claimed ranges that the member does not hold, and must not begin."""
     is_news: bool = True
-    """True if the request changed ranges or counts of the ledger, or was the first of its
-    incarnation. False if it changed only notes about the member, such as its reserve and pace."""
+    """True if ranges or counts of the ledger changed, or the incarnation is new."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EpochCounts:
-    """Counts of samples in one epoch of the data. A sample counts in `returned` each time that its
+    """Counts of samples in one epoch of the data. `returned` counts a sample each time that its
     lease is returned."""
 
     epoch: int
@@ -75,7 +70,7 @@ class EpochCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class LedgerCounts:
-    """Counts of samples: over all epochs, and for each of the newest epochs that have begun."""
+    """Counts of samples over all epochs, and for each of the newest ones."""
 
     dataset_size: int
     num_epochs: int
@@ -83,19 +78,19 @@ class LedgerCounts:
     in_flight: int
     returned: int
     ignored: int
-    """Samples reported as completed by a member that did not hold them, such as a fenced one."""
+    """Samples reported as completed by members that did not hold them."""
     exhausted: bool
     epochs: tuple[EpochCounts, ...]
 
     @property
     def repeated_max(self) -> int:
-        """Upper bound on the samples that were trained on a second time."""
+        """Upper bound on the samples trained on twice. A lost member may have trained on what it
+        held, and a member that reports samples it did not hold trained on them."""
         return self.returned + self.ignored
 
 
 class StaleRequest(Exception):
-    """Raised for a request with a lower sequence number than the member's latest request; nothing
-    was changed."""
+    """Raised for a request older than the member's latest one; nothing was changed."""
 
     def __init__(self, sequence: int, newest: int) -> None:
         super().__init__(f"request {sequence} arrived after request {newest}")
@@ -104,5 +99,4 @@ class StaleRequest(Exception):
 
 
 class TooManyRanges(Exception):
-    """Raised for a member that holds too many separate ranges to get another; nothing was
-    changed."""
+    """Raised if a member holds too many separate ranges to get another; nothing was changed."""

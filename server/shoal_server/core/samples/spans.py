@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 
 
 class IntegerSpans:
-    """A set of integers. Memory and time grow with the number of gaps, not of integers."""
+    """A set of integers. Memory and time grow with the number of gaps."""
 
     __slots__ = ("_starts", "_stops")
 
@@ -32,18 +32,16 @@ class IntegerSpans:
 
     @property
     def size(self) -> int:
-        """Number of integers in the set."""
         return sum(self._stops) - sum(self._starts)
 
     def intersection(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """The parts of [start, stop) that are in the set."""
         first = bisect_right(self._stops, start)
         last = bisect_left(self._starts, stop)
         pieces = zip(self._starts[first:last], self._stops[first:last], strict=True)
         return [(max(a, start), min(b, stop)) for a, b in pieces] if start < stop else []
 
     def add(self, start: int, stop: int) -> None:
-        """Add [start, stop); spans that touch become one."""
+        """Add [start, stop), merged with spans that it touches."""
         if start >= stop:
             return
         first = bisect_left(self._stops, start)
@@ -55,7 +53,7 @@ class IntegerSpans:
         self._stops[first:last] = [stop]
 
     def remove(self, start: int, stop: int) -> None:
-        """Remove [start, stop); integers in it that are not in the set are ignored."""
+        """Remove what the set has of [start, stop)."""
         first = bisect_right(self._stops, start)
         last = bisect_left(self._starts, stop)
         if start >= stop or first >= last:

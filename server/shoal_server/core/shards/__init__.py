@@ -1,1 +1,1 @@
-"""Shards: the cut of parameters into shards, the servers of each shard, and changes of servers."""
+"""Shards: how parameters are cut, and which servers hold them."""

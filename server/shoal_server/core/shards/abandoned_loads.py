@@ -1,5 +1,4 @@
-"""Abandoned loads: shards that were to be loaded from a snapshot by a restore that ended early, for
-example with its coordinator."""
+"""Shards that were to be loaded from a snapshot by a restore that ended early."""
 
 from dataclasses import replace
 
@@ -7,27 +6,24 @@ from shoal_server.core.shards.assignments import JobAssignments, ShardAssignment
 
 GIVEN_UP_AFTER_S = 10.0
 """Time after which an abandoned load is given up. Until then, a primary that has loaded its shard
-may still write that to the record."""
+may still record that."""
 
 
 class AbandonedLoads:
-    """Abandoned loads of one job, as one coordinator sees them."""
-
     def __init__(self) -> None:
         self._loading: frozenset[tuple[int, int]] = frozenset()
         self._since_s = 0.0
 
     @property
     def is_due_soon(self) -> bool:
-        """True if shards wait to be loaded and may be given up soon."""
+        """True if shards wait to be loaded, and may be given up soon."""
         return bool(self._loading)
 
     def mark_lost(
         self, assignments: JobAssignments, *, is_restoring: bool, now_s: float
     ) -> JobAssignments:
-        """Return the record. All shards that are LOADING are marked LOST in it if none of them has
-        changed for GIVEN_UP_AFTER_S. `is_restoring`: True if this coordinator is restoring the job
-        now; then no shard is marked."""
+        """Mark the LOADING shards as LOST if none of them changed for GIVEN_UP_AFTER_S.
+        `is_restoring`: True marks no shard, as this coordinator is restoring the job."""
         shards = [h for h in assignments.shards if h.content is ShardContent.LOADING]
         loading = frozenset((h.shard_id, h.epoch) for h in shards)
         if is_restoring:

@@ -1,4 +1,4 @@
-"""Durations of absences. Pure: times are arguments."""
+"""Durations of absences."""
 
 from collections.abc import Collection
 from math import inf
@@ -8,12 +8,12 @@ ServerT = TypeVar("ServerT")
 
 
 class ServerAbsences(Generic[ServerT]):
-    """Absences of servers, updated at each call of `away_s`. The absence of a server that the call
-    does not name is over; a later absence counts from 0."""
+    """Absences of servers, updated by `away_s`. An absence ends when a call does not name the
+    server."""
 
     def __init__(self, longest_gap_s: float = inf) -> None:
-        """`longest_gap_s`: after a longer time between two calls of `away_s`, all absences count
-        from 0 again: the servers may have been present meanwhile."""
+        """`longest_gap_s`: time between two calls after which all absences count from 0, as servers
+        may have been present meanwhile."""
         self._longest_gap_s = longest_gap_s
         self._asked_s = -inf
         self._since_s: dict[ServerT, float] = {}
@@ -21,9 +21,8 @@ class ServerAbsences(Generic[ServerT]):
     def away_s(
         self, gone: Collection[ServerT], now_s: float, *, asked_s: float | None = None
     ) -> dict[ServerT, float]:
-        """Seconds for which each server in `gone` has certainly been gone. `gone`: all servers that
-        a list does not name. The list was requested at `asked_s` (None: at `now_s`), and arrived at
-        `now_s`."""
+        """Seconds for which each server has certainly been gone. `gone`: servers missing from a
+        list that was requested at `asked_s` (None: at `now_s`) and arrived at `now_s`."""
         asked_s = now_s if asked_s is None else asked_s
         if now_s - self._asked_s > self._longest_gap_s:
             self._since_s = {}

@@ -1,30 +1,25 @@
-"""Weights of shards for balancing servers: from the size of each shard, and the bytes pushed to it
-lately."""
+"""Weights of shards, for balancing servers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 UNIT = 1_000_000
-"""Approximate sum of the weights of a job's shards."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardMeasure:
-    """State of a shard, as reported by its primary."""
-
     version: int
     pushed_bytes: int
-    """Bytes of pushes applied since this primary began to lead the shard."""
+    """Bytes of pushes applied since this primary began to lead."""
 
 
 def weights(
     num_bytes: Mapping[int, int], before: Mapping[int, int], after: Mapping[int, int]
 ) -> dict[int, int]:
-    """Weight of each shard: half its share of all bytes, half its share of the bytes pushed lately.
+    """Weight of each shard: half its share of all bytes, half its share of bytes pushed lately.
 
-    `num_bytes`: each shard's size, above 0. `before`, `after`: the total bytes pushed to each
-    shard, at two times. If a total fell, the shard has a new primary, which counts from 0. If
-    nothing was pushed, only sizes count.
+    `num_bytes`: sizes, above 0. `before`, `after`: bytes pushed up to two times; a lower total is
+    of a new primary, which counts from 0. Without pushes, only sizes count.
     """
     pushed = {i: _grown(before.get(i, 0), after.get(i, 0)) for i in num_bytes}
     all_bytes, all_pushed = sum(num_bytes.values()), sum(pushed.values())

@@ -1,7 +1,4 @@
-"""Lost shards: the record of a loss, its description for users, and giving a shard up. Pure. Losses
-are detected in `rebalance`, in `AbandonedLoads`, when a restore fails, and by a server that the
-record names as primary and that has the shard neither in memory nor on its disk.
-"""
+"""Lost shards: the record of a loss, its description for users, and giving a shard up."""
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -32,11 +29,8 @@ class LossExplanation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreAttempt:
-    """Outcome of an attempt to restore a job from a snapshot."""
-
     is_restored: bool
     reason: str = ""
-    """Reason of the failure, in a sentence."""
 
 
 class SamplesAfterLoss(Enum):
@@ -49,7 +43,7 @@ class SamplesAfterLoss(Enum):
 def still_trained(
     assignments: JobAssignments, given_up_ids: Collection[int]
 ) -> list[ShardAssignment]:
-    """Shards that keep or may get back trained values when `given_up_ids` are given up."""
+    """Shards that keep or may get back trained values if `given_up_ids` are given up."""
     return [
         shard
         for shard in assignments.shards
@@ -62,18 +56,15 @@ def samples_after(
     given_up_ids: Collection[int],
     wish: SamplesAfterLoss | None,
 ) -> SamplesAfterLoss | None:
-    """Decide about the samples when these shards are given up; None: the operator must choose.
-    `wish`: the operator's choice, which decides. Without it, if no trained shard is left, training
-    starts over, and so do its samples: otherwise the job would end with values trained only on the
-    remaining samples. If trained shards are left, only the operator can know which choice is right.
-    """
+    """Decide about the samples when shards are given up; None: the operator must choose. `wish`:
+    the operator's choice. By default, samples start over if no trained shard is left: the new
+    values would otherwise be trained only on the remaining samples."""
     if wish is not None:
         return wish
     return None if still_trained(assignments, given_up_ids) else SamplesAfterLoss.ANEW
 
 
 def lost(assignments: JobAssignments) -> list[ShardAssignment]:
-    """The job's shards that are lost."""
     return [h for h in assignments.shards if h.content is ShardContent.LOST]
 
 
@@ -84,10 +75,9 @@ def with_losses(
     snapshot: str,
     now_unix_s: float,
 ) -> JobAssignments:
-    """Return `after`, with a ShardLoss in each lost shard that has none.
+    """Return `after`, with a ShardLoss in each lost shard.
 
-    `versions`: the newest version that each shard is known to have had. `snapshot`: outcome of
-    restoring the job from a snapshot.
+    `versions`: newest known versions; `snapshot`: outcome of a restore from a snapshot.
     """
     held = {h.shard_id: h for h in before.shards}
 
@@ -97,7 +87,7 @@ def with_losses(
             return shard
         last_servers = tuple(h.server_id for h in (last.primary, *last.backups))
         if last.content is ShardContent.LOST:
-            # The primary never had the shard's values: it was to load them from a disk.
+            # The primary never had the values: it was to load them from a disk.
             last_servers = (last.on_disk,) if last.on_disk else ()
         loss = ShardLoss(
             version=max(versions.get(shard.shard_id, 0), last.disk_version, last.restored_version),
@@ -113,8 +103,8 @@ def with_losses(
 def after_failed_restore(
     before: JobAssignments, wanted: JobAssignments, why: str, now_unix_s: float
 ) -> JobAssignments:
-    """Mark all shards that had values as lost: servers dropped the values for a restore, which
-    failed. `wanted`: the record of the servers that were to load the snapshot."""
+    """Mark all shards that had values as lost: servers dropped them for a restore that failed.
+    `wanted`: the record for the restore."""
     held = {h.shard_id: h for h in before.shards}
 
     def noted(shard: ShardAssignment) -> ShardAssignment:
@@ -123,7 +113,7 @@ def after_failed_restore(
         if last.content is ShardContent.NONE:
             return replace(anew, content=ShardContent.NONE)
         known = last.loss or ShardLoss(
-            # The shard had reached the snapshot's version when the snapshot was taken.
+            # The shard had the snapshot's version when the snapshot was taken.
             version=max(last.disk_version, last.restored_version, shard.restored_version),
             lost_unix_s=now_unix_s,
             servers=tuple(h.server_id for h in (last.primary, *last.backups)),
@@ -137,9 +127,8 @@ def after_failed_restore(
 def give_up_shard(
     shard: ShardAssignment, by: str, now_unix_s: float, *, samples_anew: bool = False
 ) -> ShardAssignment:
-    """Let a lost shard start over: any worker may create it. The epoch rises, so that the new shard
-    is not mistaken for the old one. The record names no disk, so no journal brings back the old
-    values."""
+    """Let a lost shard start over. The epoch rises, so that the new shard is not mistaken for the
+    old one. No disk is named, so that no journal brings old values back."""
     if shard.content is not ShardContent.LOST:
         return shard
     loss = shard.loss or ShardLoss(lost_unix_s=now_unix_s)
@@ -154,18 +143,17 @@ def give_up_shard(
 
 
 def known_version(loss: ShardLoss | None) -> str:
-    """Newest known version of a lost shard, in words."""
     return f"at least version {loss.version}" if loss and loss.version else "no version known"
 
 
 def shards_in_short(shards: Iterable[ShardAssignment]) -> str:
-    """List shards with their known versions: "shard 3 (at least version 812)"."""
+    """List shards, such as "shard 3 (at least version 812)"."""
     return short_list((f"shard {h.shard_id} ({known_version(h.loss)})" for h in shards), 8)
 
 
 def losses_in_words(job: str, shards: Iterable[ShardAssignment]) -> list[str]:
-    """Describe lost shards. Shards that were lost with the same servers, have the same disk, and
-    whose restore had the same outcome, share a paragraph."""
+    """Describe lost shards. Shards with the same servers, disk and outcome of a restore share a
+    paragraph."""
     alike: dict[tuple[tuple[str, ...], str, str], list[ShardAssignment]] = {}
     for shard in shards:
         loss = shard.loss or ShardLoss(lost_unix_s=0.0)
@@ -185,7 +173,6 @@ def losses_in_words(job: str, shards: Iterable[ShardAssignment]) -> list[str]:
 
 
 def recovery_advice(job: str, shard: ShardAssignment) -> str:
-    """Advice to the operator: ways to bring a lost shard back, or to give it up."""
     journal = "its journal"
     if shard.found_version:
         journal = "its own journal" if shard.found_foreign else "the newest copy of its journal"
@@ -198,7 +185,6 @@ def recovery_advice(job: str, shard: ShardAssignment) -> str:
 
 
 def explained(job: str, shard: ShardAssignment) -> LossExplanation:
-    """Explain why a lost shard is unavailable, with all that is known of it."""
     loss = shard.loss
     held_by = f" on {', '.join(loss.servers)}" if loss and loss.servers else ""
     snapshot = f" {loss.snapshot}" if loss and loss.snapshot else ""
@@ -227,7 +213,7 @@ def explained(job: str, shard: ShardAssignment) -> LossExplanation:
 
 
 def _found_on_disk(shard: ShardAssignment) -> str:
-    """Describe what was found in the journal that should have a lost shard; "" if nothing was."""
+    """Contents of the journal that should have the shard, in words; "" if nothing was found."""
     reached = f"version {shard.disk_version} of epoch {shard.disk_epoch} at least"
     if not shard.found_version:
         return ""

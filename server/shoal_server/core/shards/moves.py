@@ -1,4 +1,4 @@
-"""Changes of shards between two records, as a line of text for each affected server. Pure."""
+"""Changes of shards between two records, in words."""
 
 from collections import Counter
 from collections.abc import Collection, Iterator
@@ -13,12 +13,8 @@ Moves = Counter[tuple[str, str]]
 def changes_between(
     before: JobAssignments, after: JobAssignments, present: Collection[Holder]
 ) -> list[tuple[str, str]]:
-    """Kinds and texts of all changes except moves and lost shards. `present`: the registered
-    servers.
-
-    For example ("server_lost", "lost ps-1: ps-0 leads 4 shards in its place, with every update that
-    was acknowledged as replicated (if recovered from a journal: as durable)").
-    """
+    """Kinds and texts of all changes except moves and losses, such as ("server_lost", "lost ps-1:
+    ps-0 leads 4 shards in its place ..."). `present`: the registered servers."""
     promoted: dict[str, Counter[str]] = {}
     copies: Counter[str] = Counter()
     gained: Counter[str] = Counter()
@@ -44,7 +40,6 @@ def changes_between(
 
 
 def moved(before: JobAssignments, after: JobAssignments, present: Collection[Holder]) -> Moves:
-    """Count shards that a primary handed over to another server."""
     return Counter(
         (old.primary.server_id, new.primary.server_id)
         for old, new in _pairs(before, after)
@@ -55,14 +50,12 @@ def moved(before: JobAssignments, after: JobAssignments, present: Collection[Hol
 def _was_handed_over(
     old: ShardAssignment, new: ShardAssignment, present: Collection[Holder]
 ) -> bool:
-    """True if the old primary is present, and either is a backup now, or had the new primary as its
-    successor. A backup that takes over drops the old primary. Presence alone is not enough: a
-    killed server counts as present until its lease ends."""
+    """True if the old primary is present, and is a backup now or had the new primary as successor.
+    A killed server counts as present until its lease ends, so presence alone is not enough."""
     return old.primary in present and (new.holds(old.primary) or old.successor == new.primary)
 
 
 def moves_in_words(moves: Moves) -> list[str]:
-    """Lines of text, one for each pair of servers."""
     return [
         f"{_shards(num)} moved from {from_id} to {to_id}"
         for (from_id, to_id), num in sorted(moves.items())

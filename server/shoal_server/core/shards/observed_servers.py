@@ -1,5 +1,4 @@
-"""Judgement of a job's servers: which may be given shards, and which are dead. Pure: the servers
-that etcd lists and the time are arguments."""
+"""Judgement of a job's servers: which may be given shards, and which are dead."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -11,24 +10,20 @@ from shoal_server.core.shards.rebalance import Servers, dropped_holders
 
 SUSPECT_S = 3.0
 RESCUE_AFTER_S = 10.0
-"""Seconds for which etcd has not listed a primary before the coordinator replaces it. A backup that
-cannot reach its primary takes over earlier, by itself. A primary that its backup can reach is only
-cut off from etcd, and serves until it is replaced."""
+"""Time for which etcd has not listed a primary before the coordinator replaces it. A backup that
+cannot reach the primary takes over earlier. A primary that its backup reaches is only cut off from
+etcd, and serves until then."""
 
 
 class ObservedServers:
-    """Servers of one job, as one coordinator has seen them."""
-
     def __init__(self, dead_after_s: float, longest_gap_s: float) -> None:
-        """`dead_after_s`, `longest_gap_s`: see DEAD_AFTER_S and LONGEST_GAP_S of
-        `core/replication/protocol/limits.py`."""
+        """Limits: see DEAD_AFTER_S and LONGEST_GAP_S of `core/replication/protocol/limits.py`."""
         self._dead_after_s = dead_after_s
         self._gone = ServerAbsences[Holder](longest_gap_s)
         self._gone_disks = ServerAbsences[str](longest_gap_s)
         self._suspect_until_s: dict[Holder, float] = {}
         self._away_s: Mapping[Holder, float] = {}
         self._last: JobAssignments | None = None
-        """The record at the last call of `judged`."""
 
     def judged(
         self,
@@ -38,8 +33,8 @@ class ObservedServers:
         asked_s: float,
         now_s: float,
     ) -> Servers:
-        """Return `seen` with the dead, awaited and suspect servers and the disks filled in. `seen`:
-        the servers that etcd listed at `asked_s`; `seen.dead`: servers known to have ended."""
+        """Return `seen` with dead, awaited and suspect servers and disks filled in. `seen`: servers
+        that etcd listed at `asked_s`, with those known to have ended."""
         last, self._last = self._last or assignments, assignments
         held_by = {holder for assignment in assignments.shards for holder in assignment.holders}
         self._away_s = self._gone.away_s(held_by - seen.present, now_s, asked_s=asked_s)
@@ -53,9 +48,8 @@ class ObservedServers:
         )
 
     def note_written(self, wished: JobAssignments, stands: JobAssignments) -> None:
-        """Note that the coordinator wrote `wished`, and that `stands` is the record now. The next
-        `judged` suspects no server that the coordinator itself dropped from a shard, but still
-        those that other processes dropped meanwhile; none at all if the job was placed anew."""
+        """Note that the coordinator wrote `wished`, and that the record is `stands` now. `judged`
+        then suspects only servers that other processes dropped; none if the job was placed anew."""
         if stands.placement_id != wished.placement_id:
             self._last = None
         elif self._last is not None:
@@ -65,27 +59,24 @@ class ObservedServers:
 
     @property
     def is_due_soon(self) -> bool:
-        """True if the servers must be judged again soon: a server is gone or suspected."""
+        """True if a server is gone or suspected, so that servers must be judged again soon."""
         return bool(self._suspect_until_s) or bool(self._away_s)
 
     def _dead(self, seen: Servers) -> frozenset[Holder]:
-        """Holders that will not return with their shards: they have ended, or were away for so long
-        that they no longer acknowledge. A new process under a holder's name proves nothing: the old
-        one may be cut off from etcd, and still serve."""
+        """Holders that have ended or no longer acknowledge. A new process under a holder's name
+        proves nothing: the old one may still serve."""
         return seen.dead | frozenset(
             holder for holder, for_s in self._away_s.items() if for_s >= self._dead_after_s
         )
 
     def _awaited(self) -> frozenset[Holder]:
-        """Holders that have been gone for less than RESCUE_AFTER_S, and keep their shards for
-        now."""
         return frozenset(holder for holder, for_s in self._away_s.items() if for_s < RESCUE_AFTER_S)
 
     def _disks(
         self, assignments: JobAssignments, seen: Servers, asked_s: float, now_s: float
     ) -> frozenset[str]:
-        """Servers whose journals are not given up yet. A server that is back and found its journal
-        empty has removed its disk from the record."""
+        """Servers whose journals are not given up yet. A server that is back with an empty journal
+        removes its disk from the record itself."""
         present = {holder.server_id for holder in seen.present}
         disks = {h.on_disk for h in assignments.shards if h.on_disk}
         away_s = self._gone_disks.away_s(disks - present, now_s, asked_s=asked_s)
@@ -96,8 +87,6 @@ class ObservedServers:
     def _suspects(
         self, last: JobAssignments, assignments: JobAssignments, seen: Servers, now_s: float
     ) -> frozenset[Holder]:
-        """Present holders that a peer has dropped. If still present after SUSPECT_S, a holder may
-        be given shards again."""
         dropped = dropped_holders(last, assignments) & seen.present
         self._suspect_until_s.update(dict.fromkeys(dropped, now_s + SUSPECT_S))
         self._suspect_until_s = {

@@ -1,11 +1,9 @@
-"""Cutting of parameters into shards, and placement of shards on servers. Deterministic.
+"""Cutting of parameters into shards, and their placement on servers.
 
-Parameters are cut into blocks; blocks of one dtype and one parameter group are packed by size into
-shards; shards are placed by size on the servers. The number of shards follows the size of the
-model: about one for each 1.75 MiB, up to some hundreds. So a big model can be moved and balanced in
-small parts, and a tiny model costs one message instead of hundreds. A very large model is cut into
-some thousands of shards: if it had only hundreds, each would take long to move. Its blocks are
-larger too, as the shard map has an entry for each block.
+Parameters are cut into blocks, blocks of one dtype and group are packed by size into shards, and
+shards are placed by size. A model gets about one shard for each 1.75 MiB, up to some hundreds:
+parts of big models can be moved, and tiny ones cost few messages. A very large model gets some
+thousands, as very large shards take long to move.
 """
 
 import hashlib
@@ -20,29 +18,27 @@ from typing import TypeVar
 from shoal_proto.dtypes import DTYPE_BYTES
 
 BLOCK_BYTES = 4 * 1024 * 1024
-"""Maximum bytes of a block in shards of up to 32 MiB. In larger shards, the maximum is an eighth of
-a shard, rounded up to a multiple of this."""
+"""Maximum bytes of a block in shards of up to 32 MiB. In larger shards it is an eighth of the
+shard, rounded up to a multiple of this."""
 TARGET_SHARD_BYTES = 1792 * 1024
-"""Approximate bytes of a shard. A push costs some 0.2 ms for each shard of any size; a push of up
-to 2 MiB is applied without a switch to another thread."""
+"""Approximate bytes of a shard. Each shard of a push costs some 0.2 ms; up to 2 MiB are applied
+without a switch to another thread."""
 MAX_SHARDS = 512
-"""Maximum number of shards of a model of up to 128 GiB (shards of LARGE_SHARD_BYTES). The number
-for each dtype and group is then rounded up (`cut_into_shards`), so the sum may be a little higher.
-"""
+"""Maximum number of shards of a model of up to 128 GiB. The number for each dtype and group is then
+rounded up, so there may be a few more."""
 LARGE_SHARD_BYTES = 256 * 1024 * 1024
 MAX_LARGE_SHARDS = 4096
-"""Maximum number of shards of a larger model, rounded up likewise. Shards of a model of more than
-1 TiB exceed LARGE_SHARD_BYTES."""
+"""Maximum number of shards of a larger model, rounded up likewise. Above 1 TiB, shards exceed
+LARGE_SHARD_BYTES."""
 BLOCKS_PER_SHARD = 8
-"""Approximate minimum number of blocks in a shard, so that the packing is even."""
+"""Approximate minimum of blocks in a shard, for even packing."""
 MIN_SPLIT_BYTES = 64 * 1024
-"""Minimum bytes for each server, if the parameters of one dtype and group are split over the
-servers. Fewer bytes become one shard: for a worker, one more request costs more than this many
-bytes added to another request."""
+"""Minimum bytes a server for splitting the parameters of one dtype and group over servers. Fewer
+bytes become one shard: one more request costs a worker more than these bytes in another one."""
 MAX_MODEL_BYTES = 1 << 50
-"""Maximum size of a model: more than any machine's memory, so a larger shape is a mistake."""
+"""Maximum size of a model, above any machine's memory: a larger shape is a mistake."""
 CUT_ELEMENTS = 64
-"""Offsets of cuts are multiples of this, so that vector kernels round as in an uncut tensor."""
+"""Cuts are at multiples of this, so that vector kernels round as in an uncut tensor."""
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -66,7 +62,7 @@ class Parameter:
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """Consecutive elements of one flattened parameter."""
+    """Consecutive elements of a flattened parameter."""
 
     parameter: str
     offset: int
@@ -75,7 +71,7 @@ class Block:
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """Blocks of one dtype and group, one after the other in one flat tensor."""
+    """Blocks of one dtype and group, concatenated in a flat tensor."""
 
     shard_id: int
     dtype: str
@@ -94,7 +90,7 @@ class PlacedShard:
 
 
 class SchemaProblem(ValueError):
-    """Raised for parameters that cannot be cut, with the value seen and the value expected."""
+    """Raised for parameters that cannot be cut."""
 
     def __init__(self, what: str, *, seen: str, expected: str) -> None:
         super().__init__(f"{what}; saw {seen}; expected {expected}")
@@ -105,8 +101,7 @@ class SchemaProblem(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class SchemaDifference:
-    """A parameter in which two schemas differ, described as in each schema; "(absent)" if a schema
-    lacks it."""
+    """A parameter that differs between schemas, as described in each; "(absent)" where missing."""
 
     parameter: str
     seen: str
@@ -114,7 +109,6 @@ class SchemaDifference:
 
 
 def check_schema(parameters: Sequence[Parameter]) -> None:
-    """Raise SchemaProblem for a schema that cannot be placed."""
     if not any(p.num_elements for p in parameters):
         raise SchemaProblem("nothing to train", seen="no elements", expected="a parameter or more")
     seen_names = set()
@@ -141,7 +135,7 @@ def check_schema(parameters: Sequence[Parameter]) -> None:
 
 
 def schema_digest(parameters: Iterable[Parameter]) -> str:
-    """SHA-256, in hex, of names, shapes, dtypes and groups; independent of the order."""
+    """SHA-256, in hex, of names, shapes, dtypes and groups, in any order."""
     rows = sorted((p.name, list(p.shape), p.dtype, p.group) for p in parameters)
     return hashlib.sha256(json.dumps(rows, separators=(",", ":")).encode()).hexdigest()
 
@@ -149,7 +143,7 @@ def schema_digest(parameters: Iterable[Parameter]) -> str:
 def find_differences(
     seen: Iterable[Parameter], expected: Iterable[Parameter]
 ) -> tuple[SchemaDifference, ...]:
-    """Differences of two schemas, in order of parameter names."""
+    """Differences of two schemas, by parameter name."""
     of_seen = {p.name: _describe(p) for p in seen}
     of_expected = {p.name: _describe(p) for p in expected}
     return tuple(
@@ -169,10 +163,8 @@ def _describe(parameter: Parameter) -> str:
 
 
 def cut_into_shards(parameters: Sequence[Parameter], num_servers: int) -> tuple[Shard, ...]:
-    """Shards of about equal size that together hold every element exactly once. The number of
-    shards of each dtype and group is a multiple of `num_servers`, or 1 if there are too few bytes
-    to be worth splitting. Call `check_schema` first.
-    """
+    """Shards of about equal size that hold every element exactly once. Their number for each dtype
+    and group is a multiple of `num_servers`, or 1 for few bytes. Call `check_schema` first."""
     total_bytes = sum(p.num_bytes for p in parameters)
     target_bytes = shard_bytes(total_bytes)
     alike: dict[tuple[str, int], list[Parameter]] = defaultdict(list)
@@ -197,7 +189,6 @@ def cut_into_shards(parameters: Sequence[Parameter], num_servers: int) -> tuple[
 
 
 def shard_bytes(total_bytes: int) -> int:
-    """Approximate size of the shards of a model of `total_bytes`."""
     few = max(TARGET_SHARD_BYTES, -(-total_bytes // MAX_SHARDS))
     if few <= LARGE_SHARD_BYTES:
         return few
@@ -205,17 +196,16 @@ def shard_bytes(total_bytes: int) -> int:
 
 
 def max_block_bytes(total_bytes: int) -> int:
-    """Maximum size of a block, in a model of `total_bytes`."""
     return _round_up(shard_bytes(total_bytes) // BLOCKS_PER_SHARD, BLOCK_BYTES) or BLOCK_BYTES
 
 
 def place(
     shards: Sequence[Shard], server_ids: Iterable[str], turn: int = 0
 ) -> tuple[PlacedShard, ...]:
-    """Place each shard on the server with the least load so far, biggest shards first.
+    """Place each shard on the server with the least load so far, biggest first.
 
-    `turn`: any number. It chooses the first server, so that jobs with fewer shards than servers do
-    not all begin with the same server.
+    `turn`: any number; it chooses the first server, so that small jobs begin with different
+    servers.
     """
     servers = sorted(server_ids)
     if len(shards) < len(servers):
@@ -231,9 +221,8 @@ def place(
 def least_loaded(
     num_bytes: Mapping[int, int], servers: Sequence[S], loads: Mapping[S, int]
 ) -> dict[int, S]:
-    """Choose a server for each shard, biggest shards first: the one with the least load so far, and
-    of equal ones the first. `num_bytes`: size of each shard by its id. `loads`: bytes that servers
-    have already."""
+    """Choose the least loaded server for each shard, biggest first; of equal ones the first.
+    `num_bytes`: sizes by shard id. `loads`: bytes that servers have already."""
     shards = sorted(num_bytes)
     sizes = [num_bytes[shard_id] for shard_id in shards]
     packed = _pack(shards, sizes, [loads.get(server, 0) for server in servers])
@@ -245,10 +234,9 @@ def least_loaded(
 def spread_tables(
     num_shards: Mapping[str, int], server_ids: Iterable[str]
 ) -> tuple[tuple[str, int, str], ...]:
-    """Place the shards of all tables on the servers in turn; return (table, index of the shard in
-    its table, server id) for each.
+    """Place the shards of all tables on servers in turn, as (table, index of the shard, server id).
 
-    The number of rows is not known in advance, but rows spread evenly over a table's shards.
+    Rows spread evenly over a table's shards, so the number of rows does not matter.
     """
     servers = sorted(server_ids)
     wanted = [(table, index) for table in sorted(num_shards) for index in range(num_shards[table])]
@@ -258,7 +246,7 @@ def spread_tables(
 
 
 def skew(placed: Sequence[PlacedShard], num_servers: int) -> float:
-    """Bytes on the fullest server divided by the mean of all servers; 1.0 is perfectly even."""
+    """Bytes on the fullest server over the mean of all; 1.0 is perfectly even."""
     load: dict[str, int] = defaultdict(int)
     for p in placed:
         load[p.server_id] += p.shard.num_bytes
@@ -284,9 +272,8 @@ def _cut_into_blocks(
 
 
 def _pack(items: Sequence[T], sizes: Sequence[int], loads: Sequence[int]) -> list[list[T]]:
-    """Put each item into the emptiest bin, largest items first (Graham 1969). `loads`: size that
-    each bin has already. If all are 0, no bin is more than one item above the mean.
-    """
+    """Put each item into the emptiest bin, largest first (Graham 1969). `loads`: what bins have
+    already. If that is 0, no bin is more than one item above the mean."""
     bins: list[list[T]] = [[] for _ in loads]
     heap = [(load, index) for index, load in enumerate(loads)]
     heapq.heapify(heap)

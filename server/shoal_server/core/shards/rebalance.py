@@ -1,8 +1,7 @@
-"""Placement decisions of the coordinator, written into a job's record of assignments. Pure.
+"""Placement decisions of the coordinator: one call maps a job's record to the next one.
 
-One call maps one job's record to the next one. It replaces primaries that are gone, adds copies
-where some are missing, empties servers that leave, balances the load of primaries, and drops
-surplus copies. It never drops the last copy, and moves only a few shards at a time for balance.
+It replaces primaries that are gone, adds missing copies, empties servers that leave, balances load,
+and drops surplus copies. It never drops the last copy.
 """
 
 from collections import Counter
@@ -19,30 +18,27 @@ from shoal_server.core.shards.assignments import (
 )
 
 MAX_MOVES = 8
-"""Maximum number of shards that are moved for balance at a time, as training goes on meanwhile."""
+"""Maximum number of shards moved for balance at a time, while training goes on."""
 TOLERATED_SKEW = 1.05
-"""Load of the fullest server divided by the mean, up to which nothing is moved."""
+"""Load of the fullest server over the mean up to which nothing is moved."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Servers:
-    """The servers as the coordinator sees them."""
-
     present: frozenset[Holder]
     leaving: frozenset[Holder] = frozenset()
     """Present servers that must be emptied."""
     dead: frozenset[Holder] = frozenset()
-    """Servers known to be gone for good, with all that they held."""
+    """Servers gone for good, with all that they held."""
     awaited: frozenset[Holder] = frozenset()
-    """Servers that have been gone only for a short time, and keep their shards."""
+    """Servers gone for a short time, which keep their shards."""
     suspects: frozenset[Holder] = frozenset()
-    """Present servers that a peer has just dropped from a shard: they get no shards until it is
-    known whether they are alive."""
+    """Present servers that a peer has just dropped: they get no shards for now."""
     disks: frozenset[str] = frozenset()
     """Ids of servers that may lead shards from their journals, now or once they are back."""
     are_loading: bool = False
-    """True if the job is being restored: the restore handles shards that are to be loaded, even if
-    their servers are lost."""
+    """True if the job is being restored: the restore handles LOADING shards, even of lost
+    servers."""
 
     @cached_property
     def staying(self) -> frozenset[Holder]:
@@ -50,14 +46,13 @@ class Servers:
 
     @cached_property
     def servers_for_shards(self) -> frozenset[Holder]:
-        """Servers that may be given a shard."""
         return self.staying - self.suspects
 
 
 @dataclass(slots=True)
 class _Loads:
-    """Load of the shards that each server leads (as primary or successor), and of all shards that
-    it holds, in the unit of the weights."""
+    """Weights of the shards that each server leads (as primary or successor), and of all that it
+    holds."""
 
     leads: Counter[Holder] = field(default_factory=Counter)
     holds: Counter[Holder] = field(default_factory=Counter)
@@ -66,9 +61,8 @@ class _Loads:
 def rebalance(
     assignments: JobAssignments, servers: Servers, weights: Mapping[int, int]
 ) -> JobAssignments:
-    """Return the next record; equal to the given one if there is nothing to do. `weights`: the load
-    of each shard, for instance its bytes; a missing entry counts 1.
-    """
+    """The next record; equal to the given one if there is nothing to do. `weights`: load of each
+    shard; a missing one counts 1."""
     if not servers.staying:
         return assignments
     loads = _count(assignments, weights)
@@ -76,7 +70,7 @@ def rebalance(
     wanted = _wanted(assignments.copies, servers)
     for assignment in assignments.shards:
         if _needs_no_change(assignment, wanted, servers) or _is_loading(assignment, servers):
-            # The common case: if one shard changes, thousands of others do not.
+            # The common case: one shard changes, thousands do not.
             shards.append(assignment)
             continue
         weight = weights.get(assignment.shard_id, 1)
@@ -94,7 +88,6 @@ def rebalance(
 
 
 def _needs_no_change(assignment: ShardAssignment, wanted: int, servers: Servers) -> bool:
-    """True if a shard needs no change except perhaps for balance."""
     in_step = (assignment.primary, *assignment.backups)
     return (
         assignment.joining is None
@@ -105,7 +98,6 @@ def _needs_no_change(assignment: ShardAssignment, wanted: int, servers: Servers)
 
 
 def _is_loading(assignment: ShardAssignment, servers: Servers) -> bool:
-    """True if a restore of the job handles the shard."""
     return servers.are_loading and assignment.content is ShardContent.LOADING
 
 
@@ -122,11 +114,11 @@ def _count(assignments: JobAssignments, weights: Mapping[int, int]) -> _Loads:
 def _rescue(
     assignment: ShardAssignment, servers: Servers, loads: _Loads, weight: int
 ) -> ShardAssignment:
-    """Replace a primary that is gone by a backup that is present.
+    """Replace a primary that is gone by a present backup.
 
-    If no backup is present, the shard waits until all its holders are dead and no disk is awaited
-    (`_is_lost`). Then any server, without values, replaces the primary, and a shard that had values
-    is marked LOST. A disk that comes back may still have the values.
+    Without one, the shard waits until all its holders are dead and no disk is awaited. Then any
+    server becomes primary without values, and a shard that had values is LOST. A disk that comes
+    back may still have them.
     """
     if assignment.joining is not None and assignment.joining not in servers.present:
         assignment = replace(assignment, joining=None)
@@ -135,7 +127,7 @@ def _rescue(
     for backup in assignment.backups:
         if backup in servers.present:
             return promote(assignment, assignment.primary, backup)
-    # The primary of a lost shard had no values: there is no need to wait for that server.
+    # The primary of a lost shard has no values to wait for.
     if assignment.content is not ShardContent.LOST and not _is_lost(assignment, servers):
         return assignment
     if not servers.servers_for_shards:
@@ -171,8 +163,7 @@ def _is_lost(assignment: ShardAssignment, servers: Servers) -> bool:
 
 
 def num_lost(assignments: JobAssignments, servers: Servers) -> int:
-    """Number of shards whose values are gone and whose loss is not recorded yet; 0 if no server
-    stays. Such a shard was just marked LOST, or the next `rebalance` would mark it LOST."""
+    """Number of shards whose values are gone without a recorded loss; 0 if no server stays."""
     if not servers.staying:
         return 0
     return sum(
@@ -196,7 +187,6 @@ def _staying(assignment: ShardAssignment, servers: Servers) -> list[Holder]:
 def _add_joining(
     assignment: ShardAssignment, copies: int, servers: Servers, loads: _Loads, weight: int
 ) -> ShardAssignment:
-    """Name a server as joining if a copy is missing."""
     missing = len(_staying(assignment, servers)) < _wanted(copies, servers)
     free = servers.servers_for_shards - set(assignment.holders)
     if not missing or assignment.joining is not None or not free:
@@ -209,8 +199,6 @@ def _add_joining(
 def _hand_over_or_drop(
     assignment: ShardAssignment, copies: int, servers: Servers, loads: _Loads, weight: int
 ) -> ShardAssignment:
-    """Hand the shard over if its primary is leaving or has too much load, or drop a surplus
-    copy."""
     if assignment.joining is not None or assignment.successor is not None:
         return assignment
     staying = _staying(assignment, servers)
@@ -225,8 +213,7 @@ def _hand_over_or_drop(
             (b for b in assignment.backups if b in servers.staying),
             key=lambda b: (-loads.holds[b], b),
         )[:1]
-        # A copy made in order to move the shard is used for the move before a surplus copy is
-        # dropped.
+        # A surplus copy may have been made for a move: the move comes first.
         best = _emptiest(staying, loads.leads)
         if (
             best != assignment.primary
@@ -245,7 +232,6 @@ def _hand_over_or_drop(
 def _even_out(
     assignments: JobAssignments, servers: Servers, loads: _Loads, weights: Mapping[int, int]
 ) -> JobAssignments:
-    """Move some shards from the server that leads most to the server that leads least."""
     moving = sum(h.joining is not None or h.successor is not None for h in assignments.shards)
     chosen: dict[int, ShardAssignment] = {}
     if not servers.servers_for_shards:
@@ -265,12 +251,12 @@ def _even_out(
             and h.joining is None
             and h.successor is None
             and h.content is not ShardContent.LOST
-            # A shard of larger weight would only make the other server the fullest.
+            # A larger shard would only make the other server the fullest.
             and weights.get(h.shard_id, 1) < gap
         ]
         if not candidates:
             break
-        # If the emptiest server has a copy already, nothing need be sent.
+        # A server with a copy need not be sent one.
         best = max(candidates, key=lambda h: (emptiest in h.backups, weights.get(h.shard_id, 1)))
         move = {"successor" if emptiest in best.backups else "joining": emptiest}
         chosen[best.shard_id] = replace(best, **move)  # type: ignore[arg-type]
@@ -280,7 +266,7 @@ def _even_out(
 
 
 def dropped_holders(before: JobAssignments, after: JobAssignments) -> frozenset[Holder]:
-    """Servers that held or were joining a shard in `before` and are dropped from it in `after`."""
+    """Servers dropped between the records from a shard that they held or were joining."""
     holders = {h.shard_id: h.holders for h in after.shards}
     return frozenset(
         holder

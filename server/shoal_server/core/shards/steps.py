@@ -1,4 +1,4 @@
-"""Steps in progress when a cut is made, each with the shards that it touches."""
+"""Steps in progress at a cut, and the shards that they touch."""
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -6,23 +6,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, order=True)
 class StepId:
-    """Identity of one push, or of all pushes of gradients and rows of one training step."""
+    """Identity of one push, or of all pushes of a training step."""
 
     session: str
-    """The sender, an incarnation of a member, which numbers its pushes. Its pushes to tables alone
-    are numbered separately: their steps have the session with a prefix (`step_scope.TABLES`)."""
+    """The sender, an incarnation of a member. Pushes to tables alone are numbered separately, under
+    a session with the prefix `step_scope.TABLES`."""
     sequence: int
-    """Number of the push, or of the step, in that session."""
 
 
 Shards = frozenset[int] | None
 """Ids of shards that a step touches; None: every dense shard of the job."""
 Begun = Mapping[StepId, Shards]
-"""Steps that have begun, each with its shards."""
 
 
 def merged(reports: Iterable[Begun]) -> dict[StepId, Shards]:
-    """Steps that have begun on any server, merged from each server's report."""
+    """Steps that have begun on any server."""
     begun: dict[StepId, Shards] = {}
     for report in reports:
         for step, shards in report.items():
@@ -32,7 +30,7 @@ def merged(reports: Iterable[Begun]) -> dict[StepId, Shards]:
 
 
 def to_bits(shards: Collection[int]) -> bytes:
-    """Encode shard ids as a bitmap: bit i % 8 of byte i // 8 for shard i."""
+    """Encode ids as a bitmap: bit i % 8 of byte i // 8 for shard i."""
     bits = bytearray(max(shards, default=-1) // 8 + 1)
     for shard_id in shards:
         bits[shard_id // 8] |= 1 << shard_id % 8
@@ -40,7 +38,6 @@ def to_bits(shards: Collection[int]) -> bytes:
 
 
 def from_bits(bits: bytes) -> frozenset[int]:
-    """Decode shard ids from the bitmap of `to_bits`."""
     return frozenset(
         8 * index + bit for index, byte in enumerate(bits) for bit in range(8) if byte >> bit & 1
     )

@@ -1,1 +1,1 @@
-"""Records that several processes read, for example of servers, shards, series and snapshots."""
+"""Records that several processes read. Reads and writes raise what their store raises."""

@@ -1,4 +1,4 @@
-"""Mirror of the shard assignments of every job, which are changed shard by shard."""
+"""Mirror of the shard assignments of all jobs."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -19,17 +19,15 @@ log = structlog.get_logger(__name__)
 
 NO_SHARDS: Mapping[int, ShardAssignment] = MappingProxyType({})
 Run = tuple[str, str]
-"""A job, and the random id of one of its placements."""
 
 
 class AssignmentMirror:
-    """Mirror of all shard assignments. Use it on one event loop; it follows etcd during its
-    `async with` block.
+    """Mirror of all shard assignments. It follows etcd during its `async with` block, on one event
+    loop.
 
-    `on_change` is called with a job and its shards whose records changed (all shards, if the head
-    changed), once for each batch from etcd and each write or reading of this mirror. `on_gone` is
-    called with a job whose head was deleted, or replaced by the head of another placement. An
-    unreadable record is logged, and the known assignment of its shard is kept.
+    `on_change` is called with a job and its changed shards (all, if the head changed), once for
+    each batch, write or reading. `on_gone` is called with a job whose head is gone, or replaced by
+    another placement's. An unreadable record is logged, and the known assignment kept.
     """
 
     def __init__(
@@ -58,7 +56,7 @@ class AssignmentMirror:
         self._assignments: dict[Run, dict[int, ShardAssignment]] = {}
         self._changed: dict[str, set[int]] = {}
         self._unsettled: dict[str, StoredShard] = {}
-        """Records, by key, for which a write of unknown outcome was sent."""
+        """Records with a write of unknown outcome, by key."""
 
     async def __aenter__(self) -> "AssignmentMirror":
         await self._records.__aenter__()
@@ -69,20 +67,18 @@ class AssignmentMirror:
 
     @property
     def is_in_sync(self) -> bool:
-        """True if the last listing has been applied, and the watch continues from it."""
         return self._records.is_in_sync
 
     async def wait_failed(self) -> None:
-        """Wait until the mirror ends, and raise its error. Never returns."""
         await self._records.wait_failed()
 
     @property
     def jobs(self) -> Iterator[str]:
-        """Jobs whose shards are placed."""
+        """Jobs with placed shards."""
         return iter(tuple(self._heads))
 
     def of_job(self, job: str) -> Mapping[int, ShardAssignment]:
-        """Assignments of the job by shard; empty if its shards are not placed."""
+        """A job's assignments by shard; empty if the shards are not placed."""
         head = self._heads.get(job)
         return (
             NO_SHARDS
@@ -91,12 +87,12 @@ class AssignmentMirror:
         )
 
     def placement_id(self, job: str) -> str:
-        """Random id of the job's placement; empty if its shards are not placed."""
+        """The placement's id; empty if the shards are not placed."""
         head = self._heads.get(job)
         return "" if head is None else head.placement_id
 
     def members_placement_id(self, job: str) -> str:
-        """Id that the job's members state; empty if its shards are not placed."""
+        """Id that the job's members state; empty if the shards are not placed."""
         head = self._heads.get(job)
         return "" if head is None else head.kept_placement_id or head.placement_id
 
@@ -107,10 +103,9 @@ class AssignmentMirror:
         return None if head is None else records.assembled(head, self.of_job(job))
 
     async def refresh(self, job: str, shard_ids: Collection[int] | None = None) -> None:
-        """Read the records of these shards again; by default, of all shards. Raises what the store
-        raises."""
-        # Only the watch deletes records: after a deletion here, an older put that the watch still
-        # has to deliver would bring the record back.
+        """Read the records of these shards again; by default, of all."""
+        # Only the watch deletes records: otherwise an older put, still to be delivered, would bring
+        # a record back.
         head = self._heads.get(job)
         if head is not None and shard_ids is not None:
             wanted = [
@@ -125,15 +120,13 @@ class AssignmentMirror:
         self._records.note_all((await self._store.range(keys.assignments(job))).items)
 
     async def change(self, job: str, shard_ids: Collection[int], wanted: Change) -> bool:
-        """Replace the assignment of each of these shards by what `wanted` returns for it; return
-        False if the job's records are gone or replaced. Shards without a known record are left out,
-        and so are records that another process wrote and that cannot be read.
+        """Replace these shards' assignments by what `wanted` returns; False if the job's records
+        are gone or replaced. Shards without a readable record are left out.
 
         `wanted` returns its argument to change nothing, and is called again for a record that
-        another process wrote meanwhile. Many records share a transaction. After a conflict, its
-        records are retried in smaller transactions, in the end one by one, so that a record that is
-        written often does not hold up the others. Raises what the store raises. Some records may
-        then have been changed; the next call finds that out before it calls `wanted`.
+        another process has written. Records share transactions, and those in conflict are retried
+        in ever smaller ones, so that a busy record holds up no others. Raises what the store
+        raises, perhaps with some records changed; the next call finds out.
         """
         head = self._heads.get(job)
         remaining, size = list(shard_ids), records.SHARDS_A_TRANSACTION
@@ -158,8 +151,8 @@ class AssignmentMirror:
     async def change_until_written(
         self, job: str, shard_ids: Collection[int], wanted: Change
     ) -> bool:
-        """Do as `change` does, and repeat it after each RetryError or unknown outcome, however
-        often that happens. Raises any other error of the store."""
+        """Repeat `change` through each RetryError and unknown outcome. Raises the store's other
+        errors."""
         return await until_answered(
             lambda: self.change(job, shard_ids, wanted),
             lambda error: log.warning("assignments_not_changed", job=job, reason=str(error)),
@@ -169,8 +162,8 @@ class AssignmentMirror:
     async def _write(
         self, changes: Sequence[tuple[StoredShard, ShardAssignment]]
     ) -> list[int] | None:
-        """Write records in one transaction. Return the ids of shards whose records another process
-        has written meanwhile (empty: all were written), or None if some records are gone."""
+        """Write records in one transaction. Return the shards that another process has written
+        meanwhile, or None if records are gone."""
         shards, targets = [shard for shard, _ in changes], [target for _, target in changes]
         try:
             is_done, found = await records.change(self._store, shards, targets)
@@ -184,8 +177,7 @@ class AssignmentMirror:
             return []
         if len(found) < len(shards):
             return None
-        # Unreadable records are left out: their new revisions never become known, so a retry would
-        # never end.
+        # Unreadable records are left out: they never become known, so retries would never end.
         return [
             s.assignment.shard_id
             for s, item in zip(shards, found, strict=True)
@@ -193,8 +185,6 @@ class AssignmentMirror:
         ]
 
     async def _settle(self, job: str, placement_id: str, shard_ids: Collection[int]) -> None:
-        """Find out unknown outcomes of earlier writes to these shards. Raises what the store
-        raises."""
         if not self._unsettled:
             return
         known = self._shards.get((job, placement_id), {})
@@ -210,15 +200,15 @@ class AssignmentMirror:
         known = self._shards.get((shard.job, shard.placement_id), {}).get(shard.assignment.shard_id)
         return known is not None and known.revision >= item.mod_revision
 
-    # Callbacks of the mirror of records: each call is about one record.
+    # Callbacks of the mirror, each about one record.
 
     def _put(
         self, name: str, new: JobHead | StoredShard, old: JobHead | StoredShard | None
     ) -> None:
         if isinstance(new, JobHead):
             if isinstance(old, JobHead) and old.placement_id != new.placement_id:
-                # The shards were placed anew: the job was started over or restored. The records of
-                # the former placement may be deleted later.
+                # The job was started over or restored. Records of the former placement may be
+                # deleted later.
                 self._forget(new.job)
             self._heads[new.job] = new
             self._changed[new.job] = set(self.of_job(new.job))

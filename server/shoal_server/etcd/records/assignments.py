@@ -1,9 +1,8 @@
-"""Shard assignments of a job in etcd: one record per shard, replaced by compare-and-swap.
+"""Shard assignments in etcd: one record per shard, replaced by compare-and-swap.
 
-The job's head, common to all shards, is written once, after the records of all shards; the
-transaction that writes it decides the placement. Until then the shards' records have no effect. If
-the head is never written, the next placement deletes them. Keys contain the random id of the
-placement, so records of two placements are never confused.
+A job's head is written after the records of its shards, in the transaction that decides the
+placement. Until then the records have no effect. The next placement deletes those without a head.
+Keys contain the placement's random id, so records of two placements are never confused.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -48,7 +47,7 @@ Change = Callable[[ShardAssignment], ShardAssignment]
 
 FORMAT = 1
 SHARDS_A_TRANSACTION = 100
-"""etcd's own limits are 128 operations, 128 comparisons, and 1.5 MiB."""
+"""etcd's limits are 128 operations, 128 comparisons, and 1.5 MiB."""
 TRANSACTIONS_AT_ONCE = 4
 
 _CONTENTS = {
@@ -62,8 +61,6 @@ _CONTENT_OF = {number: content for content, number in _CONTENTS.items()}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobHead:
-    """Data common to all shards of a job."""
-
     job: str
     copies: int
     placement_id: str
@@ -73,34 +70,27 @@ class JobHead:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredShard:
-    """A shard's record as stored in etcd."""
-
     job: str
     placement_id: str
     assignment: ShardAssignment
     value: bytes
-    """Encoded value that was read; it may have fields unknown to this release."""
+    """Encoded record, perhaps with fields unknown to this release."""
     revision: Revision
-    """Revision at which it was written."""
 
     @property
     def key(self) -> str:
         return keys.shard_assignment(self.job, self.placement_id, self.assignment.shard_id)
 
     def replaced(self, assignment: ShardAssignment) -> Put:
-        """Write that replaces this record by a record of another assignment of the shard."""
         return Put(self.key, encode_shard(self.placement_id, assignment, self.value))
 
     @property
     def is_unchanged(self) -> Compare:
-        """Condition that the record was not written since it was read."""
         return unchanged_since(self.key, self.revision)
 
 
 @dataclass(frozen=True, slots=True)
 class StoredAssignments:
-    """All assignments of a job, as of one revision."""
-
     assignments: JobAssignments
     revision: Revision
 
@@ -109,15 +99,15 @@ class StoredAssignments:
 
 
 async def read(store: Keyspace, job: str) -> StoredAssignments | None:
-    """Read all assignments of a job; None if its shards are not placed. Raises InternalError if a
-    record is missing or does not parse, and what the store raises."""
+    """Read all assignments of a job; None if its shards are not placed. Raises InternalError for a
+    missing or unreadable record."""
     listed = await store.range(keys.assignments(job))
     found = parse_all(job, listed.items)
     return None if found is None else StoredAssignments(found, listed.revision)
 
 
 def parse_all(job: str, items: Collection[KeyValue]) -> JobAssignments | None:
-    """Parse all keys below `keys.assignments` of the job. Raises what `read` raises."""
+    """Parse all keys below `keys.assignments` of the job. Raises InternalError as `read` does."""
     head_key = keys.assignments_head(job)
     head = next((parse_head(item) for item in items if item.key == head_key), None)
     if head is None:
@@ -128,14 +118,13 @@ def parse_all(job: str, items: Collection[KeyValue]) -> JobAssignments | None:
 
 
 async def jobs(store: Keyspace) -> list[str]:
-    """Names of the jobs whose shards are placed."""
     found = await store.keys(keys.ASSIGNMENTS)
     names = [key.removeprefix(keys.ASSIGNMENTS) for key in found]
     return [name.removesuffix("/head") for name in names if name.endswith("/head")]
 
 
 def assembled(head: JobHead, shards: Mapping[int, ShardAssignment]) -> JobAssignments:
-    """All assignments of a job. Raises InternalError if a shard has no readable record."""
+    """All assignments of a job. Raises InternalError if a shard is missing."""
     if len(shards) != head.num_shards:
         prefix = keys.assignments_of_placement(head.job, head.placement_id)
         raise InternalError(
@@ -154,13 +143,13 @@ def assembled(head: JobHead, shards: Mapping[int, ShardAssignment]) -> JobAssign
 
 
 def parse(entry: MirroredKey | KeyValue) -> JobHead | StoredShard:
-    """Parse the record of a key below `keys.ASSIGNMENTS`. Raises InternalError if it does not
-    parse, does not match its key, or is of a later format."""
+    """Parse a record below `keys.ASSIGNMENTS`. Raises InternalError if it does not parse, does not
+    match its key, or is of a later format."""
     return parse_head(entry) if entry.key.endswith("/head") else parse_shard(entry)
 
 
 def parse_head(entry: MirroredKey | KeyValue) -> JobHead:
-    """Parse the head of a job. Raises what `parse` raises."""
+    """Parse a job's head. Raises what `parse` raises."""
     message = _parsed(pb.JobHoldings, entry)
     expected = keys.assignments_head(message.job)
     if entry.key != expected or not message.run or message.format > FORMAT:
@@ -175,7 +164,7 @@ def parse_head(entry: MirroredKey | KeyValue) -> JobHead:
 
 
 def parse_shard(entry: MirroredKey | KeyValue) -> StoredShard:
-    """Parse the record of a shard. Raises what `parse` raises."""
+    """Parse a shard's record. Raises what `parse` raises."""
     message = _parsed(pb.ShardHolding, entry)
     job = entry.key.removeprefix(keys.ASSIGNMENTS).partition("/")[0]
     expected = keys.shard_assignment(job, message.run, message.shard_id)
@@ -222,8 +211,7 @@ def encode_head(assignments: JobAssignments) -> bytes:
 
 
 def encode_shard(placement_id: str, assignment: ShardAssignment, before: bytes = b"") -> bytes:
-    """Encode the record of a shard. Fields of the previous record (`before`) that this release does
-    not know are kept."""
+    """Encode a shard's record. Unknown fields of the previous record (`before`) are kept."""
     message = pb.ShardHolding.FromString(before)
     for field in ("backups", "joining", "successor", "loss", "accepted_loss"):
         message.ClearField(field)
@@ -259,10 +247,9 @@ def encode_shard(placement_id: str, assignment: ShardAssignment, before: bytes =
 async def read_shards(
     store: Keyspace, job: str, shard_ids: Collection[int]
 ) -> dict[int, ShardAssignment]:
-    """Current assignments of these shards; shards without a record are left out.
+    """Current assignments of these shards, without those that have no record.
 
-    Empty if the job's shards are not placed. Raises InternalError for a record that does not parse,
-    and what the store raises.
+    Empty if the shards are not placed. Raises InternalError for an unreadable record.
     """
     found = await store.get(keys.assignments_head(job))
     if found is None:
@@ -293,13 +280,12 @@ async def place(
     operations: Sequence[Operation] = (),
     otherwise: Sequence[Operation] = (),
 ) -> TransactionResult:
-    """Write the records of a new placement: first the shards' records, then the head and
-    `operations` in one transaction that decides the placement.
+    """Write a new placement: the shards' records, then the head and `operations` in the transaction
+    that decides it.
 
-    `compares` are conditions of that transaction, and so are the shards' records, which must still
-    exist. If a condition fails, nothing is placed, the shards' records are deleted, and the result
-    has the answers to `otherwise`. Raises what the store raises; the shards' records may then
-    remain. After an unknown outcome of the deciding transaction, the caller reads back.
+    Its conditions are `compares`, and that the shards' records still exist. If one fails, nothing
+    is placed, the records are deleted, and the result answers `otherwise`. After an error of the
+    store, records may remain. After an unknown outcome, the caller reads back.
     """
     assert assignments.placement_id, (
         "records of a placement without an id would be mistaken for another's"
@@ -310,8 +296,7 @@ async def place(
     async def write(batch: Sequence[ShardAssignment]) -> Compare:
         return await _write(store, assignments, batch)
 
-    # The records of a placement are always deleted together. So if the first one still exists at
-    # the end, all that were written after it exist too.
+    # Records of a placement are deleted together: if the first exists at the end, all do.
     still_there = await write(first)
     await gather_bounded(write, rest, TRANSACTIONS_AT_ONCE)
     head = Put(keys.assignments_head(assignments.job), encode_head(assignments))
@@ -325,7 +310,6 @@ async def place(
 
 
 def delete_assignments(job: str) -> Delete:
-    """Write that deletes all shard assignments of the job."""
     return Delete(keys.assignments(job), prefix=True)
 
 
@@ -334,7 +318,7 @@ async def _write(
     assignments: JobAssignments,
     batch: Sequence[ShardAssignment],
 ) -> Compare:
-    """Write some shards' records; return the condition that the first of them still exists."""
+    """Write records; return the condition that the first still exists."""
     placement_id = assignments.placement_id
     puts = [
         Put(
@@ -349,7 +333,6 @@ async def _write(
 
 
 async def _delete_unfinished(store: Keyspace, placed: JobAssignments, decided_at: Revision) -> None:
-    """Delete the records of other, unfinished placements, which can no longer take effect."""
     prefix = keys.assignments(placed.job)
     still_decided = unchanged_since(keys.assignments_head(placed.job), decided_at)
     try:
@@ -359,7 +342,7 @@ async def _delete_unfinished(store: Keyspace, placed: JobAssignments, decided_at
             gone = Delete(keys.assignments_of_placement(placed.job, placement_id), prefix=True)
             await store.transact([still_decided], [gone])
     except RetryError as error:
-        # The records do no harm, and are deleted by the next placement.
+        # The records do no harm, and the next placement deletes them.
         log.warning("unfinished_placements_not_deleted", job=placed.job, reason=str(error))
 
 
@@ -372,13 +355,13 @@ async def change(
     targets: Sequence[ShardAssignment],
     operations: Sequence[Operation] = (),
 ) -> tuple[bool, list[KeyValue | MirroredKey]]:
-    """Replace these records, at most SHARDS_A_TRANSACTION, in one transaction if none was written
-    since it was read. `operations`, which must not read, are part of the transaction.
+    """Replace records, at most SHARDS_A_TRANSACTION, in one transaction if none was written since
+    it was read. It includes `operations`, which must not read.
 
-    Returns True if they were replaced, and the current records, without those that are gone. After
-    an unknown outcome it returns False and the current records; the write cannot take effect later.
-    Raises what the store raises. The change was then not made, unless `details["outcome"]` is
-    "unknown": it may have been made, or may still be made until `settled` returns.
+    Returns True if they were replaced, and the current records that exist. After an unknown outcome
+    it returns False and the current records, once the write can take no effect any more. After an
+    error of the store, nothing was changed, unless `details["outcome"]` is "unknown": a change is
+    possible until `settled` returns.
     """
     puts = [stored.replaced(target) for stored, target in zip(shards, targets, strict=True)]
     gets = [Get(stored.key) for stored in shards]
@@ -394,8 +377,8 @@ async def change(
 
 
 async def settled(store: Keyspace, shards: Iterable[StoredShard]) -> list[KeyValue | MirroredKey]:
-    """Settle a write of unknown outcome: return the records that exist once it was made or can no
-    longer be made. Raises what the store raises; the outcome is then still unknown."""
+    """Return the existing records once a write of unknown outcome is over. After an error of the
+    store, the outcome is still unknown."""
     try:
         return [item for stored in shards for item in await _settled(store, stored)]
     except ShoalError as error:
@@ -404,8 +387,8 @@ async def settled(store: Keyspace, shards: Iterable[StoredShard]) -> list[KeyVal
 
 
 async def _settled(store: Keyspace, stored: StoredShard) -> Sequence[KeyValue]:
-    """Write the record once more, unchanged. The write of unknown outcome, which compares the
-    earlier revision, then fails."""
+    """Write the record again, unchanged. A late write then fails, since it compares the earlier
+    revision."""
     result = await transact_until_known(
         store,
         [stored.is_unchanged],

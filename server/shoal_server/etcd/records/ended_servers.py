@@ -1,5 +1,5 @@
-"""Parameter server processes that are known to have ended, and so acknowledge no further push.
-Other processes whose lease ran out count as dead only after DEAD_AFTER_S."""
+"""Server processes known to have ended, which acknowledge no further push. Others without a lease
+count as dead only after DEAD_AFTER_S."""
 
 from shoal_server.core.processes import Holder
 from shoal_server.core.replication.protocol.limits import DEAD_AFTER_S
@@ -7,20 +7,17 @@ from shoal_server.etcd import keys
 from shoal_server.etcd.api import Keyspace, KeyValueStore
 
 KEPT_S = 2 * DEAD_AFTER_S
-"""Time for which the record is kept. It is not needed for longer: by then, a server that etcd does
-not list counts as dead anyway.
-"""
+"""Lifetime of a record. Later, a server that etcd does not list counts as dead anyway."""
 
 
 async def note(store: KeyValueStore, ended: Holder) -> None:
-    """Record the end of a server process. Called by that process once it acknowledges no further
-    push, or by a process that has seen it end. Raises what the store raises."""
+    """Record the end of a server process. The caller is that process, once it acknowledges no
+    further push, or has seen it end."""
     lease = await store.grant(KEPT_S)
     await store.put(keys.ended_server(ended.server_id, ended.incarnation), b"{}", lease)
 
 
 async def read(store: Keyspace) -> frozenset[Holder]:
-    """Server processes known to have ended. Raises what the store raises."""
     found = set()
     for key in await store.keys(keys.ENDED_SERVERS):
         server_id, _, incarnation = key.removeprefix(keys.ENDED_SERVERS).rpartition("/")

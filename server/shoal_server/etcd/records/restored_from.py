@@ -1,5 +1,4 @@
-"""Record of the snapshot from which a job's shards were last restored, kept until their next
-restore."""
+"""The snapshot from which a job's shards were last restored."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -17,13 +16,12 @@ class RestoredFrom:
 
 
 def written(job: str, source: RestoredFrom) -> Put:
-    """Operation for the transaction that restores the job's shards."""
+    """Operation for the restoring transaction."""
     return Put(keys.restored_from(job), json.dumps(asdict(source)).encode())
 
 
 async def read(store: Keyspace, job: str) -> RestoredFrom | None:
-    """Read the record; None if there is none. Raises InternalError if it does not parse, and what
-    the store raises."""
+    """The record; None if there is none. Raises InternalError if it does not parse."""
     found = await store.get(keys.restored_from(job))
     if found is None:
         return None

@@ -1,7 +1,7 @@
 """Series of published weights in etcd: a head, and a record of each version that it names.
 
-The leading coordinator writes them, and parameter servers follow them: a server keeps the segments
-that name it as a holder, and refuses segments sent under an epoch before the head's.
+The leading coordinator writes them. A parameter server keeps the segments that name it as a holder,
+and refuses segments of an epoch before the head's.
 """
 
 from collections.abc import Iterable, Mapping
@@ -29,8 +29,8 @@ FORMAT = 1
 
 
 def split_name(name: str) -> tuple[str, str] | None:
-    """Split a key under `keys.SERIES`, given without that prefix, into the series and the rest:
-    `head`, or `versions/` and digits. None for a key of no series."""
+    """Split a key without the prefix `keys.SERIES` into the series and the rest: `head`, or
+    `versions/` and digits. None for other keys."""
     job, _, rest = name.partition("/")
     short, _, rest = rest.partition("/")
     series = f"{job}/{short}"
@@ -89,7 +89,7 @@ def parse_version(series: str, value: bytes) -> PublishedVersion:
 
 
 def version_to_pb(version: PublishedVersion) -> pb.VersionRecord:
-    """A version as the message that is stored as its record, and is sent to readers."""
+    """A version as stored, and as sent to readers."""
     return pb.VersionRecord(
         number=version.number,
         epoch=version.epoch,
@@ -108,8 +108,7 @@ def version_to_pb(version: PublishedVersion) -> pb.VersionRecord:
 
 
 def version_from_pb(found: pb.VersionRecord) -> PublishedVersion:
-    """Return the version in a message. The digest in the message is not read: `parse_version`
-    compares it."""
+    """The version in a message. Its digest is not compared."""
     return PublishedVersion(
         number=found.number,
         epoch=found.epoch,
@@ -131,17 +130,15 @@ def segment_to_pb(segment: PublishedSegment) -> pb.Segment:
 
 
 def segment_from_pb(segment: pb.Segment) -> PublishedSegment:
-    """Return the segment in a message, not checked here."""
     return PublishedSegment(
         digest=segment.digest, num_bytes=segment.num_bytes, holders=tuple(segment.holders)
     )
 
 
 def parse_series(series: str, values: Mapping[str, bytes]) -> StoredSeries | None:
-    """Parse a series; None if it has no head. `values`: records by key, of this and perhaps of
-    other series. Raises InternalError if a record is unreadable, or missing although the head names
-    it.
-    """
+    """Parse a series; None if it has no head. `values`: records by key, perhaps of other series
+    too. Raises InternalError for a record that is unreadable, or missing although the head names
+    it."""
     value = values.get(keys.series_head(series))
     if value is None:
         return None
@@ -156,7 +153,7 @@ def parse_series(series: str, values: Mapping[str, bytes]) -> StoredSeries | Non
 
 
 def names_in(found: Iterable[str]) -> list[str]:
-    """Names of the series to which these keys under `keys.SERIES` belong, each once."""
+    """Names of the series of these keys, each once."""
     split = (split_name(key.removeprefix(keys.SERIES)) for key in found)
     return list(dict.fromkeys(each[0] for each in split if each is not None))
 

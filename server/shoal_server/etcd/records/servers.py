@@ -1,4 +1,4 @@
-"""Registered parameter servers: one record each, under its own lease."""
+"""Registered parameter servers, each record under its server's lease."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,19 +16,17 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Server:
-    """A parameter server's process, as it registered itself."""
-
     holder: Holder
     address: str
-    """host:port under which workers and other servers reach it."""
+    """host:port for workers and other servers."""
     is_leaving: bool = False
-    """True if the server is handing over its shards, and will then end."""
+    """True if the server hands over its shards, and then ends."""
     torch_version: str = ""
-    """The server's torch version; empty if it did not state one."""
+    """Empty if the server did not state it."""
 
 
 def parse(key: str, value: bytes) -> Server:
-    """Parse the record of a key below `keys.SERVERS`. Raises InternalError if it does not parse."""
+    """Parse a record below `keys.SERVERS`. Raises InternalError if it does not parse."""
     try:
         record = Fields.parsed(value)
         return Server(
@@ -46,7 +44,7 @@ def parse(key: str, value: bytes) -> Server:
 
 
 def parse_all(records: Mapping[str, bytes]) -> list[Server]:
-    """Servers in all records, by key; an unreadable record is logged and left out."""
+    """Servers of these records; an unreadable one is logged and left out."""
     found = []
     for key, value in records.items():
         try:
@@ -57,6 +55,5 @@ def parse_all(records: Mapping[str, bytes]) -> list[Server]:
 
 
 async def read(store: Keyspace) -> list[Server]:
-    """Read all registered servers. Raises what the store raises."""
     snapshot = await store.range(keys.SERVERS)
     return parse_all({item.key: item.value for item in snapshot.items})

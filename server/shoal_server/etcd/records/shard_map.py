@@ -1,8 +1,7 @@
-"""A job's shard map: the layout, the primary of each shard, and that server's address.
+"""A job's shard map: the layout, the primary of each shard, and its address.
 
-Layout and holders are stored apart: the layout is written once, holders change with every failover
-and move. The layout is stored in chunks (`deflated_chunks`). A small head record with its digest,
-written last, makes it the job's layout.
+Holders change with every failover and move, so they are stored apart from the layout, which is
+written once. The layout's head, written after its chunks, makes it the job's layout.
 """
 
 import asyncio
@@ -44,7 +43,7 @@ READERS_KEEP = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredLayout:
-    """A layout as it is written: `chunks` first, then `head`, which makes it the job's layout."""
+    """A layout to write: `chunks` first, then `head`."""
 
     job: str
     digest: str
@@ -53,7 +52,6 @@ class StoredLayout:
 
 
 def stored(layout: ShardMap) -> StoredLayout:
-    """Head and chunks of a layout, as they are written."""
     serialized = layout.SerializeToString(deterministic=True)
     digest = deflated_chunks.digest_of(serialized)
     parts = deflated_chunks.cut(serialized)
@@ -75,15 +73,14 @@ def stored(layout: ShardMap) -> StoredLayout:
 
 
 async def write_chunks(store: Keyspace, layout: StoredLayout) -> Compare:
-    """Write the chunks of a layout; return the condition that all of them still exist. Raises what
-    the store raises."""
+    """Write a layout's chunks; return the condition that all still exist."""
     conditions = [await _write_chunk(store, chunk) for chunk in layout.chunks]
-    # Chunks are always deleted together: if the first still exists, all do.
+    # Chunks are deleted together: if the first exists, all do.
     return conditions[0]
 
 
 async def _write_chunk(store: Keyspace, chunk: Put) -> Compare:
-    # Its key contains the digest of the content: repeating is harmless.
+    # The key contains the content's digest: repeating is harmless.
     result = await transact_until_known(store, [], [chunk, Get(chunk.key)])
     return created_at(chunk.key, result.reads[0][0].create_revision)
 
@@ -91,7 +88,6 @@ async def _write_chunk(store: Keyspace, chunk: Put) -> Compare:
 async def delete_other_layouts(
     store: Keyspace, decided: StoredLayout, decided_at: Revision
 ) -> None:
-    """Delete the job's layouts other than `decided`, which was written at `decided_at`."""
     prefix = keys.shard_map_chunks(decided.job)
     still_decided = unchanged_since(decided.head.key, decided_at)
     try:
@@ -101,18 +97,17 @@ async def delete_other_layouts(
             gone = Delete(keys.shard_map_chunks(decided.job, digest), prefix=True)
             await store.transact([still_decided], [gone])
     except RetryError as error:
-        # The other layouts do no harm, and are deleted with the job.
+        # Other layouts do no harm, and are deleted with the job.
         log.warning("other_layouts_not_deleted", job=decided.job, reason=str(error))
 
 
 async def servers(store: Keyspace) -> dict[Holder, str]:
-    """Addresses of the registered parameter servers."""
     return {server.holder: server.address for server in await registered.read(store)}
 
 
 async def servers_for_shards(store: Keyspace) -> dict[Holder, str]:
-    """Addresses of the servers on which shards may be placed: those that stay, or all if every
-    server is leaving. A leaving server ends as soon as it holds no shard."""
+    """Addresses of the servers for new shards: those that stay, or all if every server is leaving.
+    A leaving server ends once it holds no shard."""
     found = await registered.read(store)
     staying = [server for server in found if not server.is_leaving]
     return {server.holder: server.address for server in staying or found}
@@ -120,34 +115,33 @@ async def servers_for_shards(store: Keyspace) -> dict[Holder, str]:
 
 async def read(store: Keyspace, job: str) -> ShardMap | None:
     """The layout as written, without current holders; None if there is none. Raises InternalError
-    if it does not parse, and what the store raises."""
+    if it does not parse."""
     return parse(job, (await store.range(keys.shard_map(job))).items)
 
 
 async def read_held(store: Keyspace, job: str) -> tuple[ShardMap, JobAssignments | None] | None:
     """The layout with each shard's current primary, epoch and address, and the shard assignments,
-    if there are any; None if there is no layout.
+    if any; None if there is no layout.
 
-    If the shards are not placed, the layout is returned as it was written. If a primary is not
-    registered, its address is that of a later process of its server, which may become primary from
-    the server's journal. If there is none, it is the written address, or empty if the written
-    layout names another server.
-    Raises InternalError if a record is missing or does not parse, and what the store raises.
+    If the shards are not placed, the layout is as written. The address is of the primary's server,
+    even of a later process, which may lead from its journal. If none is registered, it is the
+    written address of that server, or else empty. Raises InternalError for a missing or unreadable
+    record.
     """
     layout = await read(store, job)
     return None if layout is None else await _held(store, layout)
 
 
 async def fill(store: Keyspace, layout: ShardMap) -> ShardMap:
-    """A copy of the layout with the current primaries, their epochs and addresses. Raises what
-    `read_held` raises."""
+    """A copy of the layout with current primaries, epochs and addresses. Raises InternalError as
+    `read_held` does."""
     return (await _held(store, layout))[0]
 
 
 async def _held(store: Keyspace, layout: ShardMap) -> tuple[ShardMap, JobAssignments | None]:
     listed = (await store.range(keys.assignments(layout.job))).items
     addresses = {holder.server_id: a for holder, a in (await servers(store)).items()}
-    # A large model has thousands of records: parsing them must not hold up the event loop.
+    # Thousands of records: parsing must not hold up the event loop.
     return await asyncio.to_thread(_filled, layout, listed, addresses)
 
 
@@ -177,8 +171,8 @@ def _filled(
 
 
 def parse(job: str, items: Collection[KeyValue]) -> ShardMap | None:
-    """The layout in these items, from below `keys.shard_map` of the job; None if there is none.
-    Raises InternalError if they do not parse."""
+    """The layout in items of the job below `keys.shard_map`; None if there is none. Raises
+    InternalError if they do not parse."""
     values = {item.key: item.value for item in items}
     head = values.get(keys.shard_map(job))
     if head is None:
@@ -194,7 +188,7 @@ def parse(job: str, items: Collection[KeyValue]) -> ShardMap | None:
 
 
 def from_bytes(job: str, serialized: bytes) -> ShardMap:
-    """Parse a shard map. Raises InternalError if the bytes do not parse."""
+    """Parse a shard map. Raises InternalError if it does not parse."""
     try:
         return ShardMap.FromString(serialized)
     except DecodeError as error:
@@ -202,15 +196,15 @@ def from_bytes(job: str, serialized: bytes) -> ShardMap:
 
 
 class ShardMapReader:
-    """Reads layouts, which hardly ever change, and caches the last few: reading one again costs one
-    small read of etcd. Returned layouts are shared and must not be changed."""
+    """Reads layouts and caches the last few: repeated reads cost one small read of etcd. Do not
+    change returned layouts, which are shared."""
 
     def __init__(self, store: Keyspace) -> None:
         self._store = store
         self._kept: OrderedDict[str, tuple[bytes, ShardMap]] = OrderedDict()
 
     async def read(self, job: str) -> ShardMap | None:
-        """The current layout, without holders. Raises what the function `read` raises."""
+        """The current layout, without holders. Raises InternalError as the function `read` does."""
         head = await self._store.get(keys.shard_map(job))
         kept = self._kept.pop(job, None)
         if head is None:

@@ -1,7 +1,7 @@
-"""Roots below which the leading coordinator's operator allows snapshots, for parameter servers.
+"""URLs below which the operator allows snapshots.
 
-Servers open URLs that a caller gives. Roots that the caller sends along would prove nothing; this
-key is written by leading coordinators only.
+Servers open URLs that a caller gives, and check them against this key. Only leading coordinators
+write it.
 """
 
 import json
@@ -14,14 +14,13 @@ from shoal_server.etcd.json_fields import Fields, UnreadableRecord
 
 
 async def write(store: Keyspace, urls: Sequence[str]) -> None:
-    """Write the allowed roots. Raises what the store raises."""
     value = json.dumps({"urls": list(urls)}).encode()
     await store.transact([], [Put(keys.SNAPSHOT_ROOTS, value)])
 
 
 async def read(store: Keyspace) -> Sequence[str]:
-    """The allowed roots; empty if none are allowed, and before a coordinator has led. Raises
-    InternalError if they do not parse, and what the store raises."""
+    """The allowed roots; empty before a coordinator has led. Raises InternalError if they do not
+    parse."""
     found = await store.get(keys.SNAPSHOT_ROOTS)
     if found is None:
         return ()

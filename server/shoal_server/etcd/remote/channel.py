@@ -1,9 +1,9 @@
-"""The gRPC channel to one endpoint of etcd, and how a dead peer is noticed.
+"""The gRPC channel to an etcd endpoint, and how a dead peer is noticed.
 
-A peer that no longer acknowledges TCP data is noticed by TCP_USER_TIMEOUT, which gRPC sets to the
-keepalive timeout. A peer whose kernel lives but whose process hangs (SIGSTOP) is noticed by HTTP/2
-pings, by the time limit of an attempt, and by a watch's progress requests. etcd allows one ping in
-5 s, and none on an idle connection; it closes a connection with more pings (GOAWAY).
+A peer that acknowledges no TCP data is noticed by TCP_USER_TIMEOUT, which gRPC sets to the
+keepalive timeout. A hanging process (SIGSTOP) is noticed by HTTP/2 pings, by the time limit of an
+attempt, and by a watch's progress requests. etcd allows one ping in 5 s and none on an idle
+connection; otherwise it closes the connection (GOAWAY).
 """
 
 import grpc
@@ -18,11 +18,11 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_time_ms", 6000),
     ("grpc.keepalive_timeout_ms", 3000),
     ("grpc.keepalive_permit_without_calls", 0),
-    # Without it the pings of a silent watch would stop after two.
+    # Otherwise the pings of a silent watch would stop after two.
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
-    # Also the time limit for establishing a connection.
+    # Also the time limit for a connection.
     ("grpc.min_reconnect_backoff_ms", 2000),
     ("grpc.max_receive_message_length", MAX_ANSWER_BYTES),
     ("grpc.max_send_message_length", -1),
@@ -31,7 +31,7 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
 
 
 class EtcdConnection:
-    """Channel and stubs of one endpoint. Connects by itself, and again after a break."""
+    """Channel and stubs of one endpoint, which connect by themselves, and again after a break."""
 
     def __init__(self, address: str, credentials: grpc.ChannelCredentials | None) -> None:
         self.address = address
@@ -44,7 +44,7 @@ class EtcdConnection:
         self.closed = False
 
     async def close(self) -> None:
-        """Close the channel. Its calls raise CancelledError; see
+        """Close the channel. Calls in progress raise CancelledError; see
         `Connections.cancel_as_failure`."""
         self.closed = True
         await self.channel.close()

@@ -1,4 +1,4 @@
-"""Client of an etcd cluster. docs/decisions/0001-etcd-client.md says why Shoal has its own."""
+"""Client of an etcd cluster: see docs/decisions/0001-etcd-client.md."""
 
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
@@ -37,16 +37,12 @@ KEYS_A_PAGE = 5000
 
 @asynccontextmanager
 async def opened(config: EtcdConfig) -> AsyncIterator[KeyValueStore]:
-    """The configured store, below its prefix; closed at the end of the block."""
     async with EtcdClient(config) as client:
         yield PrefixedStore(client, config.prefix) if config.prefix else client
 
 
 class EtcdClient:
-    """`api.KeyValueStore` on etcd 3.4 or later. Connects at the first call, and again if needed.
-
-    `async with EtcdClient(config) as store:` closes it at the end. Use it on one event loop.
-    """
+    """`api.KeyValueStore` on etcd 3.4 or later, for one event loop. Connects at the first call."""
 
     def __init__(self, config: EtcdConfig) -> None:
         self._connections = Connections(config)
@@ -118,7 +114,7 @@ class EtcdClient:
         return watch(self._connections, prefix, start)
 
     async def grant(self, ttl_s: float) -> LeaseId:
-        # A grant that is repeated after a lost answer leaves a lease that nobody renews: harmless.
+        # A repeated grant leaves a lease that nobody renews: harmless.
         request = pb.LeaseGrantRequest(TTL=max(1, math.ceil(ttl_s)))
         reply = await self._connections.call(
             lambda to: to.connection.lease.LeaseGrant(
@@ -159,7 +155,7 @@ class EtcdClient:
             return
 
     async def close(self) -> None:
-        """Close every connection; calls and watches in progress raise RefusedError."""
+        """Close every connection; calls and watches then raise RefusedError."""
         await self._connections.close()
 
 

@@ -13,7 +13,7 @@ from shoal_server.serving.options import INTERNAL
 
 
 def parse_endpoints(text: str) -> tuple[str, ...]:
-    """The endpoints of `host:port,host:port`. Raises InvalidSpec."""
+    """Split and check `host:port,host:port`. Raises InvalidSpec."""
     endpoints = tuple(part.strip() for part in text.split(",") if part.strip())
     if not endpoints:
         raise InvalidSpec("no etcd endpoint", seen=repr(text), expected="host:port[,host:port...]")

@@ -1,8 +1,8 @@
-"""Connections to etcd's endpoints, and the two ways to call: repeatable, and at most once.
+"""Connections to etcd's endpoints, and two ways to call.
 
-A repeatable call goes from endpoint to endpoint until one answers or the time is up. A call that
-must not run twice is sent over a connection that is established, and again only if etcd certainly
-did not carry it out.
+A repeatable call goes from endpoint to endpoint until one answers or the time is up. An
+at-most-once call needs an established connection, and is repeated only if etcd certainly did not
+carry it out.
 """
 
 import asyncio
@@ -30,8 +30,7 @@ log = structlog.get_logger(__name__)
 T = TypeVar("T")
 Metadata = tuple[tuple[str, str], ...]
 
-# With this, a member of etcd that is cut off from its cluster refuses a call at once, instead of
-# letting it wait.
+# With this, an etcd member that is cut off from its cluster refuses at once.
 REQUIRE_LEADER: Metadata = (("hasleader", "true"),)
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 0.5
@@ -40,15 +39,13 @@ MAX_LOGINS = 3
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """Arguments of one attempt of a call."""
-
     connection: EtcdConnection
     metadata: Metadata
     timeout_s: float
 
 
 class Connections:
-    """All endpoints of one cluster. Calls go to the current one, until it fails."""
+    """The endpoints of one cluster. Calls go to the current one, until it fails."""
 
     def __init__(self, config: EtcdConfig) -> None:
         self.config = config
@@ -56,24 +53,24 @@ class Connections:
         self._index = 0
         self._credentials: grpc.ChannelCredentials | None = None
         self._stamps: list[tuple[int, int]] = []
-        """Modification time and inode of each file from which the credentials were read."""
+        """Modification time and inode of each credentials file read."""
         self.token: str | None = None
-        """Token of etcd; None if the next call has to log in, empty if etcd wants none."""
+        """None if the next call must log in; empty if etcd wants no token."""
         self._login_lock = asyncio.Lock()
         self._closing = SupervisedTasks()
         self._closed = False
 
     @property
     def current(self) -> EtcdConnection:
-        """Connection to the endpoint that calls go to now. Raises RefusedError after `close`, and
-        InvalidSpec if the TLS files were never readable."""
+        """Connection for calls. Raises RefusedError after `close`, and InvalidSpec if the TLS files
+        were never readable."""
         if self._closed:
             raise _closed()
         address = self.config.endpoints[self._index]
         credentials = self.load_credentials()
         found = self._open.get(address)
         if found is not None and found.credentials is not credentials and not found.is_connected:
-            # The connection would present the former certificate for as long as it exists.
+            # The connection would present the former certificate for ever.
             self.replace(found)
             found = None
         if found is None:
@@ -81,15 +78,13 @@ class Connections:
         return found
 
     def switch_endpoint(self, failed: str) -> None:
-        """Switch to the endpoint after the failed one, unless another call already has."""
         if self.config.endpoints[self._index] == failed:
             self._index = (self._index + 1) % len(self.config.endpoints)
 
     def replace(self, connection: EtcdConnection) -> None:
-        """Drop a connection, so that the next call to its endpoint opens a new one.
+        """Drop a connection, so that the next call opens a new one.
 
-        Use it for a connection that is open but carries nothing, or that is down and was made with
-        a former certificate. Its calls get `attempt_timeout_s` to end.
+        Its calls get `attempt_timeout_s` to end.
         """
         if self._open.get(connection.address) is connection:
             del self._open[connection.address]
@@ -112,8 +107,8 @@ class Connections:
     def cancel_as_failure(self, connection: EtcdConnection) -> Iterator[None]:
         """Turn a CancelledError into an error of the call if the caller's task was not cancelled.
 
-        gRPC raises CancelledError, as if the caller's own task were cancelled, when the channel is
-        closed, and when gRPC ends a stream because a request could not be written.
+        gRPC raises CancelledError when a channel is closed, and for a stream that cannot be
+        written.
         """
         try:
             yield
@@ -127,7 +122,7 @@ class Connections:
             raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, details=details) from None
 
     async def call(self, attempt: Callable[[Attempt], Awaitable[T]]) -> T:
-        """Repeat the attempt, at one endpoint after the other, until one answers.
+        """Repeat the attempt at one endpoint after the other.
 
         Raises etcd's refusal, Unavailable after `timeout_s`, RefusedError once closed, and
         InvalidSpec if the TLS files were never readable.
@@ -151,9 +146,8 @@ class Connections:
     async def call_once(self, attempt: Callable[[Attempt], Awaitable[T]]) -> T:
         """Send a request once; again only if etcd certainly did not carry it out.
 
-        If the outcome is unknown, the error's `details["outcome"]` is "unknown". If the client is
-        closed meanwhile, the call raises RefusedError without such a detail. Otherwise raises what
-        `call` raises.
+        For an unknown outcome, the error's `details["outcome"]` is "unknown", except for the
+        RefusedError of a client closed meanwhile. Otherwise raises what `call` raises.
         """
         with tracing.child_span("etcd, once"):
             return await self._at_most_once(attempt)
@@ -182,7 +176,7 @@ class Connections:
                 await retry.after(connection, failure, token)
 
     async def metadata(self, connection: EtcdConnection) -> Metadata:
-        """Metadata of each call; logs in if needed. Raises grpc.RpcError."""
+        """Metadata of a call, after a login if needed. Raises grpc.RpcError."""
         if not self.config.user:
             return REQUIRE_LEADER
         async with self._login_lock:
@@ -191,7 +185,7 @@ class Connections:
         return (*REQUIRE_LEADER, ("token", self.token)) if self.token else REQUIRE_LEADER
 
     def known_metadata(self) -> Metadata | None:
-        """Metadata of each call, without a login; None if a login is due. For any thread."""
+        """Metadata of a call; None if a login is due. Any thread may call it."""
         token = self.token
         if not self.config.user:
             return REQUIRE_LEADER
@@ -200,8 +194,7 @@ class Connections:
         return (*REQUIRE_LEADER, ("token", token)) if token else REQUIRE_LEADER
 
     def forget(self, token: str | None) -> None:
-        """Discard a token, so that the next call logs in. Does nothing if it was replaced
-        already."""
+        """Discard a token, so that the next call logs in. Ignored if it was replaced already."""
         if self.token == token:
             self.token = None
 
@@ -220,7 +213,7 @@ class Connections:
         return str(reply.token)
 
     def load_credentials(self) -> grpc.ChannelCredentials | None:
-        """Credentials from the current files; the same object until the files change, or while they
+        """Credentials from the current files; the same object until they change, or while they
         cannot be read. None without TLS. Raises InvalidSpec if the files were never readable."""
         if self.config.ca_file is None:
             return None
@@ -242,8 +235,6 @@ class Connections:
 
 
 class _Retry:
-    """Retries of one call: its deadline, its pauses, and the last failure of each endpoint."""
-
     def __init__(self, connections: Connections) -> None:
         self._connections = connections
         self._config = connections.config
@@ -258,7 +249,7 @@ class _Retry:
         return max(self._deadline_s - self._clock(), 0.001)
 
     async def after(self, connection: EtcdConnection, failure: Failure, token: str | None) -> None:
-        """Prepare the next attempt, or raise if there is none. `token`: the failed attempt's."""
+        """Prepare the next attempt, or raise. `token`: the failed attempt's."""
         if failure.remedy is Remedy.NONE:
             raise failure.error
         if failure.remedy is Remedy.LOGIN:
@@ -270,7 +261,7 @@ class _Retry:
         self._seen[connection.address] = failure.error.seen or failure.error.what
         self._connections.switch_endpoint(connection.address)
         self._failures += 1
-        # Pause once every endpoint has failed again: etcd is electing a leader, or down.
+        # Every endpoint has failed again: etcd is electing a leader, or down.
         all_failed = self._failures % len(self._config.endpoints) == 0
         pause_s = self._pauses.pause_s() if all_failed else 0.0
         if self._clock() + pause_s >= self._deadline_s:
@@ -283,7 +274,6 @@ class _Retry:
 
 
 async def _probe(attempt: Attempt) -> None:
-    """Make a call without effect, which establishes the connection."""
     request = pb.RangeRequest(key=keys.LEADER.encode(), count_only=True)
     await attempt.connection.kv.Range(request, timeout=attempt.timeout_s, metadata=attempt.metadata)
 

@@ -1,8 +1,7 @@
-"""Classification of failed calls to etcd: the remedy, and whether etcd may have run the request.
+"""Classification of failed calls to etcd.
 
-etcd's errors differ by text more than by status code (several different errors are UNAVAILABLE), so
-`classify` looks at both. The texts have been stable since etcd 3.2; an unknown text is classified
-by its code.
+Several different errors are UNAVAILABLE, so `classify` looks at the text and the code. The texts
+are stable since etcd 3.2; for an unknown one the code decides.
 """
 
 from dataclasses import dataclass
@@ -25,11 +24,10 @@ from shoal_server.etcd import keys
 
 class Remedy(Enum):
     ELSEWHERE = auto()
-    """The same call may succeed at another endpoint, or at the same endpoint a little later."""
+    """The call may succeed at another endpoint, or a little later."""
     LOGIN = auto()
-    """Get a new token, then repeat."""
     NONE = auto()
-    """No remedy: the call would fail again."""
+    """The call would fail again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +36,6 @@ class Failure:
     untouched: bool
     """True if etcd certainly did not carry out the request."""
     error: ShoalError
-    """Error to raise if no remedy helps."""
 
 
 Code = grpc.StatusCode
@@ -56,7 +53,6 @@ _RETRY_CODES = (
 
 
 def classify(error: grpc.RpcError, address: str) -> Failure:
-    """Classify the failure of one call to the etcd at `address`."""
     code, text = error.code(), error.details() or ""
     if code is Code.UNAUTHENTICATED or any(known in text for known in _LOGIN):
         return Failure(Remedy.LOGIN, True, _denied(address, text))
@@ -114,11 +110,11 @@ def _refusal(code: grpc.StatusCode, text: str, address: str) -> ShoalError:
 
 
 def unreachable(seen: dict[str, str], *, tls: bool, timeout_s: float) -> Unavailable:
-    """The error for a call that no endpoint answered. `seen`: endpoint -> its last failure."""
+    """The error if no endpoint answered. `seen`: the last failure of each."""
     texts = "; ".join(f"{address}: {text}" for address, text in seen.items())
     lowered = texts.lower()
     fix = "Check the address and that etcd runs there."
-    # Not "handshake" alone: gRPC says "tcp handshaker shutdown" of an etcd that was killed.
+    # Not "handshake" alone: gRPC says "tcp handshaker shutdown" if an etcd was killed.
     if tls and any(word in lowered for word in ("ssl", "tls", "certificate", "handshake read")):
         fix = (
             "The TLS handshake failed: check that etcd runs and serves TLS, that the CA of"

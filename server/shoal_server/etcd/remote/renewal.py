@@ -1,9 +1,8 @@
-"""Renewal of a lease on a thread of its own, independent of the event loop.
+"""Renewal of a lease on its own thread.
 
-A call on the event loop takes several turns of the loop. When thousands of members join at once on
-a busy machine, these turns take longer than a lease lasts, and a leader that is merely slow would
-lose its term. But a leader whose loop is stuck has to lose its term: so the loop reports again and
-again that it runs (`report_alive`), and without these reports renewals stop.
+If thousands of members join at once, a call on the event loop may take longer than a lease lasts,
+and a leader that is merely slow would lose its term. A leader with a stuck loop must lose its term:
+without `report_alive`, renewals stop.
 """
 
 import threading
@@ -24,11 +23,11 @@ log = structlog.get_logger(__name__)
 
 RENEWALS_A_TTL = 4
 TRUSTED_TTLS = 4
-"""Number of TTLs for which the lease is renewed after the event loop's last sign of life."""
+"""TTLs for which the lease is renewed after the last `report_alive`."""
 
 
 class LeaseThread:
-    """Thread that renews one lease. Its methods may be called from any thread and do not block."""
+    """Thread that renews one lease. Any thread may call its methods, which do not block."""
 
     def __init__(self, connections: Connections, lease: LeaseId, ttl_s: float) -> None:
         self._connections = connections
@@ -42,16 +41,13 @@ class LeaseThread:
         threading.Thread(target=self._run, name="lease", daemon=True).start()
 
     def report_alive(self) -> None:
-        """Record that the event loop runs."""
         self._trusted_until_s = time.monotonic() + TRUSTED_TTLS * self._ttl_s
 
     @property
     def confirmed(self) -> ConfirmedRenewal | None:
-        """See `api.Renewal`."""
         return self._confirmed
 
     def end(self) -> None:
-        """Stop renewing."""
         self._over.set()
         with self._lock:
             call = self._call
@@ -67,7 +63,6 @@ class LeaseThread:
                 return
 
     def _renew_at(self, stub: stubs.LeaseStub) -> None:
-        """Renew the lease at one endpoint; return on `end`, if the lease is gone, or on failure."""
         while not self._over.wait(self._ttl_s / RENEWALS_A_TTL):
             metadata = self._connections.known_metadata()
             if metadata is None or time.monotonic() >= self._trusted_until_s:
@@ -76,7 +71,7 @@ class LeaseThread:
             try:
                 ttl_s = self._renewed(stub, metadata)
             except grpc.RpcError as error:
-                # The loop's own renewals log the failure, and log in if etcd asks for that.
+                # The loop's own renewals log failures, and log in.
                 log.debug("lease_not_renewed_in_background", reason=str(error))
                 return
             if ttl_s is None:
@@ -90,8 +85,8 @@ class LeaseThread:
     def _renewed(
         self, stub: stubs.LeaseStub, metadata: tuple[tuple[str, str], ...]
     ) -> float | None:
-        """Renew the lease once. Return its TTL, 0 if it is gone; None if etcd ended the call
-        without an answer. Raises grpc.RpcError."""
+        """Renew once; return the TTL (0: the lease is gone), or None if etcd did not answer. Raises
+        grpc.RpcError."""
         timeout_s = self._connections.config.attempt_timeout_s
         call = stub.LeaseKeepAlive(iter((self._request,)), timeout=timeout_s, metadata=metadata)
         with self._lock:

@@ -1,9 +1,7 @@
 """A watch that survives restarts of etcd, dead endpoints and compacted history.
 
-The stream to etcd may break at any moment; the sequence of revisions must not. The tracker knows
-the next revision to deliver, every new stream asks for exactly that one, and etcd sends it from its
-history. An answer in fragments is assembled before any part of it is delivered: after a break
-between fragments, the new stream brings the whole revision again.
+Each new stream asks for the next revision that the tracker has to deliver. An answer is delivered
+once all its fragments have arrived: after a break, the new stream repeats the whole revision.
 """
 
 import asyncio
@@ -33,11 +31,11 @@ Stream = grpc.aio.StreamStreamCall[pb.WatchRequest, pb.WatchResponse]
 
 
 class _Compacted(Exception):
-    """etcd no longer has the revision from which the watch must continue."""
+    """The revision from which the watch must continue was compacted."""
 
 
 async def read_snapshot(connections: Connections, prefix: str) -> RangeResult:
-    """All keys under a prefix. Linearizable. Raises what `Connections.call` raises."""
+    """All keys under a prefix, read linearizably. Raises what `Connections.call` raises."""
     request = wire.range_request(prefix, prefix=True)
     reply = await connections.call(
         lambda to: to.connection.kv.Range(request, timeout=to.timeout_s, metadata=to.metadata)
@@ -48,7 +46,6 @@ async def read_snapshot(connections: Connections, prefix: str) -> RangeResult:
 async def watch(
     connections: Connections, prefix: str, start: Revision
 ) -> AsyncGenerator[WatchBatch, None]:
-    """See `Keyspace.watch`."""
     tracker = WatchTracker(start)
     pauses = BackOff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
     interrupted = False
@@ -66,7 +63,7 @@ async def watch(
             log.warning("watch_reset", prefix=prefix, revision=batch.revision)
             yield batch
         except Unavailable as error:
-            # Logged once per outage, not at each attempt.
+            # Once per outage.
             if not interrupted:
                 log.warning(
                     "watch_interrupted", prefix=prefix, next=tracker.next, reason=str(error)
@@ -86,8 +83,8 @@ async def _read_patiently(connections: Connections, prefix: str) -> RangeResult:
 async def _follow(
     connections: Connections, prefix: str, tracker: WatchTracker
 ) -> AsyncGenerator[WatchBatch, None]:
-    """Yield the batches of one stream. Ends by raising Unavailable, _Compacted, a refusal or
-    CorruptError."""
+    """Yield the batches of one stream. Raises Unavailable, _Compacted, a refusal or CorruptError at
+    its end."""
     connection, token = connections.current, connections.token
     try:
         with connections.cancel_as_failure(connection):
@@ -124,7 +121,7 @@ async def _whole(
     tracker: WatchTracker,
     responses: AsyncIterator[pb.WatchResponse],
 ) -> AsyncIterator[list[pb.Event]]:
-    """Yield the events of each complete answer, assembled from its fragments."""
+    """Yield the events of each answer, assembled from fragments."""
     events: list[pb.Event] = []
     async for response in responses:
         if response.canceled:
@@ -132,7 +129,7 @@ async def _whole(
         if response.created:
             await _check_history(connections, prefix, tracker, response.header.revision)
         events.extend(response.events)
-        # An answer without events belongs to a progress request, and may come between fragments.
+        # An answer without events is about progress, and may come between fragments.
         if response.events and not response.fragment:
             yield events
             events = []
@@ -141,15 +138,14 @@ async def _whole(
 async def _responses(
     call: Stream, create: pb.WatchRequest, silence_s: float
 ) -> AsyncGenerator[pb.WatchResponse, None]:
-    """Yield the responses of the stream. Requests progress if none arrive.
+    """Yield a stream's responses, and request progress if none arrive.
 
-    Raises TimeoutError after `silence_s` without any response, and grpc.RpcError when the call
-    ends.
+    Raises TimeoutError after `silence_s` without a response, and grpc.RpcError when the call ends.
     """
     await _send(call, create, silence_s)
     clock = asyncio.get_running_loop().time
     received_s = clock()
-    # A task, because cancelling a read (as a time limit would) cancels the whole call.
+    # Cancelling a read would cancel the whole call.
     reading = asyncio.ensure_future(call.read())
     try:
         while True:
@@ -157,8 +153,8 @@ async def _responses(
             if not done:
                 if clock() - received_s >= silence_s:
                     raise TimeoutError
-                # Not sooner: some versions never answer a progress request that comes before the
-                # watch has caught up with history (etcd-io/etcd#17507).
+                # Some versions never answer a progress request that comes before the watch has
+                # caught up with history (etcd-io/etcd#17507).
                 await _send(call, _PROGRESS, silence_s)
                 continue
             response = reading.result()
@@ -166,7 +162,7 @@ async def _responses(
                 raise await _ending(call)
             received_s = clock()
             yield response
-            # The time that the consumer took does not count as silence.
+            # The consumer's time does not count as silence.
             received_s = clock()
             reading = asyncio.ensure_future(call.read())
     finally:
@@ -182,7 +178,6 @@ async def _send(call: Stream, request: pb.WatchRequest, limit_s: float) -> None:
         async with asyncio.timeout(limit_s):
             await call.write(request)
     except asyncio.InvalidStateError:
-        # The call has ended; its status says why.
         raise await _ending(call) from None
 
 
@@ -211,9 +206,9 @@ def _raise_cancelled(response: pb.WatchResponse) -> None:
 async def _check_history(
     connections: Connections, prefix: str, tracker: WatchTracker, revision: int
 ) -> None:
-    """Raise CorruptError if etcd's revision is below the last one that this watch has delivered.
+    """Raise CorruptError if etcd's revision is below the last one delivered.
 
-    A single member may lag; a linearizable read shows if etcd as a whole has lost its data.
+    One member may lag, so a linearizable read decides.
     """
     sent_revision = tracker.next - 1
     if revision >= sent_revision:
@@ -232,7 +227,6 @@ async def _check_history(
 def _lost(
     connections: Connections, address: str, token: str | None, error: grpc.RpcError
 ) -> ShoalError:
-    """Error that ends a stream: Unavailable if another attempt may help."""
     failure = classify(error, address)
     if failure.remedy is Remedy.NONE:
         return failure.error

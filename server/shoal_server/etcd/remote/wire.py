@@ -20,13 +20,12 @@ from shoal_server.etcd.api import (
 
 
 def prefix_end(prefix: str) -> bytes:
-    """The first key after all that begin with `prefix`; b"\\0" stands for "no end"."""
+    """The first key beyond the prefix; b"\\0" stands for "no end"."""
     end = prefix.encode().rstrip(b"\xff")
     return end[:-1] + bytes([end[-1] + 1]) if end else b"\0"
 
 
 def key_range(key: str, *, prefix: bool) -> tuple[bytes, bytes]:
-    """`key` and `range_end` of a request."""
     if not prefix:
         if not key:
             raise InvalidSpec("an empty key", expected="a key of at least one character")
@@ -40,7 +39,7 @@ def range_request(key: str, *, prefix: bool) -> pb.RangeRequest:
 
 
 def keys_request(prefix: str, *, after: bytes, limit: int) -> pb.RangeRequest:
-    """Request a page of the keys under a prefix: those after `after` (empty: the first page)."""
+    """Request for a page of keys: those after `after` (empty: the first page)."""
     start, end = key_range(prefix, prefix=True)
     if after:
         start = after + b"\x00"
@@ -48,7 +47,7 @@ def keys_request(prefix: str, *, after: bytes, limit: int) -> pb.RangeRequest:
 
 
 def key_text(key: bytes) -> str:
-    """A key as text. Shoal's keys are UTF-8; in keys of other programs, other bytes are escaped."""
+    """A key as text. Bytes that are not UTF-8, as in keys of other programs, are escaped."""
     return key.decode(errors="backslashreplace")
 
 
@@ -123,7 +122,7 @@ def key_values(messages: Iterable[pb.KeyValue]) -> tuple[KeyValue, ...]:
 
 
 def transaction_result(reply: pb.TxnResponse) -> TransactionResult:
-    """Return the outcome of a transaction, with the results of its reads only, in their order."""
+    """The outcome, with the results of the reads, in order."""
     reads = tuple(
         key_values(each.response_range.kvs)
         for each in reply.responses

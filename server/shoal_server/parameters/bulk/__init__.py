@@ -1,1 +1,1 @@
-"""The bulk transport: calls with tensors over sockets and shared memory instead of gRPC."""
+"""The bulk transport: calls with tensors over sockets and shared memory."""

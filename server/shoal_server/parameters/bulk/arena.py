@@ -1,4 +1,4 @@
-"""Memory that this server shares with one client."""
+"""Memory shared with one client."""
 
 import fcntl
 import mmap
@@ -14,15 +14,13 @@ from shoal_proto.errors import MalformedMessage
 from shoal_server.parameters.shard.reply_writer import CopyOut, cut
 
 LARGE_BYTES = 64 * 1024
-"""Size from which data are copied with the GIL released."""
 
 
 class SharedArena:
-    """Shared memory of fixed size. The size is sealed: a client that could shrink the memory could
-    crash the server."""
+    """Shared memory of a sealed size. A client that could shrink it could crash the server."""
 
     def __init__(self, num_bytes: int) -> None:
-        """Create the memory. Raises OSError if the system refuses it."""
+        """Raises OSError if the system refuses the memory."""
         self.num_bytes = num_bytes
         self.descriptor = os.memfd_create("shoal-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -39,7 +37,7 @@ class SharedArena:
         os.close(self.descriptor)
 
     def view(self, at: int, num_bytes: int) -> memoryview:
-        """Return part of the memory. Raises MalformedMessage for a range outside of it."""
+        """Part of the memory. Raises MalformedMessage for a range outside of it."""
         if at + num_bytes > self.num_bytes:
             raise MalformedMessage(
                 "a frame reaches beyond the shared memory",
@@ -50,8 +48,7 @@ class SharedArena:
 
 
 def writer_into(slot: memoryview, at: int) -> CopyOut:
-    """Return a writer that copies values to `slot`, which begins at byte `at` of the shared
-    memory."""
+    """A writer of values to `slot`, which is at byte `at` of the shared memory."""
 
     def write(shard_id: int, *values: memoryview) -> Sequence[bytes]:
         size = 0
@@ -75,7 +72,7 @@ def _copy(into: memoryview, data: memoryview) -> None:
 
 
 def in_frames(shard_id: int, *values: memoryview) -> Sequence[bytes]:
-    """Return the values as PIECE frames."""
+    """The values as PIECE frames."""
     frames: list[bytes] = []
     for start, piece in cut(values):
         data = bytes(piece)

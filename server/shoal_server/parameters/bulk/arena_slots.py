@@ -1,4 +1,4 @@
-"""Another server's shared memory that this server writes to, divided into slots of one size."""
+"""Another server's shared memory that this server writes to, in slots of one size."""
 
 import asyncio
 import ctypes
@@ -7,17 +7,16 @@ from collections import deque
 from collections.abc import Callable
 
 SLOT_BYTES = 2 * 1024 * 1024
-"""Size of a slot. Shards of a model of up to 0.9 GB are smaller (`core/shards/placement.py`), so a
-push to one of them is one piece."""
+"""Shards of a model of up to 0.9 GB are smaller (`core/shards/placement.py`), so a push to one of
+them is one piece."""
 NUM_SLOTS = 16
-"""Twice the number of shards of one push that are in progress at a time. The other end frees slots
-in batches of half this number; the other half is enough for these shards.
-"""
+"""Twice the number of a push's shards in progress at a time. The other end frees slots in batches
+of half this number, which leaves enough."""
 
 
 class ArenaSlots:
-    """The slots of one connection. A slot is filled and announced to the other end, which frees it
-    again. Lives on the event loop."""
+    """The slots of one connection, for the event loop. The other end frees each slot that was
+    filled and announced."""
 
     def __init__(self, mapped: mmap.mmap) -> None:
         """Takes ownership of the mapping."""
@@ -26,19 +25,18 @@ class ArenaSlots:
         self._freed = asyncio.Event()
         self._before_free: dict[int, Callable[[], None]] = {}
         self._draft: tuple[int, int] | None = None
-        """A slot that is filled but not announced, and its address in memory."""
+        """A filled slot that is not announced, and its address."""
 
     async def fill(self, data: memoryview) -> int:
         """Wait for a free slot, copy at most SLOT_BYTES to it, and return its offset. The latest
-        draft is not copied: see `fill_now`."""
+        draft is not copied again."""
         while (at := self.fill_now(data)) is None:
             self._freed.clear()
             await self._freed.wait()
         return at
 
     def fill_now(self, data: memoryview) -> int | None:
-        """Copy data as `fill` does, without waiting; None if no slot is free. If `data` is the
-        latest draft, return its slot, and copy nothing."""
+        """`fill` without waiting; None if no slot is free."""
         draft, is_here = self._draft, data.obj is self._memory.obj
         if draft is not None and is_here and draft[1] == _address(data):
             self._draft = None
@@ -50,8 +48,8 @@ class ArenaSlots:
         return at
 
     def draft(self, data: memoryview) -> memoryview | None:
-        """Copy at most SLOT_BYTES to a slot before it is known if the data will be sent, and return
-        the copy; None if no slot is free. A new draft replaces the previous one."""
+        """Copy at most SLOT_BYTES to a slot before it is known if they will be sent; return the
+        copy, or None without a free slot. A new draft replaces the previous one."""
         if self._draft is None:
             if not self._free:
                 return None
@@ -66,12 +64,11 @@ class ArenaSlots:
     def lend(
         self, at: int, num_bytes: int, keep: Callable[[memoryview], Callable[[], None]]
     ) -> None:
-        """Let this process read a slot too: `keep` gets the slot's memory, and the function that
-        `keep` returns is called before the slot is free again."""
+        """Let this process read a slot: `keep` gets its memory, and returns the function to call
+        before the slot is freed."""
         self._before_free[at] = keep(self._memory[at : at + num_bytes])
 
     def free(self, at: int) -> None:
-        """Free a slot whose data the other end has taken."""
         if (before := self._before_free.pop(at, None)) is not None:
             before()
         self._free.append(at)
@@ -79,5 +76,4 @@ class ArenaSlots:
 
 
 def _address(data: memoryview) -> int:
-    """Return the address of a writable buffer."""
     return ctypes.addressof(ctypes.c_char.from_buffer(data))

@@ -1,4 +1,4 @@
-"""Frames that may wait. They are sent together, as each send wakes the other end."""
+"""Frames that may wait, sent together because each send wakes the other end."""
 
 import asyncio
 from collections.abc import Hashable
@@ -9,11 +9,11 @@ WITHIN_S = 0.005
 
 
 class DeferredFrames:
-    """Sends the frames of `queue_frame` within WITHIN_S, and all queued frames before any frame of
-    `send_now`. Lives on the event loop."""
+    """Sends queued frames within WITHIN_S, and before any frame of `send_now`. Lives on the event
+    loop."""
 
     def __init__(self, wire: FrameConnection, freed_together: int) -> None:
-        """`freed_together`: number of freed slots at which all queued frames are sent."""
+        """`freed_together`: number of freed slots at which queued frames are sent."""
         self._wire = wire
         self._freed_together = freed_together
         self._newest: dict[Hashable, bytes] = {}
@@ -21,21 +21,19 @@ class DeferredFrames:
         self._timer: asyncio.TimerHandle | None = None
 
     def queue_frame(self, about: Hashable, frame: bytes) -> None:
-        """Queue a frame. It replaces a queued frame with the same `about`."""
+        """Queue a frame in place of a queued one with the same `about`."""
         self._newest[about] = frame
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(WITHIN_S, self._send)
 
     def free(self, frame: bytes) -> None:
-        """Queue the frame of a freed slot. It is sent once `freed_together` of them are queued, or
-        with other frames."""
         self._freed.append(frame)
         if len(self._freed) >= self._freed_together:
             self._send()
 
     def send_now(self, frame: bytes) -> bool:
-        """Send all queued frames, then `frame`; see `FrameConnection.send_now`. If False, `frame`
-        is not sent, and the queued frames are sent soon."""
+        """Send queued frames, then `frame`; see `FrameConnection.send_now`. If False, `frame` is
+        not sent, and queued frames are sent soon."""
         before = self._take()
         if self._wire.send_now(before + frame):
             return True
@@ -44,7 +42,7 @@ class DeferredFrames:
         return False
 
     def close(self) -> None:
-        """Stop the timer: queued frames are sent only with a later frame."""
+        """Stop the timer: queued frames are sent only before a later frame."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -53,8 +51,8 @@ class DeferredFrames:
         self._wire.send_soon(self._take())
 
     def _take(self) -> bytes:
-        """Return all queued frames, and empty the queues. Frames of `queue_frame` come first: they
-        acknowledge the data in the freed slots."""
+        """Empty the queues. Frames of `queue_frame` come first: they acknowledge data in the freed
+        slots."""
         self.close()
         waiting = b"".join([*self._newest.values(), *self._freed])
         self._newest.clear()

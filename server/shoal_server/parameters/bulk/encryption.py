@@ -1,6 +1,5 @@
-"""The bytes of a bulk connection: plain, or over TLS, which asyncio's socket methods do not
-support.
-"""
+"""The bytes of a bulk connection, plain or over TLS, which asyncio's socket methods do not
+support."""
 
 import asyncio
 import os
@@ -14,30 +13,29 @@ from shoal_proto.pieces import Buffer
 from shoal_proto.tls import identity
 
 AT_A_TIME_BYTES = 256 * 1024
-"""Maximum number of bytes that are encrypted or decrypted in one turn of the event loop."""
+"""Most bytes to encrypt or decrypt in one turn of the event loop."""
 
 Result = TypeVar("Result")
 
 
 class ByteChannel(Protocol):
-    """A connected socket that does not block. One task reads; one task at a time writes."""
+    """A connected, non-blocking socket. One task reads, and one at a time writes."""
 
     async def receive_into(self, space: memoryview) -> int:
-        """Receive bytes, and return their number; 0 at the end. Raises OSError."""
+        """Receive bytes; return their number, 0 at the end. Raises OSError."""
         ...
 
     async def send_all(self, data: Buffer) -> None:
-        """Send all bytes. Raises OSError."""
+        """Raises OSError."""
         ...
 
     async def send_file(self, descriptor: int, start: int, num_bytes: int) -> None:
-        """Send part of a file that no longer changes. Raises OSError."""
+        """Send part of an unchanging file. Raises OSError."""
         ...
 
     def send_some(self, data: bytes) -> int:
-        """Send without waiting, and return the number of bytes sent, which may be 0. The remaining
-        bytes must be sent next. Raises OSError if nothing was sent and any data may be sent next.
-        """
+        """Send without waiting; return the number of bytes sent, perhaps 0. The rest must be sent
+        next. Raises OSError if nothing was sent and the next call may send other data."""
         ...
 
 
@@ -53,7 +51,6 @@ class PlainBytes:
         await self._loop.sock_sendall(self._socket, data)
 
     async def send_file(self, descriptor: int, start: int, num_bytes: int) -> None:
-        """Send from the page cache, without a copy."""
         with os.fdopen(descriptor, "rb", buffering=0, closefd=False) as file:
             await self._loop.sock_sendfile(self._socket, file, start, num_bytes, fallback=False)
 
@@ -62,16 +59,15 @@ class PlainBytes:
 
 
 class TlsBytes:
-    """Bytes over TLS. If a record was not sent whole, OpenSSL must be called with the same bytes
-    again: `_Waits` repeats the call."""
+    """Bytes over TLS. If a record was not sent whole, OpenSSL needs the same bytes again: `_Waits`
+    repeats the call."""
 
     def __init__(self, connected: ssl.SSLSocket) -> None:
         self._socket = connected
         self._waits = _Waits(connected)
 
     async def receive_into(self, space: memoryview) -> int:
-        """Receive the records that have arrived, as far as they fit into `space`. A record has at
-        most 16 KiB."""
+        """Receive the records that have arrived and fit, each of at most 16 KiB."""
         try:
             count = await self._waits.until(partial(self._socket.recv_into, space))
             end = min(len(space), AT_A_TIME_BYTES)
@@ -98,14 +94,13 @@ class TlsBytes:
         try:
             return self._socket.send(data)
         except (ssl.SSLWantWriteError, ssl.SSLWantReadError):
-            # OpenSSL may have begun a record: all of `data` must be sent next, and nothing else.
+            # OpenSSL may have begun a record: `data` must be sent next.
             return 0
 
 
 class _Waits:
-    """Repeats calls of a TLS socket once it is ready. One task reads and one task writes; TLS may
-    make either task wait for either direction.
-    """
+    """Repeats calls of a TLS socket once it is ready. One task reads and one writes; TLS may make
+    either wait for either direction."""
 
     def __init__(self, connected: ssl.SSLSocket) -> None:
         self._socket = connected
@@ -147,14 +142,12 @@ def _wake(waiting: "set[asyncio.Future[None]]") -> None:
 
 
 def bytes_of(connected: socket.socket) -> ByteChannel:
-    """Return the channel of a connection, for use on the running loop."""
     return TlsBytes(connected) if isinstance(connected, ssl.SSLSocket) else PlainBytes(connected)
 
 
 async def encrypted(connected: socket.socket) -> socket.socket:
-    """Wrap a client's connection in TLS if this process has a certificate, and return it. Use only
-    the result afterwards. Raises OSError if the handshake fails, for example because the client has
-    no certificate."""
+    """Wrap a client's connection in TLS if this process has a certificate. Use only the result
+    afterwards. Raises OSError if the handshake fails."""
     own = identity.own()
     if own is None:
         return connected

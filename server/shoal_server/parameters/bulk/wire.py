@@ -20,51 +20,50 @@ log = structlog.get_logger(__name__)
 
 SMALL_BYTES = 32 * 1024
 PAUSE_S = 0.003
-"""Length of a pause in reading. Without pauses, each push wakes this process, and the kernel often
-runs it in place of the process that has just written."""
+"""A pause in reading. Without pauses, each push wakes this process, and the kernel often runs it in
+place of the sender."""
 MANY_PUSHES = 8
-"""Maximum number of pushes in one pause: with more, the sender would soon wait for free slots."""
+"""Most pushes in one pause: with more, the sender would soon wait for free slots."""
 AWAITED_S = 0.1
 """Time without pauses after a push whose sender waits, or after more than MANY_PUSHES at once."""
 
 TakeFrame = Callable[[Frame], bool]
-"""Handles a frame without waiting, if possible. Returns True if the frame was handled."""
+"""Handles a frame without waiting; False if it cannot."""
 
 
 class PeerHungUp(Exception):
-    """The other end has closed the connection, or the connection broke."""
+    """The other end closed the connection, or it broke."""
 
 
 class FrameConnection:
-    """A connection that one task may read, and to which any number of tasks may write. The socket
-    does not block. Lives on the event loop."""
+    """A non-blocking connection that one task may read, and any number may write to. Lives on the
+    event loop."""
 
     def __init__(self, connected: socket.socket, *, first: FrameKind | None = None) -> None:
-        """`first`: the kind that the first frame of the other end must have."""
+        """`first`: kind of the other end's first frame."""
         self.socket = connected
         self._bytes = bytes_of(connected)
         is_plain = isinstance(self._bytes, PlainBytes)
         self.is_local = is_plain and connected.family == socket.AF_UNIX
-        """True if sent data are at once in the buffer from which the other process reads, so that
-        it can read them even after this process is gone."""
+        """True if sent data can be read even after this process is gone."""
         self._loop = asyncio.get_running_loop()
         self._reader = FrameReader(self._buffer_for, first=first)
         self._chunk_buffer: Callable[[int], memoryview] | None = None
         self._writing = asyncio.Lock()
         self._rest: Buffer = b""
-        """The rest of a frame that `send_now` could not send whole."""
+        """Rest of a frame that `send_now` could not send whole."""
         self._flushing: set[asyncio.Task[None]] = set()
         self._sent_s = self._loop.time()
         self._take: TakeFrame | None = None
         self.pauses = ReadingPauses()
-        """Pauses in reading, decided from the pushes that the `deliver` function took."""
+        """Decided from pushes that the `deliver` function took."""
         self._paused: tuple[asyncio.TimerHandle, asyncio.Future[Frame]] | None = None
 
     async def next_frame(self) -> Frame:
-        """Return the next frame that the function given to `deliver` does not take.
+        """The next frame that the `deliver` function does not take.
 
-        Raises PeerHungUp, MalformedMessage, ChecksumMismatch, or an error of that function. After
-        an error nothing can be read.
+        Raises PeerHungUp, MalformedMessage, ChecksumMismatch, or that function's error. Nothing can
+        be read after an error.
         """
         while (frame := self._next_untaken()) is None:
             if self._take is not None and isinstance(self._bytes, PlainBytes):
@@ -79,17 +78,16 @@ class FrameConnection:
         return frame
 
     def read_chunks_into(self, buffer_for: Callable[[int], memoryview] | None) -> None:
-        """Receive the body of each later frame into the memory that `buffer_for` returns for the
-        body's size. `buffer_for` may raise MalformedMessage; None stands for new memory."""
+        """Receive the bodies of later frames into memory from `buffer_for`, which gets the size. It
+        may raise MalformedMessage; None stands for new memory."""
         self._chunk_buffer = buffer_for
 
     def _buffer_for(self, num_bytes: int) -> memoryview:
         return (self._chunk_buffer or _unset)(num_bytes)
 
     async def next_descriptor(self) -> int:
-        """Receive the next frame, which must be DESCRIPTOR, and return its descriptor. The caller
-        closes the descriptor. The other end sends such a frame only on request; read it only by
-        this method, as any other read would lose the descriptor.
+        """The descriptor of the next frame, which must be DESCRIPTOR and which the caller closes.
+        Any other read would lose the descriptor. The other end sends one only on request.
 
         Raises PeerHungUp, MalformedMessage or ChecksumMismatch.
         """
@@ -131,9 +129,8 @@ class FrameConnection:
             remove(number)
 
     def deliver(self, take: TakeFrame | None) -> None:
-        """Offer each frame to `take` as soon as it arrives, while a task waits in `next_frame`:
-        waking the task would cost more than handling most frames. An error of `take` is raised by
-        `next_frame`. None: offer no further frames."""
+        """Offer frames to `take` on arrival, while a task waits in `next_frame`: waking the task
+        costs more. `next_frame` raises an error of `take`. None: offer no further frames."""
         self._take = take
 
     def _next_untaken(self) -> Frame | None:
@@ -143,8 +140,6 @@ class FrameConnection:
         return frame
 
     async def _await_untaken(self) -> Frame:
-        """Wait for a frame that the `deliver` function does not take. Until then the socket stays
-        registered with the event loop."""
         number = self.socket.fileno()
         awaited: asyncio.Future[Frame] = self._loop.create_future()
         self._loop.add_reader(number, self._readable, awaited)
@@ -178,7 +173,6 @@ class FrameConnection:
                 self._pause(pause_s, awaited)
 
     def _pause(self, pause_s: float, awaited: "asyncio.Future[Frame]") -> None:
-        """Stop watching the socket for a while."""
         self._loop.remove_reader(self.socket.fileno())
         self._paused = self._loop.call_later(pause_s, self._end_pause), awaited
 
@@ -194,8 +188,8 @@ class FrameConnection:
         self._end_pause()
 
     async def send(self, *parts: Buffer) -> None:
-        """Send a frame. Raises PeerHungUp. If the call is cancelled, part of the frame may have
-        been sent: close the socket."""
+        """Send a frame. Raises PeerHungUp. Close the socket after a cancelled call, which may have
+        sent part of the frame."""
         async with self._writing:
             self._sent_s = self._loop.time()
             rest, self._rest = self._rest, b""
@@ -206,8 +200,8 @@ class FrameConnection:
                 raise PeerHungUp(repr(error)) from error
 
     async def send_descriptor(self, descriptor: int) -> None:
-        """Send a file's descriptor over a Unix socket, as a DESCRIPTOR frame. Raises PeerHungUp. If
-        the call is cancelled, close the socket."""
+        """Send a descriptor over a Unix socket, as a DESCRIPTOR frame. Raises PeerHungUp. Close the
+        socket after a cancelled call."""
         async with self._writing:
             self._sent_s = self._loop.time()
             rest, self._rest = self._rest, b""
@@ -227,7 +221,7 @@ class FrameConnection:
                 raise PeerHungUp(repr(error)) from error
 
     async def send_file(self, head: bytes, descriptor: int, start: int, num_bytes: int) -> None:
-        """Send a frame as `send` does. Its body is part of a file that no longer changes."""
+        """`send` a frame with part of an unchanging file as its body."""
         async with self._writing:
             self._sent_s = self._loop.time()
             rest, self._rest = self._rest, b""
@@ -238,9 +232,8 @@ class FrameConnection:
                 raise PeerHungUp(repr(error)) from error
 
     def send_now(self, frame: bytes) -> bool:
-        """Send a frame without a turn of the event loop. Return True if it was sent, or the rest of
-        it is being sent. Return False, with nothing sent, if another send is in progress, the
-        kernel's buffer is full, or the connection is broken."""
+        """Send a frame without a turn of the event loop. True if it was sent, or its rest is being
+        sent. False, with nothing sent, if that is impossible now."""
         if not self.is_idle:
             return False
         try:
@@ -261,9 +254,8 @@ class FrameConnection:
             self._flush(frame)
 
     def end_reading(self) -> None:
-        """Keep the other end from sending more. Data that were sent before can still be read; then
-        PeerHungUp is raised. The kernel takes one lock for this call and for each send (unix(7)),
-        so no data are lost between the two."""
+        """Keep the other end from sending more. What was sent before can still be read: the kernel
+        takes one lock for this call and each send (unix(7))."""
         self._end_pauses()
         try:
             self.socket.shutdown(socket.SHUT_RD)
@@ -272,17 +264,16 @@ class FrameConnection:
 
     def end_sending(self) -> None:
         """End both directions. A waiting send raises PeerHungUp, even if the other end does not
-        read. Data already received can still be read."""
+        read. Received data can still be read."""
         self._end_pauses()
         try:
-            # Not SSLSocket.shutdown: it would end the decryption of data that are not read yet.
+            # SSLSocket.shutdown would end the decryption of unread data.
             socket.socket.shutdown(self.socket, socket.SHUT_RDWR)
         except OSError as error:
             log.debug("sending_already_ended", reason=str(error))
 
     @property
     def is_idle(self) -> bool:
-        """True if nothing is being sent."""
         return not self._writing.locked() and not self._rest
 
     def _flush(self, *frames: bytes) -> None:
@@ -298,13 +289,12 @@ class FrameConnection:
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the last send; 0 while a send is in progress."""
+        """Seconds since the last send; 0 during one."""
         return 0.0 if self._writing.locked() else self._loop.time() - self._sent_s
 
 
 class ReadingPauses:
-    """Decides on pauses in reading from one connection, for pushes whose sender does not wait for
-    an answer."""
+    """Decides on pauses in reading, for pushes whose sender does not wait."""
 
     def __init__(self) -> None:
         self._num_read = 0
@@ -323,8 +313,8 @@ class ReadingPauses:
         self._awaited_s = inf
 
     def take(self, now_s: float) -> float:
-        """Return the length of the next pause, and forget the pushes that were read. Call it after
-        all received data were read."""
+        """Length of the next pause, for the pushes since the last call. Call it after all received
+        data were read."""
         may_pause = self._may_wait and now_s - self._awaited_s >= AWAITED_S
         self._num_read, self._may_wait = 0, False
         return PAUSE_S if may_pause else 0.0
@@ -351,5 +341,5 @@ def _runs(parts: Sequence[Buffer]) -> Iterator[Buffer]:
 
 
 def _unset(num_bytes: int) -> memoryview:
-    """Return memory for a frame's body. It is not initialised: it is filled before it is used."""
+    """Memory for a body, not initialised."""
     return np.empty(num_bytes, dtype=np.uint8).data

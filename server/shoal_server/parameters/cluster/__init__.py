@@ -1,1 +1,1 @@
-"""The cluster as recorded in etcd: servers, members, and assignments of shards."""
+"""The cluster as recorded in etcd."""

@@ -1,4 +1,4 @@
-"""The fence: admits calls only of members whose incarnation is the one recorded in etcd."""
+"""The fence: admits only members whose incarnation is recorded in etcd."""
 
 import json
 from collections.abc import Awaitable, Callable, Collection
@@ -19,28 +19,23 @@ log = structlog.get_logger(__name__)
 
 
 class PlacementIds(Protocol):
-    """Source of the placement id that each job's members must state: see
-    `JobAssignments.members_placement_id`. The id is replaced when the job is started over, and when
-    an operator restores it."""
+    """Source of the placement id that a job's members must state. The id changes when the job is
+    started over or restored by an operator."""
 
     def members_placement_id(self, job: str) -> str:
-        """Return the id as known to this server; empty if the job's shards are not placed."""
+        """The id as known here; empty if the job's shards are not placed."""
         ...
 
     def refresh(self, job: str, shard_ids: Collection[int]) -> Awaitable[None]:
-        """Read the newest id from etcd, and the records of these shards. Raises what the store
-        raises."""
+        """Read the newest id, and the records of these shards, from etcd."""
         ...
 
 
 class Fence:
-    """Follows the members of all jobs by a watch of etcd, and asks etcd about members that it does
-    not know.
+    """Watches the members of all jobs, and asks etcd about members that it does not know.
 
-    While etcd is unreachable, known members are admitted; other calls get a RetryError.
-    `on_finished` is called with the name of a finished job once its last member is gone: from then
-    on, no call to the job's shards is admitted. If etcd cannot be reached then, `on_finished` is
-    not called.
+    Without etcd, known members are admitted; other calls get a RetryError. `on_finished` is called
+    with a finished job once its last member is gone, unless etcd cannot be reached then.
     """
 
     def __init__(
@@ -49,7 +44,7 @@ class Fence:
         on_finished: Callable[[str], object] = lambda job: None,
         placement_ids: PlacementIds | None = None,
     ) -> None:
-        """`placement_ids`: if None, tokens of any placement are accepted."""
+        """`placement_ids`: None accepts tokens of any placement."""
         self._store = store
         self._placement_ids = placement_ids
         self._on_finished = on_finished
@@ -67,16 +62,14 @@ class Fence:
         await self._tasks.close()
 
     async def wait_failed(self) -> None:
-        """Never return; raise the error that ended the watch."""
         await self._incarnations.wait_failed()
 
     async def check(self, token: Token) -> str:
-        """Return the session of the member that sent the token: its job, name and the public id of
-        its process.
+        """The session of the token's sender: its job, name and the public id of its process.
 
-        Raises Fenced if the token's incarnation is not a member, or no longer one, or uses a shard
-        map from before the job was started over or restored; MalformedMessage if the token names no
-        member; and what the store raises if etcd has to be asked.
+        Raises Fenced if the token's incarnation is not a member, or uses a shard map from before
+        the job was started over or restored; MalformedMessage if the token names no member; and
+        what the store raises.
         """
         if not (is_name(token.job) and is_name(token.member_id) and token.incarnation):
             raise MalformedMessage(
@@ -95,9 +88,9 @@ class Fence:
         return f"{key}#{public_id(token.incarnation)}"
 
     async def _check_placement(self, token: Token) -> None:
-        """Raise Fenced if the token states another placement than the job's. After the job was
-        started over or restored, a process that was suspended meanwhile may still count as a member
-        for a while, but its gradients were computed on values that were replaced."""
+        """Raise Fenced if the token states another placement than the job's. A process that was
+        suspended meanwhile may still count as a member, but its gradients are of replaced
+        values."""
         placement_ids = self._placement_ids
         if (
             placement_ids is None
@@ -119,8 +112,7 @@ class Fence:
             )
 
     def is_live(self, session: str) -> bool:
-        """True if, as far as this server knows, the session's incarnation is not fenced. Called
-        from any thread."""
+        """True if this server knows no reason to fence the session. Any thread may call it."""
         key, _, process = session.partition("#")
         incarnation = self._incarnations.get(key.removeprefix(keys.MEMBERS))
         return incarnation is not None and public_id(incarnation) == process

@@ -15,7 +15,7 @@ PEER_OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.min_reconnect_backoff_ms", 50),
     ("grpc.max_reconnect_backoff_ms", 200),
-    # The connection to a dead server must not be used for its successor.
+    # A connection to a dead server must not be used for its successor.
     ("grpc.use_local_subchannel_pool", 1),
 )
 
@@ -38,7 +38,6 @@ class PeerTimeouts:
 
     @property
     def limits(self) -> ReplicationLimits:
-        """The limits of the replication core."""
         return ReplicationLimits(
             reconnect_s=self.reconnect_s,
             probe_s=self.beat_s,

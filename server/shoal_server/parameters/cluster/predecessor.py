@@ -1,8 +1,8 @@
-"""The previous process with this server's id, which may be partitioned from etcd and still serve.
+"""The previous process with this server's id, which may be cut off from etcd and still serve.
 
-A new process takes over the shards of the previous process only once that process can no longer
-acknowledge pushes. It need not wait if the previous process is known to have ended: that process
-recorded its end in etcd, is gone from this machine, or has released the lock of the journal.
+A new process takes over the shards once the previous process can no longer acknowledge pushes. It
+need not wait if the previous process recorded its end in etcd, is gone from this machine, or has
+released the journal's lock.
 """
 
 import json
@@ -23,17 +23,16 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessRecord:
-    """A description of a process, sufficient to check on the process's machine if it has ended."""
+    """A process, described so that a process of its machine can see if it has ended."""
 
     incarnation: str
     boot: str
-    """Id of the machine's boot: changes each time the machine starts, and is unique among
-    machines."""
+    """Id of the machine's boot, different at each start and on each machine."""
     namespace: str
-    """The PID namespace: a container's PIDs are not the machine's."""
+    """PID namespace: a container's PIDs are not the machine's."""
     pid: int
     started: str
-    """Start time of the process: a later process with the same PID has another one."""
+    """Start time, which differs for a later process with the same PID."""
 
     @classmethod
     def own(cls, incarnation: str) -> "ProcessRecord":
@@ -47,7 +46,7 @@ class ProcessRecord:
 
     @classmethod
     def parsed(cls, value: bytes) -> "ProcessRecord":
-        """Parse a record. Raises UnreadableRecord."""
+        """Raises UnreadableRecord."""
         fields = Fields.parsed(value)
         return cls(
             incarnation=fields.text("incarnation"),
@@ -58,15 +57,15 @@ class ProcessRecord:
         )
 
     def has_ended(self, seen_by: "ProcessRecord") -> bool:
-        """True if `seen_by` is in the same PID namespace of the same machine, and the process of
-        this record has ended."""
+        """True if the process has ended; False if `seen_by` is of another machine or PID
+        namespace."""
         if (self.boot, self.namespace) != (seen_by.boot, seen_by.namespace):
             return False
         return _started(self.pid) != self.started
 
 
 def _started(pid: int) -> str:
-    """Return the start time of a process in clock ticks; empty if there is no such process."""
+    """Start time in clock ticks; empty if there is no such process."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -76,10 +75,10 @@ def _started(pid: int) -> str:
 
 
 async def succeed(store: KeyValueStore, me: Holder, *, released: str = "") -> None:
-    """Record in etcd that the previous process with this id has ended, if that is known; then
-    replace its record by this process's, for the next process to read.
+    """Record the previous process' end in etcd, if that is known; then replace its record by this
+    process'.
 
-    `released`: the incarnation that has released the journal's lock. Raises what the store raises.
+    `released`: the incarnation that has released the journal's lock.
     """
     own = ProcessRecord.own(me.incarnation)
     key = keys.last_process(me.server_id)

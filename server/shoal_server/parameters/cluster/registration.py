@@ -1,4 +1,4 @@
-"""Registration of a parameter server: a key in etcd under its own lease."""
+"""Registration of a parameter server: a key in etcd under its lease."""
 
 import asyncio
 import json
@@ -24,7 +24,7 @@ log = structlog.get_logger(__name__)
 class ServerIdentity:
     holder: Holder
     address: str
-    """host:port at which workers and other servers reach this server."""
+    """host:port for workers and other servers."""
     started_unix_s: float
     torch_version: str = ""
 
@@ -45,13 +45,11 @@ class ServerIdentity:
 
 
 class Registration:
-    """Registers the server on entry, renews its lease in the background, and removes its key on
-    exit.
+    """Registers the server on entry, renews its lease, and removes its key on exit.
 
-    If the lease is lost, for instance because etcd was unreachable for long, the server registers
-    again with a new lease. Two servers never have the same id at once: the second server waits
-    until the lease of the first has ended. If that takes more than three times the lease's length,
-    AddressInUse is raised, on entry or by `wait_failed`. Entry also raises what the store raises.
+    If the lease is lost, the server registers again. Only one server has an id at a time: a second
+    one waits until the first one's lease has ended. After three times the lease's length,
+    AddressInUse is raised on entry or by `wait_failed`. Entry also raises what the store raises.
     """
 
     def __init__(
@@ -63,9 +61,8 @@ class Registration:
         on_renewed: Callable[[float], None],
         on_end: Callable[[], None],
     ) -> None:
-        """`on_renewed` is called after each registration and renewal, with the time of the event
-        loop at which it was begun. `on_end` is called before the registration is removed: after
-        this call no push may be acknowledged."""
+        """`on_renewed` is called after each registration and renewal, with the event loop's time at
+        its start. `on_end` is called before the removal: no push may be acknowledged afterwards."""
         self._store = store
         self._on_renewed = on_renewed
         self._on_end = on_end
@@ -92,18 +89,16 @@ class Registration:
             log.warning("lease_not_revoked", server_id=self._identity.server_id, reason=str(error))
 
     async def announce_leaving(self) -> None:
-        """Ask the coordinator to move this server's shards to other servers. If the registration is
-        lost, the next registration asks for it. Raises RetryError."""
+        """Ask the coordinator to move this server's shards away. If the registration is lost, the
+        next one asks. Raises RetryError."""
         self._leaving = True
         key = keys.server(self._identity.server_id)
-        # If the registration was lost, a later process may be registered under this id: its record
-        # must not be replaced.
+        # The record of a later process under this id must not be replaced.
         is_mine = value_is(key, self._identity.record())
         put = Put(key, self._identity.record(leaving=True), self._lease)
         await self._store.transact([is_mine], [put])
 
     async def wait_failed(self) -> None:
-        """Never return; raise the error that ended the registration."""
         assert self._task is not None
         await asyncio.shield(self._task)
 
@@ -118,8 +113,8 @@ class Registration:
         )
 
     async def _claimed_in_time(self, key: str) -> bool:
-        """Claim the key; return False if etcd was too slow. Raises AddressInUse if another server
-        keeps the id, and what the store raises."""
+        """Claim the key; False if etcd was too slow. Raises AddressInUse if another server keeps
+        the id, and what the store raises."""
         try:
             async with asyncio.timeout(3 * self._lease_ttl_s):
                 while not await self._claim(key):
@@ -147,7 +142,7 @@ class Registration:
             self._lease = await self._store.grant(self._lease_ttl_s)
         put = Put(key, self._identity.record(leaving=self._leaving), self._lease)
         result = await self._store.transact([is_absent(key)], [put], [Get(key)])
-        # This server has the key already if the answer to an earlier attempt was lost.
+        # The answer to an earlier attempt may have been lost.
         is_ours = result.succeeded or any(item.lease == self._lease for item in result.reads[0])
         if is_ours:
             self._on_renewed(sent_s)

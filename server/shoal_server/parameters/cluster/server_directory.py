@@ -1,4 +1,4 @@
-"""The directory of parameter servers and their addresses, followed in etcd."""
+"""Addresses of parameter servers, followed in etcd."""
 
 from collections.abc import Callable
 
@@ -10,8 +10,6 @@ from shoal_server.etcd.records.servers import Server, parse
 
 
 class ServerDirectory:
-    """All registered servers, as of the newest event seen from etcd."""
-
     def __init__(self, store: KeyValueStore, on_change: Callable[[], object]) -> None:
         self._servers: PrefixMirror[Server] = PrefixMirror(
             store, keys.SERVERS, lambda item: parse(item.key, item.value), on_change=on_change
@@ -25,25 +23,23 @@ class ServerDirectory:
         await self._servers.__aexit__(*exc)
 
     def has_others(self, me: Holder) -> bool:
-        """True if there is another server that is not leaving."""
+        """True if another server stays."""
         servers = self._servers.records.items()
         return any(not server.is_leaving for name, server in servers if name != me.server_id)
 
     def address(self, holder: Holder) -> str | None:
-        """Return the address of `holder`; None if it is not registered, or if another process is
-        registered under its id."""
+        """The address of `holder`; None if another process, or none, is registered under its id."""
         server = self._servers.get(holder.server_id)
         return server.address if server is not None and server.holder == holder else None
 
     def address_of(self, server_id: str) -> str | None:
-        """Return the address of the process that is registered under `server_id`; None if there is
-        none."""
+        """The address registered under `server_id`; None if there is none."""
         server = self._servers.get(server_id)
         return None if server is None else server.address
 
     async def find_address(self, holder: Holder) -> str | None:
-        """Return the address of `holder`, as `address` does. If it is unknown, first look it up in
-        etcd. Raises RetryError if etcd cannot be reached."""
+        """`address`, looked up in etcd if it is unknown. Raises RetryError if etcd cannot be
+        reached."""
         if self.address(holder) is None:
             await self._servers.look_up(holder.server_id)
         return self.address(holder)

@@ -6,8 +6,8 @@ from shoal_server.parameters.cluster.peer_timeouts import PeerTimeouts
 
 
 class Silence:
-    """Measures how long a message of another server is overdue. Time for which this process was
-    suspended does not count, as it read no messages meanwhile. Lives on the event loop."""
+    """Measures how long a message of another server is overdue. Suspensions of this process do not
+    count, as it read no messages meanwhile. Lives on the event loop."""
 
     def __init__(self, timeouts: PeerTimeouts) -> None:
         self._timeouts = timeouts
@@ -15,16 +15,16 @@ class Silence:
         self._silent_s = 0.0
 
     def start_counting(self) -> None:
-        """Begin to count the silence, unless it is counted already: a message is due."""
+        """Start to count the silence, if it is not counted yet: a message is due."""
         self._is_expected = True
 
     def note_message(self) -> None:
-        """Note a message of the other server: end the silence, and expect no message for now."""
+        """End the silence; no message is due for now."""
         self._is_expected = False
         self._silent_s = 0.0
 
     async def wait(self) -> None:
-        """Return once a message of the other server has been overdue for `silence_s`."""
+        """Return once a message has been overdue for `silence_s`."""
         loop = asyncio.get_running_loop()
         looked_s = loop.time()
         while self._silent_s < self._timeouts.silence_s:

@@ -1,7 +1,7 @@
-"""Checks of a push's `GradientCodec`, and the choice of its decoder.
+"""The choice of a decoder for a push's gradient.
 
-Every replica of a shard decodes the same bytes, and must get the same values to the last bit. So
-decoders only copy and convert values, or multiply and add them one by one.
+Every replica must decode the same bytes to the same values, to the last bit. So decoders only copy
+and convert values, or multiply and add them one by one.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,15 +19,13 @@ from shoal_server.parameters.codecs.sparse import SparseDecoder
 
 
 class GradientDecoder(Protocol):
-    """Decodes the gradient of one push to one shard. Used from any thread."""
+    """Decodes the gradient of one push to one shard. Any thread may use it."""
 
     @property
-    def num_bytes(self) -> int:
-        """Size of the encoded gradient."""
-        ...
+    def num_bytes(self) -> int: ...
 
     def decode(self, data: Buffer) -> Tensor:
-        """Return the values in fp32, block after block. They may be infinite or NaN.
+        """The values in fp32, block after block, perhaps infinite or NaN.
 
         Raises MalformedMessage for bytes that are not of this codec.
         """
@@ -48,11 +46,11 @@ CODECS = tuple(_DECODERS)
 def new_decoder(
     codec: GradientCodec, sizes: Sequence[int], *, plain_bytes: int, shard_id: int
 ) -> GradientDecoder:
-    """Make the decoder for a gradient. `sizes`: the sizes of its blocks; `plain_bytes`: its size
-    without compression.
+    """Make a gradient's decoder. `sizes`: those of its blocks; `plain_bytes`: its size without
+    compression.
 
-    Raises InvalidSpec for an unknown codec, or options that are out of range. Raises ShapeMismatch
-    if the length or the rows do not fit the blocks, or if the length is not below `plain_bytes`.
+    Raises InvalidSpec for an unknown codec or options out of range. Raises ShapeMismatch if the
+    length or the rows do not fit the blocks, or the length is not below `plain_bytes`.
     """
     make = _DECODERS.get(codec.kind)
     if make is None:

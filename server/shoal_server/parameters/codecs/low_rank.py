@@ -1,6 +1,6 @@
-"""Low-rank gradients: each matrix is sent as two thin factors, and decoded as their product.
+"""Low-rank gradients: a matrix is sent as two thin factors, and decoded as their product.
 
-M: rows of a matrix. N: its columns. R: rank, the columns of either factor.
+M: rows of the matrix. N: its columns. R: rank, the columns of either factor.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ VALUE_BYTES = 4
 
 class LowRankDecoder:
     def __init__(self, codec: GradientCodec, sizes: Sequence[int]) -> None:
-        """Check the codec. Raises InvalidSpec or ShapeMismatch."""
+        """Raises InvalidSpec or ShapeMismatch."""
         if codec.rank < 1:
             raise InvalidSpec(
                 "the rank of codec powersgd is out of range", seen="0", expected="1 or above"
@@ -60,7 +60,7 @@ class LowRankDecoder:
     def _fill(
         self, block: Tensor, part: LowRankRows, sent: Tensor, factors: Sequence[Tensor]
     ) -> int:
-        """Write one block from the values that were sent for it; return their number."""
+        """Write a block; return the number of values that it took from `sent`."""
         if not part.rows:
             block.copy_(sent[: len(block)])
             return len(block)
@@ -77,8 +77,8 @@ class LowRankDecoder:
 def multiply(left_mr: Tensor, right_nr: Tensor, out: Tensor) -> None:
     """Write the M x N values of P Q^T to `out`.
 
-    The R terms of each value are added one by one: in a matrix product of torch, their order and
-    rounding depend on the processor and the number of threads.
+    The R terms are added one by one: torch's matrix product has an order and rounding that depend
+    on processor and threads.
     """
     out_mn = out.view(left_mr.shape[0], right_nr.shape[0])
     right_rn = right_nr.t().contiguous()

@@ -1,6 +1,6 @@
-"""Quantised gradients: a byte or a bit per value, with a scale per group of values.
+"""Quantised gradients: a byte or a bit per value, and a scale per group of values.
 
-K: groups of values with one scale. B: values of such a group.
+K: groups. B: values of a group.
 """
 
 from collections.abc import Sequence
@@ -18,10 +18,10 @@ BITS = 8
 
 
 class _Scaled:
-    """Base of both decoders. The data begin with the scales of all groups."""
+    """Data that begin with the scales of all groups."""
 
     def __init__(self, codec: GradientCodec, sizes: Sequence[int], bits: int) -> None:
-        """Check the codec. Raises InvalidSpec."""
+        """Raises InvalidSpec."""
         if not 0 < codec.block <= MAX_BLOCK or codec.block % BITS:
             raise InvalidSpec(
                 f"the block of codec {codec.kind} is out of range",
@@ -66,7 +66,7 @@ class OneBitDecoder(_Scaled):
 
 
 def _signs() -> Tensor:
-    """Return the eight signs of each byte, highest bit first."""
+    """The eight signs of each byte, highest bit first."""
     bits = (torch.arange(256).unsqueeze(1) >> torch.arange(BITS - 1, -1, -1)) & 1
     return bits.to(torch.float32) * 2 - 1
 

@@ -1,4 +1,4 @@
-"""Compressed gradients of a table's rows: 16 or 8 bits per value. Each row is decoded on its own.
+"""Compressed gradients of a table's rows, 16 or 8 bits a value, each row by itself.
 
 R: rows. C: columns.
 """
@@ -16,16 +16,14 @@ ROW_CODECS = ("fp16", "bf16", "int8")
 
 
 def row_bytes(codec: GradientCodec, dim: int) -> int:
-    """Return the size of a row's encoded gradient. Raises InvalidSpec if the codec is not for
-    rows."""
+    """Size of an encoded row. Raises InvalidSpec if the codec is not for rows."""
     if codec.kind not in ROW_CODECS:
         raise unknown_codec(codec.kind, ROW_CODECS)
     return SCALE_BYTES + dim if codec.kind == "int8" else 2 * dim
 
 
 def decode_rows(codec: GradientCodec, data: Buffer, dim: int) -> Tensor:
-    """Return R x C gradients in fp32, which may be infinite or NaN. `data` has one or more whole
-    rows."""
+    """R x C gradients in fp32, perhaps infinite or NaN. `data` has whole rows."""
     if codec.kind != "int8":
         return torch.frombuffer(data, dtype=HALF[codec.kind]).to(torch.float32).view(-1, dim)
     raw = torch.frombuffer(data, dtype=torch.uint8).view(-1, SCALE_BYTES + dim)

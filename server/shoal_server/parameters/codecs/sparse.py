@@ -1,4 +1,4 @@
-"""Sparse gradients: some values with their positions; the others are 0."""
+"""Sparse gradients: values with their positions; the others are 0."""
 
 from collections.abc import Sequence
 
@@ -19,8 +19,7 @@ class SparseDecoder:
         self.num_bytes = self._num_sent * ENTRY_BYTES
 
     def decode(self, data: Buffer) -> Tensor:
-        """Decode a gradient. Raises MalformedMessage for positions that are out of range, or do not
-        rise."""
+        """Raises MalformedMessage for positions that are out of range, or do not rise."""
         values = torch.zeros(self._num_values)
         if not self._num_sent:
             return values

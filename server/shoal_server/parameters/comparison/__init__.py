@@ -1,1 +1,1 @@
-"""Comparison of backups with their primary while both are in use."""
+"""Comparison of backups with their primary."""

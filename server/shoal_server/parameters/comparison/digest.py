@@ -1,18 +1,16 @@
 """Comparison of a backup with its primary, piece by piece while pushes go on.
 
 A backup replays its primary's updates, so the two are equal to the last bit. They differ only after
-a fault of memory, of a machine's arithmetic, or of this program, or if their versions of torch
-round differently. Without a comparison, a difference would show only when the backup becomes
-primary. So the primary computes a digest of a piece at intervals and sends it to each backup in the
-stream of records. The backup digests the same piece when it has replayed exactly the same records:
+a fault of memory, arithmetic or this program, or if their versions of torch round differently. The
+primary digests a piece at intervals, and sends the digest in the stream of records. The backup
+digests the same piece after the same records:
 
     walk = PieceWalk()
     digest = walk.next(shard)                    at the primary, which sends it after a record
     compared(copy, digest)                       at the backup, before the next record is replayed
 
-A piece is small: the shard's lock is held for about a millisecond, in a thread, however large the
-shard is. A walk covers the whole shard in turn: values, optimizer state, rows, remembered pushes.
-Positions of rows differ between replicas, so a piece of rows is a list of ids.
+A piece takes the shard's lock for about a millisecond. A walk covers values, optimizer state, rows
+and remembered pushes. A piece of rows is a list of ids, as rows' positions differ between replicas.
 """
 
 from collections.abc import Sequence
@@ -31,17 +29,15 @@ from shoal_server.parameters.shard.versioned import AnyShard
 PIECE_BYTES = 1024 * 1024
 SESSIONS_A_PIECE = 32
 SESSIONS, ROWS = "sessions", "rows"
-"""Names of the parts that are not tensors or have no fixed order. No tensor has such a name."""
+"""Names of the parts that are not tensors; no tensor has such a name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DigestRange:
-    """The range of a shard that a digest covers."""
-
     part: str
     """A tensor's name, SESSIONS or ROWS."""
     start: int = 0
-    """Start of the range: a byte of a tensor, or an index of a session."""
+    """A byte of a tensor, or the index of a session."""
     stop: int = 0
     row_ids: bytes = b""
     """Ids of rows, as int64."""
@@ -49,8 +45,6 @@ class DigestRange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PieceDigest:
-    """The digest of a range of the shard at one version."""
-
     version: int
     piece: DigestRange
     checksum: int
@@ -60,22 +54,22 @@ class Comparison(Enum):
     SAME = "same"
     DIFFERENT = "different"
     ANOTHER_VERSION = "another version"
-    """The shard is at another version than the digest, so nothing was compared."""
+    """Nothing was compared."""
 
 
 class PieceWalk:
-    """Walks through a shard piece by piece, and starts over at its end. Used by one thread at a
-    time; the shard's size may change meanwhile."""
+    """Walks through a shard piece by piece, again and again. For one thread at a time; the shard's
+    size may change meanwhile."""
 
     def __init__(self, piece_bytes: int = PIECE_BYTES) -> None:
         self._piece_bytes = piece_bytes
         self._part = 0
         self._at = 0
         self.num_rounds = 0
-        """Number of complete walks."""
+        """Complete walks."""
 
     def next(self, shard: AnyShard) -> PieceDigest:
-        """Return the digest of the next piece. Takes the shard's lock."""
+        """The digest of the next piece. Takes the shard's lock."""
 
         def look(version: int) -> PieceDigest:
             piece = self._next_piece(shard)
@@ -94,18 +88,16 @@ class PieceWalk:
                 self._part, self._at = 0, 0
                 self.num_rounds += 1
             return piece
-        # Sessions were forgotten since the last piece.
         self._part, self._at = 0, 0
         return self._next_piece(shard)
 
     def _piece_of(self, shard: AnyShard, part: str) -> DigestRange | None:
-        """Return the next piece of that part; None after its end."""
         start = self._at
         if part == ROWS:
             row_ids, self._at = shard.body.row_ids(start, self._piece_bytes)
             return DigestRange(part=part, row_ids=row_ids) if self._at > start else None
         if part == SESSIONS:
-            # One more than the number of sessions, so that a backup with more is detected.
+            # One more than there are, so that a backup with more is detected.
             size, step = len(shard.sessions) + 1, SESSIONS_A_PIECE
         else:
             size, step = shard.body.flat_tensors()[part].nbytes, self._piece_bytes
@@ -116,7 +108,7 @@ class PieceWalk:
 
 
 def compared(shard: AnyShard, digest: PieceDigest) -> Comparison:
-    """Compare the piece in this shard with a digest. Takes the shard's lock."""
+    """Compare a digest with this shard. Takes the shard's lock."""
 
     def look(version: int) -> Comparison:
         if version != digest.version:
@@ -128,7 +120,7 @@ def compared(shard: AnyShard, digest: PieceDigest) -> Comparison:
 
 
 def _checksum(shard: AnyShard, piece: DigestRange) -> int:
-    """Return the checksum of a piece; -1, which is no checksum, if its tensor does not exist."""
+    """Checksum of a piece; -1, which is none, if its tensor does not exist."""
     body = shard.body
     if piece.part == ROWS:
         births, tensors = body.rows_of(piece.row_ids)
@@ -159,5 +151,4 @@ def _folded(tensors: Sequence[Tensor], crc: int) -> int:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """Return the bytes of a contiguous tensor, not copied."""
     return tensor.reshape(-1).view(torch.uint8)

@@ -1,1 +1,1 @@
-"""Images: shards at one version, read chunk by chunk while pushes go on."""
+"""Images: shards at one version."""

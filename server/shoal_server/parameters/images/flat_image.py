@@ -1,4 +1,4 @@
-"""Images of dense shards: tensors that a push may change in any part."""
+"""Images of dense shards, any part of which a push may change."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -15,7 +15,7 @@ from shoal_server.parameters.images.tensor_bytes import DTYPES, as_bytes, descri
 
 
 class FlatTensors:
-    """Tensors as chunks of their bytes, one after the other; no chunk spans two tensors."""
+    """Tensors as chunks of bytes; no chunk spans two tensors."""
 
     def __init__(self, tensors: Mapping[str, Tensor], chunk_bytes: int) -> None:
         self.tensors = tensors
@@ -30,21 +30,19 @@ class FlatTensors:
         return len(self._chunks)
 
     def size_of(self, index: int) -> int:
-        """Return the size of a chunk in bytes."""
         _, start, stop = self._chunks[index]
         return stop - start
 
     def chunks_of(self, name: str) -> Sequence[int]:
-        """Return the chunks of one tensor, in order."""
         return [index for index, chunk in enumerate(self._chunks) if chunk[0] == name]
 
     def chunk_bytes_of(self, index: int, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Return the bytes of a chunk in `tensors`, which must have the same names and sizes."""
+        """A chunk of `tensors`, which must have the same names and sizes."""
         name, start, stop = self._chunks[index]
         return as_bytes(tensors[name])[start:stop]
 
     def write(self, index: int, data: Buffer) -> None:
-        """Write a chunk's bytes to their tensor. Raises MalformedMessage if the length is wrong."""
+        """Raises MalformedMessage if the length is wrong."""
         target = self.chunk_bytes_of(index, self.tensors)
         if len(data) != len(target):
             raise MalformedMessage(
@@ -56,8 +54,7 @@ class FlatTensors:
 
 
 class FlatImage:
-    """An image of tensors. Call `preserve` before each change of them, under the lock that
-    protects them."""
+    """An image of tensors. Call `preserve` before each change of them, under their lock."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._flat = flat = FlatTensors(tensors, CHUNK_BYTES)

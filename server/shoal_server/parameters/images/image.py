@@ -1,8 +1,7 @@
-"""Images of shards: the values of a shard at one version.
+"""Images of shards: their values at one version.
 
-A shard is sent to another server as an image, followed by the records of the pushes applied since,
-in order. A journal consists of images and records too; a snapshot has an image of each shard. The
-same records replayed on the same image give the same shard, to the last bit.
+Images, and records of later pushes, are sent to other servers and kept in journals. A snapshot has
+an image of each shard. The same records on the same image give the same shard, to the last bit.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,8 +16,6 @@ from shoal_server.parameters.images.tensor_bytes import describe
 
 @dataclass(frozen=True, order=True)
 class Stamp:
-    """Identifies an image of a shard of one job."""
-
     shard_id: int
     epoch: int
     version: int
@@ -26,17 +23,14 @@ class Stamp:
 
 @dataclass(frozen=True, slots=True)
 class TensorStream:
-    """A tensor of an image as it is written to a file: its description, and its content in
-    pieces."""
+    """A tensor of an image, as it is written to a file."""
 
     described: TensorImage
     pieces: Iterator[Tensor]
-    """Contiguous pieces, in order; the reader owns each piece."""
+    """Contiguous pieces, in order, which the reader owns."""
 
 
 class Image(Protocol):
-    """A whole shard at one version."""
-
     @property
     def kind(self) -> str:
         """ "dense" or "table"."""
@@ -50,17 +44,17 @@ class Image(Protocol):
 
     @property
     def spec(self) -> bytes:
-        """The shard's specification: a serialized message, of a type that depends on the kind."""
+        """The shard's specification: a serialized message that depends on the kind."""
         ...
 
     @property
     def sessions(self) -> Sequence[SessionImage]:
-        """The outcomes of pushes that the shard remembers: one session for each incarnation."""
+        """Outcomes of remembered pushes: one session for each incarnation."""
         ...
 
     def streams(self) -> Sequence[TensorStream]:
-        """Return values and optimizer state, each in pieces that are read when they are requested.
-        Unused rows of a table are left out."""
+        """Values and optimizer state, in pieces that are read on request. Unused rows of a table
+        are left out."""
         ...
 
 
@@ -73,11 +67,10 @@ class LoadedImage:
     version: int
     spec: bytes
     tensors: Mapping[str, Tensor]
-    """Values and optimizer state by name, on the CPU, contiguous."""
+    """Values and optimizer state, contiguous, on the CPU."""
     sessions: Sequence[SessionImage]
     placement_id: str = ""
-    """`JobAssignments.placement_id`, if the image is from a journal: shards of another placement
-    have the same ids."""
+    """`JobAssignments.placement_id`, if the image is from a journal."""
 
     def streams(self) -> Sequence[TensorStream]:
         return [

@@ -6,9 +6,8 @@
         image.release(i)
     image.close()
 
-Before a push changes data of a chunk that is not released, the old data are copied, so that every
-chunk is read as of the image's version. Of a table, only the rows that the push touches are copied;
-a dense shard is copied whole, once.
+Before a push changes a chunk that is not released, the old data are copied. Of a table, only the
+touched rows are copied; a dense shard is copied whole, once.
 """
 
 import threading
@@ -32,45 +31,38 @@ CHUNK_BYTES = 2 * 1024 * 1024
 
 class Locked(Protocol):
     """Calls `work` under the lock of a shard's content. Raises InternalError if the image is closed
-    before the work has ended."""
+    meanwhile."""
 
     def __call__(self, work: Callable[[], T]) -> T: ...
 
 
 class ImageContent(Protocol):
-    """The large part of an image. Hold the lock of the shard's content while calling `read`."""
+    """The large part of an image. Call `read` under the lock of the shard's content;
+    `release`, `close` and `held_bytes` need no lock, on any thread."""
 
     described: Sequence[TensorImage]
-    """Descriptions of the content's tensors."""
 
     def __len__(self) -> int:
-        """Return the number of chunks."""
+        """Number of chunks."""
         ...
 
-    def size_of(self, index: int) -> int:
-        """Return the size of a chunk in bytes."""
-        ...
+    def size_of(self, index: int) -> int: ...
 
     def read(self, index: int) -> Buffer:
-        """Return a copy of a chunk, as of the image's version. Raises InternalError if the chunk is
-        released."""
+        """A copy of a chunk. Raises InternalError if the chunk is released."""
         ...
 
     def release(self, index: int) -> None:
-        """Release a chunk: it is not read again. Called from any thread, without a lock."""
+        """Release a chunk, which is not read again."""
         ...
 
-    def close(self) -> None:
-        """Release all chunks. Called from any thread, without a lock."""
-        ...
+    def close(self) -> None: ...
 
     @property
-    def held_bytes(self) -> int:
-        """Bytes of copied old data. Read from any thread, without a lock."""
-        ...
+    def held_bytes(self) -> int: ...
 
     def streams(self, locked: "Locked") -> "Sequence[TensorStream]":
-        """Return all tensors. A piece is read when it is requested, within `locked`."""
+        """All tensors. A piece is read on request, within `locked`."""
         ...
 
 
@@ -78,8 +70,8 @@ ContentT = TypeVar("ContentT", bound=ImageContent)
 
 
 class OpenImages(Generic[ContentT]):
-    """The open images of a shard. Before a change, the data that they still need must be copied.
-    Used from any thread."""
+    """The open images of a shard. What they still need must be copied before a change. Any thread
+    may use it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -96,7 +88,6 @@ class OpenImages(Generic[ContentT]):
             self._open = (*self._open, content)
 
     def remove(self, content: ContentT) -> None:
-        """Remove an image; it may be removed already."""
         with self._lock:
             self._open = tuple(each for each in self._open if each is not content)
 
@@ -106,11 +97,11 @@ class OpenImages(Generic[ContentT]):
 
 
 class ShardImage:
-    """An image of one shard. All methods may be called from any thread, and concurrently.
+    """An image of one shard, which several threads may use at once.
 
-    `chunk` and the pieces of `streams` copy data, and wait for a push in progress: do not read them
-    on the event loop. `release` and `header` neither copy nor wait. `close` takes no lock either,
-    but frees the copied data, which takes 0.1 ms per MiB.
+    `chunk` and the pieces of `streams` copy data and wait for pushes: not for the event loop.
+    `release` and `header` neither copy nor wait. `close` frees copied data, which takes 0.1 ms per
+    MiB.
     """
 
     def __init__(
@@ -123,8 +114,8 @@ class ShardImage:
         images: OpenImages[ImageContent],
         epoch: int,
     ) -> None:
-        """Completes `header` with the sizes of content and rest. `lock` protects the content, which
-        the caller has added to `images`."""
+        """`header` gets the sizes of content and rest. `lock` protects the content, which the
+        caller has added to `images`."""
         self._content = content
         self._rest_message = rest
         self._rest = rest.SerializeToString(deterministic=True)
@@ -135,7 +126,7 @@ class ShardImage:
         header.chunk_bytes, header.rest_bytes = CHUNK_BYTES, len(self._rest)
         header.tensors.extend(content.described)
         self.header = header
-        """The header for a `ShardBuilder`. Do not change it."""
+        """Header for a `ShardBuilder`. Do not change it."""
         self.stamp = Stamp(header.shard_id, epoch, header.version)
 
     @property
@@ -153,12 +144,10 @@ class ShardImage:
 
     @property
     def spec(self) -> bytes:
-        """The specification of the shard."""
         return self.header.spec
 
     @property
     def sessions(self) -> Sequence[SessionImage]:
-        """The outcomes of pushes that the shard remembered."""
         return list(self._rest_message.sessions)
 
     @property
@@ -166,21 +155,19 @@ class ShardImage:
         return self._num_rest + len(self._content)
 
     def num_bytes(self, index: int) -> int:
-        """Return the size of a chunk in bytes."""
         if index < self._num_rest:
             return min(CHUNK_BYTES, len(self._rest) - index * CHUNK_BYTES)
         return self._content.size_of(index - self._num_rest)
 
     @property
     def held_bytes(self) -> int:
-        """Memory that the image takes in addition to the shard."""
+        """Memory in addition to the shard's."""
         return 0 if self._is_closed else len(self._rest) + self._content.held_bytes
 
     def chunk(self, index: int) -> Buffer:
-        """Return a chunk as of the image's version; repeated calls return the same bytes.
+        """A chunk as of the image's version.
 
-        Raises InternalError if the image is closed, or the chunk is one of the content and is
-        released.
+        Raises InternalError if the image is closed, or the chunk of its content released.
         """
         if index < self._num_rest:
             self._check_open()
@@ -191,18 +178,18 @@ class ShardImage:
         with self._lock:
             self._check_open()
             result = work()
-        # A concurrent `close` may have freed the copied data since the first check.
+        # A concurrent `close` may have freed the copied data meanwhile.
         self._check_open()
         return result
 
     def release(self, index: int) -> None:
-        """Release a chunk: it is not read again, and pushes need not preserve it. May be called
-        again, and after `close`."""
+        """Release a chunk: pushes need not preserve it. Repeated calls, also after `close`, are
+        harmless."""
         if index >= self._num_rest and not self._is_closed:
             self._content.release(index - self._num_rest)
 
     def close(self) -> None:
-        """Release everything. May be called again; a `chunk` call in progress raises."""
+        """Release everything. Repeated calls are harmless; a `chunk` call in progress raises."""
         self._is_closed = True
         self._images.remove(self._content)
         self._content.close()
@@ -214,8 +201,8 @@ class ShardImage:
         self.close()
 
     def streams(self) -> Sequence[TensorStream]:
-        """Return all tensors, each in pieces that are read when they are requested. Unused rows of
-        a table are left out. Call this before any chunk is released."""
+        """All tensors, in pieces that are read on request. Unused rows of a table are left out.
+        Call it before any chunk is released."""
         small = [
             TensorStream(each.description, iter((from_message(each),)))
             for each in self._rest_message.tensors
@@ -232,14 +219,13 @@ class ShardImage:
 
 
 def rest_of(sessions: Sequence[SessionImage], tensors: Mapping[str, Tensor]) -> CutRest:
-    """Make the rest of an image: its small parts, which are sent before the content."""
+    """The small parts of an image, which are sent first."""
     return CutRest(
         sessions=sessions, tensors=[to_message(name, each) for name, each in tensors.items()]
     )
 
 
 def released(index: int) -> InternalError:
-    """Return the error for a read of a released chunk."""
     return InternalError(
         "a released chunk of an image was requested", seen=f"chunk {index} of its content"
     )

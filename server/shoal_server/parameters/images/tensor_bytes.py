@@ -25,17 +25,17 @@ DTYPES = {
         torch.bool,
     )
 }
-# Received bytes are only read: torch need not warn that they are not writable.
+# Received bytes are only read.
 warnings.filterwarnings("ignore", message="The given buffer is not writable", module=__name__)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """Return the memory of a contiguous tensor as bytes, not copied."""
+    """The memory of a contiguous tensor, not copied."""
     return tensor.view(-1).view(torch.uint8) if tensor.numel() else tensor.new_empty(0).byte()
 
 
 def from_bytes(data: Buffer, dtype: torch.dtype, shape: Sequence[int], at: int = 0) -> Tensor:
-    """Return a tensor over the bytes of `data` from position `at` on, not copied."""
+    """A tensor over `data` from position `at` on, not copied."""
     count = math.prod(shape)
     if not count:
         return torch.empty(tuple(shape), dtype=dtype)
@@ -43,7 +43,6 @@ def from_bytes(data: Buffer, dtype: torch.dtype, shape: Sequence[int], at: int =
 
 
 def describe(name: str, tensor: Tensor) -> TensorImage:
-    """Return the name, dtype, shape and size of a tensor."""
     return TensorImage(
         name=name,
         dtype=str(tensor.dtype).removeprefix("torch."),
@@ -53,15 +52,14 @@ def describe(name: str, tensor: Tensor) -> TensorImage:
 
 
 def to_message(name: str, tensor: Tensor) -> CutTensor:
-    """Encode a small tensor."""
     return CutTensor(
         description=describe(name, tensor), data=as_bytes(tensor.contiguous()).numpy().tobytes()
     )
 
 
 def from_message(message: CutTensor) -> Tensor:
-    """Decode a tensor that `to_message` encoded, to new memory. Raises MalformedMessage for an
-    unknown dtype, or if the data are longer or shorter than the shape needs."""
+    """Decode what `to_message` encoded, to new memory. Raises MalformedMessage for an unknown
+    dtype, or data that do not fit the shape."""
     described = message.description
     dtype = DTYPES.get(described.dtype)
     shape = tuple(described.shape)

@@ -1,1 +1,1 @@
-"""The journal: a log of pushes on this server's own disk, and recovery of shards from it."""
+"""The journal: a log of pushes on this server's disk."""

@@ -1,4 +1,4 @@
-"""Images in a journal's directory, one per shard. An image replaces the shard's earlier records."""
+"""Images in a journal's directory, one per shard."""
 
 import re
 from collections.abc import Sequence
@@ -20,14 +20,12 @@ _NAME = re.compile(r"(\d+)-(\d+)-(\d+)-(\d+)-([0-9a-f]{64})\.safetensors")
 
 @dataclass(frozen=True, slots=True)
 class StoredImage:
-    """A shard's image in the journal: its position among the shard's records, and its file."""
-
     job: str
     shard_id: int
     epoch: int
     version: int
     number: int
-    """Log number of the first entry appended after the writing of the image began."""
+    """Log number of the next entry when the writing of the image began."""
     sha256: str
 
     @property
@@ -45,15 +43,13 @@ class StoredImage:
 
 
 class JournalImages:
-    """The image files of a journal. Every call blocks, and raises Unavailable if the disk fails."""
+    """The image files of a journal. Calls block, and raise Unavailable if the disk fails."""
 
     def __init__(self, directory: Path) -> None:
         self._files = Storage(Location.of_directory(directory))
 
     def list(self) -> list[StoredImage]:
-        """List the images, and remove all other files, which a process left when it ended while
-        writing them.
-        """
+        """List the images, and remove other files, which a process left unfinished."""
         kept = []
         for path in self._files.sizes(""):
             job, _, name = path.rpartition("/")
@@ -69,8 +65,7 @@ class JournalImages:
     def write(
         self, job: str, epoch: int, number: int, image: Image, placement_id: str = ""
     ) -> StoredImage:
-        """Write an image to disk, with `fsync`. `number`: the journal's next log number.
-        `placement_id`: see `Journal.put_image`."""
+        """Write an image with `fsync`. `number`: the journal's next log number."""
         file = image_file.DigestingReader(image_file.pieces(image, placement_id))
         shard_id, version = image.shard_id, image.version
 
@@ -81,8 +76,7 @@ class JournalImages:
         return kept()
 
     def read(self, kept: StoredImage) -> LoadedImage:
-        """Read an image. Raises JournalDamaged, naming the file, if the file has changed or is
-        gone."""
+        """Raises JournalDamaged, naming the file, if it has changed or is gone."""
         data = self._files.read(kept.path) or b""
         try:
             return image_file.from_bytes(

@@ -1,4 +1,4 @@
-"""The index of a journal's files: which segments have records that are still needed."""
+"""The index of a journal: which segments have records that are still needed."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ Key = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class EntryLocation:
-    """Position of an entry: its log number, and the epoch and version of its record."""
+    """Log number of an entry, and the epoch and version of its record."""
 
     number: int
     epoch: int
@@ -21,8 +21,6 @@ class EntryLocation:
 
 @dataclass(slots=True)
 class JournalSegment:
-    """A file of the log."""
-
     index: int
     first_number: int
     num_bytes: int = 0
@@ -34,26 +32,24 @@ class JournalSegment:
 
 
 class JournalIndex:
-    """Segments and images of a journal. A shard's image replaces the shard's records up to the
-    image's version; an end entry replaces the shard's image and all its earlier entries. Segments
-    are removed oldest first, so an end entry is never removed before the entries that it
-    replaces."""
+    """Segments and images of a journal. An image replaces the shard's records up to its version; an
+    end entry replaces the shard's image and earlier entries. Segments are removed oldest first, so
+    an end entry outlasts the entries that it replaces."""
 
     def __init__(self) -> None:
         self.segments: list[JournalSegment] = []
         self._images: dict[Key, StoredImage] = {}
         self._ended: dict[Key, int] = {}
         self._only: Key | None = None
-        """The only shard of this index; None: all shards."""
+        """The only shard of this index; None: all."""
 
     @property
     def images(self) -> Mapping[Key, StoredImage]:
-        """The newest images, by shard."""
         return self._images
 
     def of(self, key: Key) -> "JournalIndex":
-        """Copy this index as of now, for one shard. The copy has only the segments that the shard
-        needs: the files of other segments may be removed at any time."""
+        """A copy as of now for one shard. It has only segments that the shard needs: the files of
+        others may be removed at any time."""
         one = JournalIndex()
         one.segments = [each for each in self.segments if key in self._needing(each)]
         one._images = {each: kept for each, kept in self._images.items() if each == key}
@@ -66,8 +62,8 @@ class JournalIndex:
         return sum(segment.num_bytes for segment in self.segments)
 
     def note(self, number: int, entry: JournalEntry) -> StoredImage | None:
-        """Add an entry that was written to the newest segment. Return the image that it makes
-        superfluous; None if there is none."""
+        """Add an entry of the newest segment. Return the image that it makes superfluous, or
+        None."""
         version = 0 if entry.record is None else entry.record.push.version
         self.segments[-1].last[entry.key] = EntryLocation(number, entry.epoch, version)
         if entry.record is not None:
@@ -79,8 +75,8 @@ class JournalIndex:
         return self._images.pop(entry.key)
 
     def put(self, image: StoredImage) -> StoredImage | None:
-        """Add an image. Return the image that is superfluous now, which may be the added one; None
-        if there is none."""
+        """Add an image. Return the image that is superfluous now, perhaps the added one, or
+        None."""
         before = self._images.get(image.key)
         if image.number <= self._ended.get(image.key, 0):
             return image
@@ -90,14 +86,14 @@ class JournalIndex:
         return before if before != image else None
 
     def is_needed(self, key: Key, location: EntryLocation) -> bool:
-        """True if neither the shard's image nor an end entry replaces the entry at `location`."""
+        """True if neither the shard's image nor an end entry replaces the entry."""
         if self._only not in (None, key) or location.number <= self._ended.get(key, 0):
             return False
         image = self._images.get(key)
         return image is None or (location.epoch, location.version) > (image.epoch, image.version)
 
     def removable(self) -> Sequence[JournalSegment]:
-        """Return the segments before the first one that is needed; never the newest segment."""
+        """The segments before the first that is needed; never the newest."""
         removable: list[JournalSegment] = []
         for segment in self.segments[:-1]:
             if self._needing(segment):
@@ -106,13 +102,11 @@ class JournalIndex:
         return removable
 
     def discard(self, removed: Sequence[JournalSegment]) -> None:
-        """Drop the oldest segments once their files are removed."""
         self.segments[:] = [each for each in self.segments if each not in removed]
         first = self.segments[0].first_number if self.segments else 0
         self._ended = {key: number for key, number in self._ended.items() if number >= first}
 
     def overdue(self) -> Sequence[Key]:
-        """Return the shards for which the oldest segment is needed."""
         return self._needing(self.segments[0]) if self.segments else ()
 
     def _needing(self, segment: JournalSegment) -> Sequence[Key]:

@@ -6,12 +6,11 @@
         journal.put_image(job, epoch, image)        before a shard's first record
         journal.append(job, shard_id, epoch, record).result()
 
-Records are written in groups: all records appended during one `fsync` share the next. A shard's
-image, written from time to time, replaces all of its records up to the image's version; segments
-without a needed entry are removed.
+Records that are appended during one `fsync` share the next. A shard's image, written now and then,
+replaces its records up to the image's version.
 
-While the disk fails or is full, no new records are accepted. Records that were appended before stay
-in memory, and are written once the disk works again. `failure` has the error.
+While the disk fails or is full, no new records are accepted. Earlier ones stay in memory, and are
+written once it works again. `failure` has the error.
 """
 
 import errno
@@ -52,7 +51,7 @@ State = TypeVar("State", bound=AnyShard)
 ENTRY_BYTES = 256
 """Memory counted for an entry in addition to its data."""
 RETRY_EACH_S = 0.5
-"""Interval between attempts to write to a disk that failed."""
+"""Interval between attempts to write to a failed disk."""
 MAX_OWNER_BYTES = 1024
 _DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -64,12 +63,12 @@ class _Waiting(NamedTuple):
 
 
 class Journal:
-    """A journal, used from any thread. `with` runs its writer. At the end of the block, all
-    appended entries are on disk unless the disk failed."""
+    """A journal that any thread may use. `with` runs its writer. At the end, all appended entries
+    are on disk unless the disk failed."""
 
     def __init__(self, config: JournalConfig, *, fsync: Callable[[int], None] = os.fsync) -> None:
         """Raises AddressInUse if another process uses the directory, JournalDamaged, and OSError or
-        Unavailable if the directory cannot be read or written."""
+        Unavailable if the disk fails."""
         self._config = config
         self._fsync = fsync
         config.directory.mkdir(parents=True, exist_ok=True)
@@ -86,12 +85,11 @@ class Journal:
         self._thread = threading.Thread(target=self._write_for_ever, name="shoal-journal")
 
     def own(self, owner: Holder) -> str:
-        """Set the owner, and return the incarnation of the previous owner; empty if there was none.
-        The previous owner has ended or closed the journal: otherwise it would still hold the lock.
+        """Set the owner; return the previous owner's incarnation, empty if there was none. That
+        owner has ended or closed the journal.
 
-        Raises InvalidSpec if the journal belongs to a server with another id: it may have that
-        server's only copies, which this server would drop. Raises DiskFull or Unavailable if the
-        owner cannot be written.
+        Raises InvalidSpec for another server's journal, which may have that server's only copies.
+        Raises DiskFull or Unavailable if the owner cannot be written.
         """
         self._lock_file.seek(0)
         before = self._lock_file.read(MAX_OWNER_BYTES).decode(errors="replace")
@@ -107,8 +105,7 @@ class Journal:
         return incarnation
 
     def _write_owner(self, owner: bytes) -> None:
-        """Overwrite the owner in place, which works on a full disk. The file is not emptied
-        first."""
+        """Overwrite the owner in place, which works on a full disk."""
         try:
             self._lock_file.seek(0)
             self._lock_file.write(owner)
@@ -119,28 +116,27 @@ class Journal:
             raise _disk_failure(self._config.directory, error, fix=fix) from error
 
     def recover(self, make: Callable[[LoadedImage], State]) -> Sequence[RecoveredShard[State]]:
-        """Return every shard as of its last record on disk. Call this before `append`. `make` makes
-        a shard from its image.
+        """Every shard as of its last record on disk. Call it before `append`. `make` makes a shard
+        from its image.
 
-        Raises JournalDamaged, naming the file, if it is damaged, or if `make` raises
-        MalformedMessage; Unavailable or OSError if a file cannot be read; and other errors of
-        `make`.
+        Raises JournalDamaged, naming the file, also if `make` raises MalformedMessage; Unavailable
+        or OSError if a file cannot be read; and `make`'s other errors.
         """
         return replay(self._config.directory, self._images, self._index, make)
 
     def read(
         self, job: str, shard_id: int, make: Callable[[LoadedImage], State]
     ) -> RecoveredShard[State] | None:
-        """Read one shard from disk; None if the journal does not have it. No records of the shard
-        may be appended meanwhile. Blocks. Raises what `recover` raises."""
+        """One shard from disk; None if the journal lacks it. Append none of its records meanwhile.
+        Blocks. Raises what `recover` raises."""
         with self._wake:
             index = self._index.of((job, shard_id))
         recovered = replay(self._config.directory, self._images, index, make)
         return recovered[0] if recovered else None
 
     def __enter__(self) -> "Journal":
-        """Start the writer. Raises Unavailable if nothing can be written. If the disk is full, the
-        writer waits for space: the journal can be read, and only durable pushes fail."""
+        """Start the writer. Raises Unavailable if nothing can be written. On a full disk, the
+        writer waits for space, and only durable pushes fail."""
         try:
             self._begin_segment(self._first_number)
         except OSError as error:
@@ -168,7 +164,7 @@ class Journal:
 
     @property
     def num_bytes(self) -> int:
-        """Size of all segments on disk, without images."""
+        """Size of all segments, without images."""
         with self._wake:
             return self._index.num_bytes
 
@@ -179,9 +175,8 @@ class Journal:
             return self._failure
 
     def check_capacity(self) -> None:
-        """Raise Overloaded if the journal is full, or its disk too slow, for a further push. While
-        the disk cannot be written at all, nothing is raised: pushes go on, and only durable pushes
-        fail."""
+        """Raise Overloaded if the journal is full, or its disk too slow. Nothing is raised while
+        the disk cannot be written: only durable pushes fail then."""
         with self._wake:
             failure, pending_bytes = self._failure, self._pending_bytes
             num_bytes = self._index.num_bytes
@@ -203,33 +198,29 @@ class Journal:
             )
 
     def append(self, job: str, shard_id: int, epoch: int, record: UpdateRecord) -> "Future[None]":
-        """Append a push; the future is done once the push is on disk. Call this in the order of
-        versions.
+        """Append a push, in the order of versions; the future is done once the push is on disk.
 
-        The queue has no bound here, as the push is applied already: call `check_capacity` before
-        the push. The future fails with DiskFull or Unavailable if the disk fails. Then the push may
-        be on disk or not: put a new image of the shard before its next push is appended, or there
-        may be a gap in its records.
+        The queue has no bound, as the push is applied already: call `check_capacity` before the
+        push. The future fails with DiskFull or Unavailable if the disk fails. Then the push may be
+        on disk or not: a new image must come before the shard's next push.
         """
         return self._enqueue(JournalEntry(job, shard_id, epoch, record))
 
     def forget(self, job: str, shard_id: int) -> "Future[None]":
-        """Append an end entry for a shard: it says that this server no longer has the shard. The
-        future is done once the entry is on disk. If the disk fails, the future fails with DiskFull
-        or Unavailable, but the entry is still written once the disk works again."""
+        """Append an end entry: this server no longer has the shard. The future is done once the
+        entry is on disk. It fails with DiskFull or Unavailable if the disk fails; the entry is
+        still written later."""
         return self._enqueue(JournalEntry(job, shard_id, 0, None))
 
     def put_image(self, job: str, epoch: int, image: Image, *, placement_id: str = "") -> None:
         """Start to journal a shard, or replace its records up to the image's version.
-        `placement_id`: `JobAssignments.placement_id`, as shards of two placements have the same
-        ids.
+        `placement_id`: `JobAssignments.placement_id`.
 
-        The image is on disk on return. Blocks. Raises DiskFull or Unavailable, without a change, if
-        the image cannot be written. If the disk refuses to remove superfluous files afterwards,
-        they stay.
+        Blocks until the image is on disk. Raises DiskFull or Unavailable, without a change, if it
+        cannot be written. Superfluous files that cannot be removed stay.
         """
         with self._wake:
-            # Higher than the number of any end entry that was appended before.
+            # Higher than the number of any earlier end entry.
             number = self._next_number
         try:
             kept = self._images.write(job, epoch, number, image, placement_id)
@@ -243,9 +234,8 @@ class Journal:
             log.warning("journal_cleanup_failed", reason=str(error))
 
     def overdue(self) -> Sequence[Key]:
-        """Return the keys of the shards that need the oldest segment, once half of `max_bytes` is
-        used. Write images of these shards, so that the segment can be removed.
-        """
+        """Shards that need the oldest segment, once half of `max_bytes` is used. The caller writes
+        their images, so that it can be removed."""
         with self._wake:
             if self._index.num_bytes <= self._config.max_bytes // 2:
                 return ()
@@ -255,8 +245,7 @@ class Journal:
         done: Future[None] = Future()
         with self._wake:
             failure = self._failure
-            # An end entry is queued even while the disk fails: it is small, and would not be
-            # appended again.
+            # An end entry is queued even while the disk fails: it is small, and not appended again.
             if failure is None or entry.record is None:
                 self._queue.append(_Waiting(self._next_number, entry, done))
                 self._next_number += 1
@@ -284,7 +273,7 @@ class Journal:
             self._tidy(superfluous, batch[-1].number + 1)
 
     def _begin_with_retries(self) -> bool:
-        """Begin a segment once the disk has space for it. False if the journal is closed first."""
+        """Begin a segment once the disk has space. False if the journal is closed first."""
         while self._file is None:
             with self._wake:
                 if self._wake.wait_for(lambda: self._closing, RETRY_EACH_S):
@@ -298,8 +287,8 @@ class Journal:
         return True
 
     def _write_with_retries(self, batch: Sequence[_Waiting]) -> Sequence[StoredImage | None] | None:
-        """Write a batch, with retries; return the images that it made superfluous. None if the
-        journal is closed before the batch could be written."""
+        """Write a batch, with retries; return superfluous images. None if the journal is closed
+        first."""
         while True:
             try:
                 superfluous = self._write(batch)
@@ -317,13 +306,13 @@ class Journal:
         segment = self._index.segments[-1]
         synced_bytes = segment.num_bytes
         data = b"".join(encode(entry, number, synced_bytes) for number, entry, _ in batch)
-        # A failed attempt may have written any part of the batch: begin after the last synced byte.
+        # A failed attempt may have written part of the batch: begin after the last synced byte.
         self._file.truncate(synced_bytes)
         self._file.seek(synced_bytes)
         _write_all(self._file, data)
         self._fsync(self._file.fileno())
         if not os.fstat(self._file.fileno()).st_nlink:
-            # Writing to a removed file succeeds, but its data cannot be read later.
+            # Writing to a removed file succeeds, but its data are lost.
             raise FileNotFoundError(errno.ENOENT, "it was removed", str(self._file.name))
         with self._wake:
             segment.num_bytes += len(data)
@@ -331,8 +320,7 @@ class Journal:
             return [self._index.note(number, entry) for number, entry, _ in batch]
 
     def _tidy(self, superfluous: Sequence[StoredImage | None], next_number: int) -> None:
-        """Remove superfluous files, and begin a new segment if the newest one is full. If the disk
-        refuses, the newest segment keeps growing, and superfluous files stay."""
+        """Failures of the disk are only logged: the newest segment then keeps growing."""
         try:
             self._remove(superfluous)
             if self._index.segments[-1].num_bytes >= self._config.segment_bytes:
@@ -364,7 +352,7 @@ class Journal:
 
     def _remove(self, images: Sequence[StoredImage | None]) -> None:
         """Remove these images and all removable segments. Segments whose removal fails stay in the
-        index, so that no later segment is removed before them."""
+        index, so that none after them is removed first."""
         with self._wake:
             removable = self._index.removable()
         for segment in removable:
@@ -374,7 +362,6 @@ class Journal:
         self._images.remove([kept for kept in images if kept is not None])
 
     def _fail(self, error: OSError, batch: Sequence[_Waiting]) -> None:
-        """Fail all waiting futures, and set the error for later ones."""
         failure = _disk_failure(self._config.directory, error)
         with self._wake:
             is_new, self._failure = self._failure is None, failure
@@ -393,7 +380,7 @@ class Journal:
 
 
 def _write_all(file: FileIO, data: bytes) -> None:
-    """Write all data to an unbuffered file, which may write only a part per call."""
+    """Write all data: an unbuffered file may write only a part per call."""
     rest = memoryview(data)
     while rest:
         rest = rest[file.write(rest) :]
@@ -404,9 +391,8 @@ def _num_bytes(entry: JournalEntry) -> int:
 
 
 def _disk_failure(directory: Path, error: Exception, *, fix: str = "") -> ShoalError:
-    """Return the error that durable pushes get: DiskFull if the disk is full, else Unavailable.
-    `fix`: the error's advice. The default advice says that durable pushes go on by themselves once
-    the disk works again."""
+    """The error of durable pushes. `fix`: its advice, by default that durable pushes go on once the
+    disk works again."""
     if _errno(error) in _DISK_FULL_ERRNOS:
         return DiskFull(
             "the disk of the journal is full",
@@ -426,7 +412,6 @@ def _disk_failure(directory: Path, error: Exception, *, fix: str = "") -> ShoalE
 
 
 def _errno(error: BaseException | None) -> int | None:
-    """Return the errno of this error, or of the OSError that caused it."""
     while error is not None:
         if isinstance(error, OSError):
             return error.errno
@@ -435,7 +420,7 @@ def _errno(error: BaseException | None) -> int | None:
 
 
 def open_lock_file(path: Path) -> BinaryIO:
-    """Open and lock the lock file; the lock lasts as long as the file is open."""
+    """Open and lock the lock file, until it is closed."""
     # Not in append mode: the text is overwritten in place.
     file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+b")
     try:

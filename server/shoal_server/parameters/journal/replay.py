@@ -1,4 +1,4 @@
-"""Recovery of shards from a journal's directory."""
+"""Recovery of shards from a journal."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -24,26 +24,24 @@ State = TypeVar("State", bound=AnyShard)
 
 @dataclass(kw_only=True)
 class RecoveredShard(Generic[State]):
-    """A shard as of its last record on disk."""
-
     job: str
     epoch: int
     state: State
     num_replayed: int = 0
     placement_id: str = ""
-    """`JobAssignments.placement_id`, the id of the shard's placement; empty: unknown."""
+    """`JobAssignments.placement_id`; empty: unknown."""
 
     def is_of_another_placement(self, placement_id: str) -> bool:
-        """True if the shard is of another placement than `placement_id`, and both are known."""
+        """True if both placements are known and differ."""
         return bool(self.placement_id and placement_id and self.placement_id != placement_id)
 
 
 def read_index(directory: Path, images: JournalImages) -> tuple[JournalIndex, int]:
     """Read a journal's directory, cut off a torn end of the log, and remove superfluous images.
-    Return the index, and the log number of the next entry.
+    Return the index and the next log number.
 
-    Raises JournalDamaged, naming the file, for any other damage of the log; Unavailable or OSError
-    if the disk fails. The content of images is not read.
+    Raises JournalDamaged, naming the file, for other damage of the log; Unavailable or OSError if
+    the disk fails. Images are not read.
     """
     index, number = JournalIndex(), 1
     paths = sorted(directory.glob("segment-*.log"))
@@ -73,8 +71,8 @@ def replay(
     index: JournalIndex,
     make: Callable[[LoadedImage], State],
 ) -> Sequence[RecoveredShard[State]]:
-    """Make each shard from its image, and apply the later records. Raises the errors that
-    `Journal.recover` names."""
+    """Make each shard from its image, and apply later records. Raises what `Journal.recover`
+    does."""
     recovered = {key: _made(images, kept, make) for key, kept in index.images.items()}
     for file, number, entry in _entries(directory, index.segments):
         key, record = entry.key, entry.record
@@ -124,14 +122,14 @@ def _entries(
 ) -> Iterator[tuple[str, int, JournalEntry]]:
     for segment in segments:
         with (directory / segment.file).open("rb") as file:
-            # The writer may be writing more; up to here, everything is synced.
+            # Up to here everything is synced; the writer may be writing more.
             data = file.read(segment.num_bytes)
         for number, entry in scan(data, segment.file, is_last=False).entries:
             yield segment.file, number, entry
 
 
 def _cut(path: Path, num_bytes: int, seen_bytes: int) -> None:
-    """Cut off the torn end of the log: its entries were never acknowledged as durable."""
+    """Cut off the torn end of the log, whose entries were never acknowledged as durable."""
     log.warning(
         "journal_tail_cut",
         file=path.name,

@@ -8,8 +8,8 @@
                       this journal
               data
 
-A write that a crash interrupts leaves a torn end: any part of it may be on disk. The entries'
-counts of synced bytes distinguish a torn end from damage: synced bytes must be intact.
+A crash leaves a torn end, any part of which may be on disk. The counts of synced bytes distinguish
+a torn end from damage: synced bytes must be intact.
 """
 
 import struct
@@ -36,7 +36,7 @@ HEAD_BYTES = _HEAD.size + _CRC.size
 
 @dataclass(frozen=True, slots=True)
 class JournalEntry:
-    """A push as it was applied; or, without a record, the end of a shard in this journal."""
+    """A push as it was applied, or without a record the end of a shard in this journal."""
 
     job: str
     shard_id: int
@@ -50,14 +50,11 @@ class JournalEntry:
 
 @dataclass(frozen=True, slots=True)
 class SegmentScan:
-    """The content of a segment."""
-
     first_number: int
-    """Log number of the first entry."""
     entries: tuple[tuple[int, JournalEntry], ...]
-    """The entries with their log numbers."""
+    """Entries with their log numbers."""
     num_bytes: int
-    """Size up to the end of the last complete entry. After it there is nothing, or a torn end."""
+    """Size up to the last complete entry. Nothing follows, or a torn end."""
 
 
 def start(first_number: int) -> bytes:
@@ -77,10 +74,10 @@ def encode(entry: JournalEntry, number: int, synced_bytes: int) -> bytes:
 
 
 def scan(data: bytes, file: str, *, is_last: bool) -> SegmentScan:
-    """Read every entry up to the first incomplete one.
+    """Read entries up to the first incomplete one.
 
-    Raises JournalDamaged, naming the file, if the incomplete entry had been synced. In the last
-    segment, a later entry proves that; all earlier segments were synced completely.
+    Raises JournalDamaged, naming the file, if that one had been synced. In the last segment a later
+    entry proves that; earlier segments were synced completely.
     """
     if len(data) < START_BYTES or data[:8] != SEGMENT_MAGIC:
         _check_torn(data, 0, file, is_last=is_last)
@@ -114,7 +111,7 @@ class _ParsedEntry:
 
 
 def _entry_at(data: bytes, at: int) -> _ParsedEntry | None:
-    """Return the entry that begins at `at`; None if there is none, or it is incomplete."""
+    """The entry that begins at `at`; None if it is missing or incomplete."""
     body = at + HEAD_BYTES
     if body > len(data):
         return None
@@ -134,7 +131,7 @@ def _entry_at(data: bytes, at: int) -> _ParsedEntry | None:
 
 
 def _check_torn(data: bytes, at: int, file: str, *, is_last: bool) -> None:
-    """Raise JournalDamaged unless the bytes from `at` on may be the torn end of the journal."""
+    """Raise JournalDamaged unless the bytes from `at` on may be the journal's torn end."""
     witness = None if not is_last else _witness(data, at)
     if is_last and witness is None:
         return
@@ -149,7 +146,7 @@ def _check_torn(data: bytes, at: int, file: str, *, is_last: bool) -> None:
 
 
 def _witness(data: bytes, at: int) -> int | None:
-    """Return the start of a later entry that proves the sync of the byte at `at`; else None."""
+    """Start of a later entry that proves the sync of the byte at `at`, or None."""
     for offset in _offsets(data, at + 1):
         parsed = _entry_at(data, offset)
         if parsed is not None and parsed.synced_bytes > at:

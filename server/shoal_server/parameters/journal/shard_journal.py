@@ -1,12 +1,11 @@
-"""Journaling of the shards of which this server is the primary.
+"""Journaling of the shards of which this server is primary.
 
-Updates count as durable once the journal has an image of the shard and the records after it, and
-the shard's assignment names this server's disk (`ShardAssignment.on_disk`, which the replication
-core writes). If another server becomes primary, the shard stays in this journal until its
-assignment names another disk: until then no other disk has it.
+Updates are durable once the journal has the shard's image and later records, and the assignment
+names this server's disk (`ShardAssignment.on_disk`, written by the replication core). After a
+change of primary, the shard stays in this journal until the assignment names another disk.
 
-While the disk cannot be written, durable pushes fail. Once it works again, journaling of each shard
-resumes with a new image.
+While the disk cannot be written, durable pushes fail; later, journaling resumes with a new image of
+each shard.
 """
 
 import asyncio
@@ -33,10 +32,10 @@ log = structlog.get_logger(__name__)
 
 LOOK_EACH_S = 1.0
 LONGEST_PAUSE_S = 8.0
-"""Longest time between two attempts to resume the journaling of a shard."""
+"""Longest time between attempts to resume journaling."""
 MAX_WAITING_BYTES = 256 * 1024 * 1024
-"""Bound on one shard's records that wait until its image is on disk; beyond it, pushes are refused
-as Overloaded."""
+"""Bound on a shard's records that wait for its image; beyond it, pushes are refused as
+Overloaded."""
 
 Take = Callable[[ShardReplica], Awaitable[ShardImage]]
 OnDisk = Callable[[ShardReplica, int], None]
@@ -46,26 +45,23 @@ Key = tuple[str, int]
 
 @dataclass(slots=True, eq=False)
 class _JournaledShard:
-    """An attempt to journal a shard: since this server became its primary, or since journaling
-    resumed."""
+    """An attempt to journal a shard."""
 
     replica: ShardReplica
     placement_id: str
-    """`JobAssignments.placement_id` of the shard's record."""
     pauses: BackOff
     waiting: ShardLog[UpdateRecord] | None = None
-    """Records that wait until the image is on disk. None once the image is on disk, and while
-    journaling is interrupted."""
+    """Records that wait until the image is on disk. None afterwards, and while journaling is
+    interrupted."""
     why_not: ShoalError | None = None
-    """The error that interrupted journaling; None if it is not interrupted."""
     again_s: float = 0.0
-    """Time of the next attempt to resume, on the event loop's clock."""
+    """Next attempt to resume, on the event loop's clock."""
 
 
 class ShardJournal:
     """Journals shards. `take` makes an image of a shard. `on_disk` is called with the version up to
-    which a shard is on disk, `on_failure` when a shard's journaling is interrupted. Lives on the
-    event loop; files are written in `pool`."""
+    which a shard is on disk, `on_failure` when its journaling is interrupted. Lives on the event
+    loop, and writes files in `pool`."""
 
     def __init__(
         self,
@@ -84,7 +80,7 @@ class ShardJournal:
         self._led: dict[Key, _JournaledShard] = {}
         self._for_others: set[Key] = set()
         self._ends: dict[Key, Future[None]] = {}
-        """Futures of end entries, by shard: done once the entry is on disk."""
+        """End entries' futures, by shard."""
         self._tasks = SupervisedTasks()
 
     async def __aenter__(self) -> "ShardJournal":
@@ -97,9 +93,8 @@ class ShardJournal:
     # --- shards of which this server is the primary ---
 
     def start_journaling(self, replica: ShardReplica, placement_id: str = "") -> None:
-        """Start to journal a shard of which this server is now the primary. Updates that are
-        applied before the shard's image is on disk are written after the image. `placement_id`:
-        `JobAssignments.placement_id` of the shard's record."""
+        """Start to journal a shard that this server now leads. Updates that are applied before the
+        shard's image is on disk are written after it."""
         self._start(_JournaledShard(replica, placement_id, _new_pauses()))
 
     def _start(self, led: _JournaledShard) -> None:
@@ -112,7 +107,6 @@ class ShardJournal:
         self._tasks.start(self._begin(led))
 
     def _check_capacity(self, led: _JournaledShard) -> None:
-        """Raise Overloaded if the journal cannot keep one more push to the shard."""
         self._journal.check_capacity()
         if led.waiting is not None and led.waiting.num_bytes > MAX_WAITING_BYTES:
             raise Overloaded(
@@ -123,7 +117,7 @@ class ShardJournal:
             )
 
     def append_update(self, replica: ShardReplica, record: UpdateRecord) -> None:
-        """Append the record of an applied push. Call this for each push, in order."""
+        """Append the record of an applied push. Call it for each push, in order."""
         led = self._led.get(_key(replica))
         if led is None or led.replica is not replica:
             return
@@ -131,10 +125,10 @@ class ShardJournal:
             self._append(led, record)
         elif record.version > led.waiting.version:
             led.waiting.append(record)
-        # A record of an earlier version was applied before journaling began: the image has it.
+        # An earlier version: the image has it.
 
     def end(self, replica: ShardReplica) -> None:
-        """End the journaling of a shard of which this server is no longer the primary."""
+        """End journaling: this server no longer leads the shard."""
         key = _key(replica)
         led = self._led.get(key)
         if led is not None and led.replica is replica:
@@ -147,8 +141,8 @@ class ShardJournal:
         try:
             version = await self._put(led, await self._take(led.replica))
         except Exception as error:
-            # Any error interrupts journaling, also a lack of memory: otherwise records and durable
-            # pushes would wait for ever.
+            # Any error interrupts journaling, even a lack of memory: otherwise durable pushes would
+            # wait for ever.
             if not isinstance(error, ShoalError):
                 log.exception("image_not_journaled", job=key[0], shard_id=key[1])
             self._interrupt(led, error if isinstance(error, ShoalError) else _no_image(error))
@@ -170,7 +164,6 @@ class ShardJournal:
             self._append(led, record)
 
     def _interrupt(self, led: _JournaledShard, error: ShoalError) -> None:
-        """Interrupt the journaling of a shard, and report the failure."""
         replica = led.replica
         if self._led.get(_key(replica)) is not led or led.why_not is not None:
             return
@@ -183,16 +176,14 @@ class ShardJournal:
         self._on_failure(replica)
 
     def _resume(self) -> None:
-        """Start interrupted journaling again, as `start_journaling` does, for shards whose pause is
-        over."""
         now_s = asyncio.get_running_loop().time()
         for led in tuple(self._led.values()):
             if led.why_not is not None and now_s >= led.again_s:
-                # A new object: results of the earlier attempt must not affect this attempt.
+                # A new object: results of the earlier attempt must not affect it.
                 self._start(_JournaledShard(led.replica, led.placement_id, led.pauses))
 
     def _append(self, led: _JournaledShard, record: UpdateRecord) -> None:
-        """Append a record, unless an earlier one was refused: none may be written after a gap."""
+        """Append a record, unless an earlier one was refused: none may follow a gap."""
         if led.why_not is not None:
             return
         replica, loop = led.replica, asyncio.get_running_loop()
@@ -209,7 +200,6 @@ class ShardJournal:
         done.add_done_callback(on_disk)
 
     async def _put(self, led: _JournaledShard, image: ShardImage) -> int:
-        """Write an image, and return its version."""
         replica = led.replica
         ends = self._ended(_key(replica))
 
@@ -217,7 +207,7 @@ class ShardJournal:
             with image:
                 if ends is not None:
                     # Without the end entry before it, the image would seem older than records of an
-                    # earlier placement, which may have higher versions.
+                    # earlier placement with higher versions.
                     ends.result()
                 self._journal.put_image(
                     replica.job, replica.epoch, image, placement_id=led.placement_id
@@ -227,15 +217,13 @@ class ShardJournal:
         return await asyncio.get_running_loop().run_in_executor(self._pool, put)
 
     def _ended(self, key: Key) -> "Future[None] | None":
-        """Return the future of the shard's end entry, if there is one; retry it if it failed."""
         ends = self._ends.get(key)
         if ends is not None and ends.done() and ends.exception() is not None:
             ends = self._ends[key] = self._journal.forget(*key)
         return ends
 
     def _note(self, led: _JournaledShard, version: int, result: "Future[None]") -> None:
-        # Results of an interrupted or earlier attempt are ignored: journaling goes on with a
-        # new image.
+        # Ignore results of an interrupted or earlier attempt.
         if self._led.get(_key(led.replica)) is not led or led.why_not is not None:
             return
         error = result.exception()
@@ -245,8 +233,8 @@ class ShardJournal:
             self._interrupt(led, error)
 
     async def _look_for_ever(self) -> None:
-        """Write new images, at intervals, of shards whose old records fill the disk and of shards
-        whose journaling was interrupted."""
+        """Write new images, at intervals, of shards whose old records fill the disk or whose
+        journaling was interrupted."""
         while True:
             await asyncio.sleep(LOOK_EACH_S)
             if self._journal.failure is None:
@@ -259,8 +247,8 @@ class ShardJournal:
                         "journal_not_shortened", job=key[0], shard_id=key[1], reason=str(error)
                     )
                 except Exception:
-                    # The journal is unchanged, and the task goes on: without it, the journal would
-                    # fill the disk without a message.
+                    # The journal is unchanged; without this task it would fill the disk without a
+                    # message.
                     log.exception("journal_not_shortened", job=key[0], shard_id=key[1])
 
     async def _shorten(self, key: Key) -> None:
@@ -273,41 +261,39 @@ class ShardJournal:
             return
         await self._put(led, image)
         if key not in self._led:
-            # The shard may have been forgotten while its image was written. The image brought it
-            # back: it must be forgotten once more.
+            # The shard was forgotten while its image was written, and is back with it. It must be
+            # forgotten once more.
             self._for_others.add(key)
 
     # --- shards with another primary ---
 
     @property
     def all_keys(self) -> Collection[Key]:
-        """All shards that this disk has, or will have."""
+        """Shards that this disk has, or will have."""
         return {*self._led, *self._for_others}
 
     @property
     def failure(self) -> ShoalError | None:
-        """The error while the disk cannot be written, else None."""
         return self._journal.failure
 
     @property
     def keeps_for_others(self) -> bool:
-        """True if this disk may have the only durable copy of a shard that this server does not
-        serve as primary."""
+        """True if this disk may have the only durable copy of a shard led elsewhere."""
         return bool(self._for_others)
 
     def keeps(self, job: str, shard_id: int) -> bool:
-        """True if this disk may have the shard, and this server does not serve it as primary."""
+        """True if this disk may have the shard, which this server does not lead."""
         return (job, shard_id) in self._for_others
 
     def keep(self, keys: Iterable[Key]) -> None:
-        """Note the shards that the previous process of this server left in the journal."""
+        """Note shards that this server's previous process left in the journal."""
         self._for_others.update(keys)
 
     async def read(
         self, job: str, shard_id: int, make: Callable[[LoadedImage], AnyShard]
     ) -> RecoveredShard[AnyShard] | None:
-        """Read from the journal a shard that this server does not serve; None if the journal does
-        not have the shard, or cannot be read."""
+        """Read a shard that this server does not serve; None if the journal lacks it, or cannot be
+        read."""
         loop = asyncio.get_running_loop()
         read = partial(self._journal.read, job, shard_id, make)
         try:
@@ -317,8 +303,7 @@ class ShardJournal:
             return None
 
     def release_job(self, job: str, but: Collection[int]) -> None:
-        """Forget the job's shards that this server does not serve as primary, except those in
-        `but`."""
+        """Forget the job's shards that this server does not lead, except those in `but`."""
         for key in [k for k in self._for_others if k[0] == job and k[1] not in but]:
             self._for_others.discard(key)
             self._ends[key] = self._journal.forget(*key)

@@ -1,5 +1,5 @@
-"""Optimizer steps on a shard, with the kernels that `torch.optim` uses with `fused=True`. The outer
-step, and SGD on 16-bit types, use separate operations."""
+"""Optimizer steps on a shard, with the kernels of `torch.optim` with `fused=True`. The outer step,
+and SGD on 16-bit types, use separate operations."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ from shoal_server.parameters.optimizers.sgd import Sgd
 
 
 def new_optimizer(spec: OptimizerSpec, group: int, blocks: Sequence[Tensor]) -> ShardOptimizer:
-    """Make the optimizer of a shard in parameter group `group`. `spec` has passed `check_spec`."""
+    """The optimizer of a shard in parameter group `group`. `spec` has passed `check_spec`."""
     hyper = spec.groups[group]
     if spec.kind == "sgd":
         return Sgd(hyper, blocks)

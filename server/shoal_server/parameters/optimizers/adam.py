@@ -10,8 +10,6 @@ from shoal_server.parameters.optimizers.tensors import StepCounts, allocate_like
 
 
 class Adam:
-    """Adam, or AdamW with `decoupled_weight_decay`."""
-
     def __init__(
         self, hyper: HyperParameters, blocks: Sequence[Tensor], *, decoupled_weight_decay: bool
     ) -> None:

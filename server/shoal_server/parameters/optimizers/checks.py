@@ -1,4 +1,4 @@
-"""Checks of optimizer settings, with the same rules as `torch.optim`."""
+"""Checks of optimizer settings, with the rules of `torch.optim`."""
 
 import math
 from collections.abc import Sequence
@@ -12,9 +12,8 @@ KINDS = ("sgd", "adagrad", "adam", "adamw", "outer")
 
 
 def check_spec(spec: OptimizerSpec, num_groups: int) -> None:
-    """Raise UnsupportedOptimizer for an unknown kind of optimizer; InvalidSpec if a setting, the
-    schedule or the staleness policy is out of range, or if fewer than `num_groups` parameter groups
-    have settings."""
+    """Raise UnsupportedOptimizer for an unknown kind; InvalidSpec for settings out of range, or for
+    fewer than `num_groups` groups of settings."""
     if spec.kind not in KINDS:
         raise UnsupportedOptimizer(
             "no such optimizer on the parameter server",

@@ -1,9 +1,9 @@
-"""The outer step of DiLoCo, for members that step locally and push the change of their values.
+"""The outer step of DiLoCo, for members that push the change of their values.
 
 Douillard et al. 2023, "DiLoCo: Distributed Low-Communication Training of Language Models",
-arXiv:2311.08105. The pushed change takes the place of a gradient: the values at the start of a
-member's round, minus the values that the member's own optimizer has reached. The step is SGD with
-momentum, Nesterov's or not; steps of 16-bit values are computed in float32.
+arXiv:2311.08105. In place of a gradient, a member pushes the values at its round's start minus
+those that its own optimizer has reached. The step is SGD with momentum, Nesterov's or not; 16-bit
+values are computed in float32.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,8 +15,8 @@ from shoal_server.parameters.optimizers.tensors import allocate_like, compute_dt
 
 
 class Outer:
-    """SGD in separate operations, each rounded by itself. So the result equals, to the last bit,
-    the outer step that members make themselves (strategy "diloco")."""
+    """SGD in separate operations, each rounded by itself. So the result equals the outer step of
+    strategy "diloco" to the last bit."""
 
     def __init__(self, hyper: HyperParameters, blocks: Sequence[Tensor]) -> None:
         self._hyper = hyper

@@ -1,5 +1,4 @@
-"""Phases of a learning-rate schedule, each one of torch's schedulers: makes the schedulers, and
-checks the phases' settings."""
+"""Phases of a learning-rate schedule, each one of torch's schedulers."""
 
 import math
 
@@ -20,7 +19,7 @@ MAX_MILESTONES = 4096
 
 
 def new_scheduler(phase: Phase, optimizer: Optimizer) -> LRScheduler:
-    """Make the scheduler of a phase for which `range_error` is empty."""
+    """The scheduler of a phase for which `range_error` is empty."""
     match phase.WhichOneof("kind"):
         case "constant":
             return ConstantLR(optimizer, phase.constant.factor, phase.constant.total_iters)
@@ -39,8 +38,7 @@ def new_scheduler(phase: Phase, optimizer: Optimizer) -> LRScheduler:
 
 
 def range_error(phase: Phase) -> str:
-    """Return the valid range of the phase's settings if they are out of range; else an empty
-    text."""
+    """The valid range of settings that are out of range; else an empty text."""
     match phase.WhichOneof("kind"):
         case "constant":
             is_valid = 0 < phase.constant.factor <= 1

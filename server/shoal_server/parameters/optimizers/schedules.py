@@ -1,7 +1,7 @@
 """Learning rates that change with the number of updates, by torch's schedulers.
 
-torch computes most rates from the previous rate, so the rate is part of the shard's state: a backup
-would otherwise have to repeat all updates to know it.
+torch computes most rates from the previous one, so the rate is part of the shard's state: a backup
+would otherwise have to repeat all updates.
 """
 
 from bisect import bisect_right
@@ -21,8 +21,6 @@ MAX_PHASES = 64
 
 
 class RunningSchedule:
-    """The learning rate of one shard, from update to update."""
-
     def __init__(self, schedule: Schedule, base_lr: float) -> None:
         """`schedule` has passed `check_schedule`. Without phases the rate stays `base_lr`."""
         self._base = base_lr
@@ -33,29 +31,26 @@ class RunningSchedule:
 
     @property
     def lr(self) -> float:
-        """The rate of the next update."""
         return float(self._lr[0]) if self._running is not None else self._base
 
     def advance(self, num_updates: int) -> None:
-        """Set the rate of the next update, after `num_updates` updates of the shard. Call this
-        after each update: most rates follow from the previous rate."""
+        """Set the rate of the next update, after `num_updates` updates. Call it after each update:
+        most rates follow from the previous one."""
         if self._running is not None:
             self._lr[0] = self._running.following(num_updates, self.lr)
 
     def state(self) -> Mapping[str, Tensor]:
-        """Return the state, not copied."""
         return {"lr": self._lr} if self._running is not None else {}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Copy a state that `state` returned. Raises InternalError if `copy_state` does."""
         copy_state(self.state(), state)
 
 
 class _RateHolder(torch.optim.Optimizer):
     """An optimizer that updates nothing, whose rate torch's schedulers set.
 
-    It leaves out `Optimizer.__init__`, which imports torch's compiler: that would stop the server
-    for two seconds when its first shard is made.
+    `Optimizer.__init__` is left out: it imports torch's compiler, which would stop the server for
+    two seconds.
     """
 
     def __init__(self, lr: float) -> None:
@@ -67,8 +62,6 @@ class _RateHolder(torch.optim.Optimizer):
 
 
 class _TorchSchedule:
-    """torch's schedulers of all phases."""
-
     def __init__(self, schedule: Schedule, base_lr: float) -> None:
         optimizer = _RateHolder(base_lr)
         self._group = optimizer.param_groups[0]
@@ -83,10 +76,8 @@ class _TorchSchedule:
         return float(self._group["lr"])
 
     def following(self, num_updates: int, lr: float) -> float:
-        """Return the rate after `num_updates` updates, 1 or more. `lr`: the rate before the last of
-        them; it may come from an image of the shard, whose earlier updates were made by another
-        server.
-        """
+        """The rate after `num_updates` updates, at least 1. `lr`: the rate before the last of them,
+        perhaps from another server's image."""
         before = num_updates - 1
         index = bisect_right(self._starts, before)
         self._sequence.last_epoch = before
@@ -97,9 +88,8 @@ class _TorchSchedule:
 
 
 def check_schedule(schedule: Schedule) -> None:
-    """Raise InvalidSpec if torch would refuse the schedule, if a setting could make a rate negative
-    or not finite, if a phase before the last has no updates, or if there are too many phases or
-    milestones."""
+    """Raise InvalidSpec for a schedule that torch would refuse, a rate that could become negative
+    or not finite, a phase without updates before the last, or too many phases or milestones."""
     if len(schedule.phases) > MAX_PHASES:
         raise InvalidSpec(
             "the schedule is too long",

@@ -62,7 +62,6 @@ class Sgd:
         return True
 
     def _rates(self, lr: float, momentum: float | None) -> tuple[float, float]:
-        """Return the learning rate and the momentum."""
         if self._momentum is None:
             return lr, 0.0
         return lr, self._hyper.momentum if momentum is None else momentum
@@ -100,8 +99,8 @@ class Sgd:
         rates: tuple[float, float],
         is_first_step: bool,
     ) -> None:
-        """Step on 16-bit types: torch's fused kernel leaves most of such a tensor unchanged (seen
-        with 2.13 on CPU; only the last elements, beyond whole vectors, are updated)."""
+        """Step on 16-bit types. torch's fused kernel leaves all but the last elements of such a
+        tensor unchanged (seen with 2.13 on CPU)."""
         lr, momentum = rates
         slots: list[Tensor | None] = [None] * len(values)
         if buffers and not is_first_step:

@@ -1,17 +1,16 @@
 """Staleness policies: treatment of gradients whose base values have been updated since.
 
-Staleness is the number of updates applied since the values that a gradient was computed on. A
-policy may ignore it, divide the learning rate by it, damp the optimizer (`damping`), refuse
-gradients that are too stale, or correct the gradient:
+Staleness is the number of updates since the values that a gradient was computed on. A policy may
+ignore it, divide the learning rate by it, damp the optimizer (`damping`), refuse stale gradients,
+or correct the gradient.
 
-Zheng et al. 2017, "Asynchronous Stochastic Gradient Descent with Delay Compensation",
-arXiv:1609.08326, adds the first term of the gradient's Taylor series, with the square of the
-gradient in place of the Hessian: g + lambda * g * g * (w_now - w_then). An adaptive lambda differs
-per element: lambda_0 / sqrt(m + epsilon), where m is the running mean of g * g.
+The correction of Zheng et al. 2017, "Asynchronous Stochastic Gradient Descent with Delay
+Compensation", arXiv:1609.08326, is the first term of the gradient's Taylor series, with the square
+of the gradient as Hessian: g + lambda * g * g * (w_now - w_then). An adaptive lambda differs per
+element: lambda_0 / sqrt(m + epsilon), with the running mean m of g * g.
 
-The member sends w_then along with the gradient. In the paper, the server keeps w_then for each
-member instead. That would be a copy of the model per member, to be replicated, moved and put into
-snapshots with the shard.
+The member sends w_then with the gradient. In the paper, the server keeps it, which would be a copy
+of the model per member.
 """
 
 import math
@@ -30,8 +29,6 @@ KINDS = ("", "none", "scale", "damp", "compensate")
 
 
 class Staleness:
-    """The policy of one shard, with its state."""
-
     def __init__(
         self,
         policy: StalenessPolicy,
@@ -40,12 +37,12 @@ class Staleness:
         blocks: Sequence[Tensor],
     ) -> None:
         """`policy` has passed `check_policy`. `kind`: the optimizer's kind. `blocks`: the shard's
-        values; they are only read."""
+        values, which are only read."""
         self._policy = policy
         self._kind = kind
         self._hyper = hyper
         self._blocks = blocks
-        # If the objective is maximized, the gradient has the opposite sign.
+        # The gradient of a maximized objective has the opposite sign.
         self._strength = -policy.strength if hyper.maximize else policy.strength
         self._square: Tensor | None = None
         self._squares: Sequence[Tensor] = ()
@@ -56,11 +53,10 @@ class Staleness:
 
     @property
     def needs_base(self) -> bool:
-        """True if a push must carry the values that its gradient was computed on."""
+        """True if a push must carry its base values."""
         return self._policy.kind == "compensate"
 
     def admit(self, staleness: int, shard_id: int) -> None:
-        """Raise StalePush if the policy has a bound, and the staleness is beyond it."""
         if self._policy.HasField("bound") and staleness > self._policy.bound:
             raise StalePush(
                 f"the gradient for shard {shard_id} is too stale",
@@ -70,13 +66,12 @@ class Staleness:
             )
 
     def scale(self, lr: float, staleness: int) -> float:
-        """Return the learning rate for a push of that staleness."""
         if self._policy.kind == "damp":
             return lr * damping(self._kind, self._hyper, staleness).rate
         return lr / max(1, staleness) if self._policy.kind == "scale" else lr
 
     def momentum(self, staleness: int) -> float:
-        """Return the momentum, of SGD or the outer step, for a push of that staleness."""
+        """Momentum of SGD or the outer step for a push of that staleness."""
         if self._policy.kind == "damp":
             return damping(self._kind, self._hyper, staleness).momentum
         return self._hyper.momentum
@@ -88,11 +83,11 @@ class Staleness:
         bases: Sequence[Tensor],
         staleness: int,
     ) -> Sequence[Tensor]:
-        """Return the gradients for the optimizer's step, and update the running mean of an adaptive
-        policy. `bases`: the base values, one tensor per named block; unused unless `needs_base`.
+        """Gradients for the optimizer's step; updates an adaptive policy's running mean. `bases`:
+        base values per named block, unused unless `needs_base`.
 
-        An element whose correction overflows its type is not corrected. Each operation is rounded
-        by itself, so the result does not depend on how threads share a tensor.
+        An element whose correction overflows stays uncorrected. Each operation is rounded by
+        itself, so threads do not affect the result.
         """
         if not self.needs_base:
             return gradients
@@ -113,16 +108,14 @@ class Staleness:
         return corrected or gradients
 
     def state(self) -> Mapping[str, Tensor]:
-        """Return the state, not copied."""
         return {} if self._square is None else {"mean_square": self._square}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Copy a state that `state` returned. Raises InternalError if `copy_state` does."""
         copy_state(self.state(), state)
 
 
 def check_policy(policy: StalenessPolicy) -> None:
-    """Raise InvalidSpec if the policy is unknown, or a setting is out of range."""
+    """Raise InvalidSpec for an unknown policy, or a setting out of range."""
     if policy.kind not in KINDS:
         raise InvalidSpec(
             "no such staleness policy",

@@ -1,4 +1,4 @@
-"""State tensors that are laid out like a shard's values, and copies of them."""
+"""State tensors laid out like a shard's values."""
 
 from collections.abc import Mapping, Sequence
 from typing import Protocol
@@ -13,45 +13,41 @@ VECTOR_ELEMENTS = 64
 
 
 class StatefulRule(Protocol):
-    """A part of an update rule that keeps tensors from one update to the next."""
+    """A part of an update rule that keeps tensors between updates."""
 
     def state(self) -> Mapping[str, Tensor]:
-        """Return the tensors by name, not copied."""
+        """The tensors by name, not copied."""
         ...
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Copy tensors that `state` returned. Raises InternalError if `copy_state` does."""
+        """Copy tensors of `state`. Raises InternalError if `copy_state` does."""
         ...
 
 
 def allocate_like(
     blocks: Sequence[Tensor], fill: float = 0.0, *, dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Sequence[Tensor]]:
-    """Make a tensor laid out like the blocks; return it flat, and as one view per block."""
+    """A tensor laid out like the blocks: flat, and as one view per block."""
     sizes = [block.numel() for block in blocks]
     flat = torch.full((sum(sizes),), fill, dtype=dtype or blocks[0].dtype)
     return flat, torch.split(flat, sizes)
 
 
 class StepCounts:
-    """The number of steps of each block. torch.optim counts the steps of each parameter in a
-    float32 tensor of one element; here the counts are views of one tensor."""
-
     def __init__(self, num_blocks: int) -> None:
         self.all = torch.zeros(num_blocks, dtype=torch.float32)
         self._each = self.all.unbind()
 
     def advance(self, blocks: Sequence[int]) -> list[Tensor]:
-        """Count a step of these blocks; return the views of their counts."""
         counts = [self._each[b] for b in blocks]
         torch._foreach_add_(counts, 1)
         return counts
 
 
 def in_runs(blocks: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Join blocks, which must be adjacent in memory, into as few tensors as possible without
-    changing results. A kernel rounds the elements after a tensor's last whole vector differently,
-    so a tensor ends after each block that is not made of whole vectors."""
+    """Join blocks, adjacent in memory, into as few tensors as give the same results. Kernels round
+    the elements after a tensor's last whole vector differently, so a tensor ends after each block
+    that is not of whole vectors."""
     runs: list[Tensor] = []
     start = num_elements = 0
     for i, block in enumerate(blocks):
@@ -63,13 +59,13 @@ def in_runs(blocks: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype to compute in: in 16 bits, squares underflow and small changes are lost."""
+    """The dtype to compute in: in 16 bits, squares underflow and small changes are lost."""
     return torch.float32 if dtype.itemsize < 4 else dtype
 
 
 def copy_state(target: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
-    """Copy the tensors of `given` to the tensors of `target`. Raises InternalError, without a
-    change, if names, shapes or dtypes differ."""
+    """Copy the tensors of `given` to `target`. Raises InternalError, without a change, if names,
+    shapes or dtypes differ."""
     seen, expected = _outline(given), _outline(target)
     if seen != expected:
         raise InternalError("the state is not of this kind of shard", seen=seen, expected=expected)

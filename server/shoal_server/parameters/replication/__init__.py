@@ -1,1 +1,2 @@
-"""Replication of shards: streams to backups, failover, handover, recovery from the journal."""
+"""Replication of shards to backups. The classes live on the event loop; `run` runs large work in
+threads."""

@@ -1,4 +1,4 @@
-"""Acknowledgements: calls wait until an update is as safe as its sender demands."""
+"""Acknowledgements: calls wait until an update is as safe as their sender demands."""
 
 import asyncio
 from dataclasses import dataclass
@@ -29,17 +29,16 @@ AnswerT = TypeVar("AnswerT")
 
 @dataclass(slots=True, eq=False)
 class _Waiter:
-    """A call that waits for its acknowledgement. The core gets it as a token."""
+    """A waiting call, and its token in the core."""
 
     replica: ShardReplica
     answered: "asyncio.Future[Any]"
-    """Resolves to `answer`, or to the reason for which the version cannot become safe."""
+    """Resolves to `answer`, or to the reason why the version cannot become safe."""
     answer: object
 
 
 class Acknowledgements:
-    """Requests acknowledgements from the core of server `me`, and lets calls wait for them. Lives
-    on the event loop."""
+    """Requests acknowledgements from the core of server `me`."""
 
     def __init__(self, driver: CoreDriver, me: Holder) -> None:
         self._driver = driver
@@ -50,8 +49,8 @@ class Acknowledgements:
     async def wait(
         self, replica: ShardReplica, version: int, level: Acknowledgement.ValueType
     ) -> None:
-        """Return once a version of a shard is safe to that level. If it can no longer become safe,
-        raise the reason, as `ShardLeadership.wait_acknowledged` does."""
+        """Return once a version is safe to that level. Raises the reason if it cannot become safe;
+        see `ShardLeadership.wait_acknowledged`."""
         outcome = await self.when_acknowledged(replica, version, level, None)
         if isinstance(outcome, ShoalError):
             raise outcome
@@ -63,8 +62,8 @@ class Acknowledgements:
         level: Acknowledgement.ValueType,
         answer: AnswerT,
     ) -> "asyncio.Future[AnswerT | ShoalError]":
-        """Return a future of `answer`, or of the error that `wait` would raise. It is done when
-        `wait` would end. If the future is cancelled, the answer is freed at once."""
+        """A future of `answer`, or of the error that `wait` would raise. Cancelling it frees the
+        answer at once."""
         waiter = _Waiter(replica, self._loop.create_future(), answer)
         if not replica.is_led:
             waiter.answered.set_result(replica.deposed_error())
@@ -78,14 +77,14 @@ class Acknowledgements:
 
     def _abandon_if_cancelled(self, waiter: _Waiter, answered: "asyncio.Future[Any]") -> None:
         if answered.cancelled():
-            # The core drops an abandoned token only once its version is safe, which may take
-            # minutes. The answer may be large.
+            # The core keeps an abandoned token until its version is safe, perhaps for minutes. The
+            # answer may be large.
             waiter.answer = None
             key = waiter.replica.job, waiter.replica.shard_id
             self._driver.submit_event(AckAbandoned(waiter, key))
 
     def check_lease(self) -> None:
-        """Raise Unavailable while this server may have been declared dead."""
+        """Raise Unavailable if other servers may have assumed this server dead."""
         if self._loop.time() >= self._lease_ends_s:
             raise self._fenced()
 

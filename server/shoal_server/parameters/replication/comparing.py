@@ -1,4 +1,4 @@
-"""Continuous comparison of this server's primaries with their backups, piece by piece."""
+"""Continuous comparison of this server's primaries with their backups."""
 
 import asyncio
 from collections.abc import Iterator
@@ -16,12 +16,11 @@ from shoal_server.parameters.shard.workers import Runner
 log = structlog.get_logger(__name__)
 
 COMPARE_EACH_S = 0.25
-"""Interval between two pieces of 1 MiB. The shards take turns: at most 14.1 GiB an hour for all."""
+"""Interval between pieces of 1 MiB. All shards take turns: at most 14.1 GiB an hour."""
 
 
 class Comparing:
-    """Sends digests of pieces to the backups, which compare them with their own. A digest is
-    computed between two pushes. Lives on the event loop."""
+    """Sends digests of pieces to backups, which compare them with their own."""
 
     def __init__(self, catalog: Catalog, links: OutgoingLinks, run: Runner) -> None:
         self._catalog = catalog
@@ -45,8 +44,8 @@ class Comparing:
                         reason=str(error),
                     )
                 except Exception:
-                    # The error is not raised: it would start the round again, and later shards
-                    # would never be compared.
+                    # Not raised: the round would start again, and later shards would never be
+                    # compared.
                     log.exception("copies_not_compared", job=replica.job, shard_id=replica.shard_id)
             if not replicas:
                 await asyncio.sleep(COMPARE_EACH_S)

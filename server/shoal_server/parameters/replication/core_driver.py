@@ -1,4 +1,4 @@
-"""The driver of the replication core: passes events to it, and its effects to its edges."""
+"""Passes events to the replication core, and its effects to its edges."""
 
 import asyncio
 from collections import deque
@@ -13,8 +13,7 @@ TIMED_WITHIN_S = 0.002
 
 
 class CoreDriver:
-    """Drives the core: handles an event with all its effects before the next event. Lives on the
-    event loop."""
+    """Handles an event with all its effects before the next event."""
 
     def __init__(self, core: ReplicationCore) -> None:
         self.core = core
@@ -28,19 +27,18 @@ class CoreDriver:
         self._wakes_s = float("inf")
 
     def set_effect_handler(self, carry_out: Callable[[Effect], None]) -> None:
-        """Set the function that carries out effects. Call this before the first event. The function
-        must return at once; the result of longer work is submitted as an event."""
+        """Set the function that carries out effects, before the first event. It must return at
+        once; the result of longer work is an event."""
         self._carry_out = carry_out
 
     def close(self) -> None:
-        """Stop the timer."""
         self._is_closed = True
         if self._timer is not None:
             self._timer.cancel()
 
     def submit_event(self, event: Event) -> None:
-        """Handle an event. If this is called while an effect is carried out, the event is handled
-        after the current event and all waiting events."""
+        """Handle an event. During an effect, the event waits for the current one and all waiting
+        ones."""
         self._waiting.append(event)
         if self._is_stepping:
             return
@@ -51,7 +49,7 @@ class CoreDriver:
         finally:
             self._is_stepping = False
         if not self._is_timer_due:
-            # The timer is set once for many events, and after the work for which calls wait.
+            # Once for many events, and after the work that calls wait for.
             self._is_timer_due = True
             self._loop.call_later(TIMED_WITHIN_S, self._set_timer)
 

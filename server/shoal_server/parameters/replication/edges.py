@@ -1,4 +1,4 @@
-"""The edges of the replication core, and the choice of the edge that carries out an effect."""
+"""The edges of the replication core, and the choice of an effect's edge."""
 
 from dataclasses import dataclass
 from typing import Protocol, assert_never
@@ -16,7 +16,7 @@ from shoal_server.parameters.replication.wire.frames import ArrivedRequest
 
 
 class Observer(Protocol):
-    """The edge that probes servers and writes log lines."""
+    """Probes servers and writes log lines."""
 
     def probe_peer(self, effect: fx.ProbePeer) -> None: ...
 
@@ -25,8 +25,8 @@ class Observer(Protocol):
 
 @dataclass(kw_only=True)
 class ReplicationEdges:
-    """All edges of one core. Their methods return at once; the result of longer work is submitted
-    as an event."""
+    """All edges of one core. Their methods return at once; the result of longer work is an
+    event."""
 
     links: OutgoingLinks
     received: ReceivedUpdates
@@ -36,7 +36,7 @@ class ReplicationEdges:
     writer: RecordWriter
     observer: Observer
     servicer: ReplicationServicer | None = None
-    """The service; None until it is made. No request arrives before that."""
+    """None until the service is made. No request arrives before that."""
 
     def carry_out(self, effect: fx.Effect) -> None:  # noqa: PLR0912, PLR0915 - a case per effect
         match effect:

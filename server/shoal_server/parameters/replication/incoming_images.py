@@ -1,4 +1,4 @@
-"""Incoming images: shards that are built from chunks as the chunks arrive."""
+"""Shards that are built from chunks as the chunks arrive."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -32,14 +32,12 @@ class _IncomingImage:
     header: pb.CutHeader
     chunks: "asyncio.Queue[ArrivedRequest]" = field(default_factory=asyncio.Queue)
     state: AnyShard | None = None
-    """The shard, once all chunks have arrived."""
     is_adopted: bool = False
     task: "asyncio.Task[None] | None" = None
 
 
 class IncomingImages:
-    """Builds shards from images, at most one image of a shard at a time. Lives on the event loop;
-    `run` runs large work in threads."""
+    """Builds shards from images, one image of a shard at a time."""
 
     def __init__(
         self, driver: CoreDriver, *, catalog: Catalog, memory: Memory, run: Runner
@@ -55,7 +53,6 @@ class IncomingImages:
         await self._tasks.close()
 
     def is_receiving(self, key: Key, image: int) -> bool:
-        """True if chunks of that image are expected."""
         coming = self._coming.get(key)
         return coming is not None and coming.image == image
 
@@ -82,7 +79,7 @@ class IncomingImages:
         except ShoalError as error:
             self._failed(coming, str(error), is_full=isinstance(error, Overloaded))
         except Exception as error:
-            # The data come from another process: an error in them concerns this image alone.
+            # Bad data from another process concern this image alone.
             log.exception("image_failed", job=coming.key[0], shard_id=coming.key[1])
             self._failed(coming, repr(error), is_full=False)
 
@@ -111,8 +108,8 @@ class IncomingImages:
                 claim.move_to_shard(more_bytes)
 
     def take(self, effect: AdoptImage) -> ShardReplica:
-        """Remove a complete image, and return a backup with its shard. Raises InternalError for an
-        image that is not complete."""
+        """Remove a complete image, and return a backup with its shard. Raises InternalError if the
+        image is incomplete."""
         coming = self._coming.pop(effect.key)
         if coming.state is None:
             raise InternalError("an incomplete image is to be adopted", seen=str(effect))

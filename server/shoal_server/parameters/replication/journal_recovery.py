@@ -1,8 +1,7 @@
-"""Recovery after a crash: this server becomes primary of the shards that are in its journal and in
-no server's memory.
+"""Recovery after a crash: this server leads shards of its journal that no server has in memory.
 
-The replication core decides which shards to claim, and when (its `journal_claims.py`). This module
-reads from etcd which servers are registered and which have ended, and passes that to the core.
+The replication core decides which shards to claim, and when (`journal_claims.py`). This module
+tells it which servers etcd lists, and which have ended.
 """
 
 import asyncio
@@ -29,8 +28,7 @@ LOOK_LATER_EACH_S = 1.0
 
 
 class JournalRecovery:
-    """Reports to the core which servers are registered and which have ended, while shards of the
-    journal are not claimed. Lives on the event loop."""
+    """Reports servers to the core while shards of the journal are not claimed."""
 
     def __init__(
         self, store: KeyValueStore, replicas: ShardReplicas, limits: ReplicationLimits
@@ -40,13 +38,12 @@ class JournalRecovery:
         self._removal = DiskRemovalLoop(store, replicas, limits)
 
     async def at_once(self, shards: Sequence[RecoveredShard[AnyShard]], within_s: float) -> None:
-        """Become primary of the shards of which this server's previous process was the primary, if
-        no backup in step is left. A backup that is left may have later versions, and becomes
-        primary by itself.
+        """Become primary of the shards that this server's previous process led, if no backup in
+        step is left. Such a backup may have later versions, and becomes primary itself.
 
-        Call this before the server is registered: then other servers never see a recovered shard
-        without a primary. Backups that etcd still lists may be dead as well: this call waits for
-        their leases to end, for at most `within_s`. Raises what the store raises.
+        Call it before the registration, so that other servers see no recovered shard without a
+        primary. Waits for the leases of backups that etcd still lists to end, at most `within_s`.
+        Raises what the store raises.
         """
         loop = asyncio.get_running_loop()
         give_up_s = loop.time() + within_s
@@ -65,8 +62,7 @@ class JournalRecovery:
         log.info("journal_recovered", num_led=num_led, num_open=num_open)
 
     async def claim_later(self) -> None:
-        """Claim shards as long as this server runs: a shard in the journal is claimed once all
-        other servers that had it are known to be dead."""
+        """Claim shards for ever, each once all other servers that had it are known to be dead."""
         while True:
             await asyncio.sleep(LOOK_LATER_EACH_S)
             try:
@@ -90,9 +86,6 @@ class JournalRecovery:
 
 
 class DiskRemovalLoop:
-    """Corrects assignments that name this server's disk for a shard that is not on it. Lives on the
-    event loop."""
-
     def __init__(
         self, store: KeyValueStore, replicas: ShardReplicas, limits: ReplicationLimits
     ) -> None:
@@ -101,9 +94,9 @@ class DiskRemovalLoop:
         self._decision = DiskRemoval(replicas.me, limits)
 
     async def correct_assignments(self, on_disk: Collection[Key] = ()) -> None:
-        """Correct assignments that name this server's disk for a shard that is not in `on_disk`,
-        the shards of the journal. Leave those whose primary is another process of this server that
-        may be alive. Raises what the store raises."""
+        """Correct assignments that name this disk for a shard that is not in `on_disk`. Leave those
+        whose primary is another process of this server that may be alive. Raises what the store
+        raises."""
         replicas, loop = self._replicas, asyncio.get_running_loop()
         asked_s = loop.time()
         missing = {
@@ -128,8 +121,8 @@ class DiskRemovalLoop:
                 await replicas.change_assignments(job, revised, partial(_unless_changed, revised))
 
     async def correct_for_ever(self) -> None:
-        """Repeat `correct_assignments` as long as the server runs. For a server without a journal:
-        the previous process with its id may be alive at first, and known to be dead later."""
+        """Repeat `correct_assignments` for ever. For a server without a journal: the previous
+        process may be alive at first, and known to be dead later."""
         while True:
             await asyncio.sleep(LOOK_LATER_EACH_S)
             try:
@@ -141,7 +134,7 @@ class DiskRemovalLoop:
 def _unless_changed(
     wanted: Mapping[int, tuple[ShardAssignment, ShardAssignment]], current: ShardAssignment
 ) -> ShardAssignment:
-    """Return the corrected assignment, or `current` if that is not the assignment that was read:
-    then the disk may have the shard by now, and the next `correct_assignments` decides."""
+    """The corrected assignment, or `current` if that has changed since: the disk may have the shard
+    now."""
     before, after = wanted[current.shard_id]
     return after if current == before else current

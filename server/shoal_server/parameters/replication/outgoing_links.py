@@ -1,4 +1,4 @@
-"""Outgoing links: the links that this server opens, and the images that it sends over them."""
+"""Links that this server opens, and the images that it sends over them."""
 
 import asyncio
 from collections.abc import Iterator
@@ -48,13 +48,11 @@ log = structlog.get_logger(__name__)
 @dataclass(slots=True)
 class _OutgoingImage:
     image: ShardImage | None = None
-    """The image; None while it is being made."""
     released: int = 0
 
 
 class OutgoingLinks:
-    """Opens links and makes images for the core of server `me`. Lives on the event loop; `run` runs
-    large work in threads."""
+    """Opens links and makes images for the core of server `me`."""
 
     def __init__(
         self,
@@ -107,9 +105,9 @@ class OutgoingLinks:
             link.send_record(effect.request, effect.record)
 
     def compare(self, replica: ShardReplica, digest: PieceDigest) -> None:
-        """Send a digest to every server that gets the shard's pushes, unless the shard has a later
-        version by now."""
-        # The record of the digest's version must be sent before the digest.
+        """Send a digest to the servers that get the shard's pushes, unless the shard has a later
+        version."""
+        # The record of the digest's version goes first.
         replica.leading.report_applied()
         if not replica.is_led or replica.state.version != digest.version:
             return
@@ -118,18 +116,16 @@ class OutgoingLinks:
             link.compare(message)
 
     def draft(self, replica: ShardReplica, data: memoryview) -> memoryview | None:
-        """Copy the data of a push, before it is applied, to memory that is shared with one of the
-        shard's followers. Return the copy; None if there is no such memory. See
-        `PeerLink.draft`."""
+        """Copy a push's data, before it is applied, to memory shared with a follower; None if there
+        is none. See `PeerLink.draft`."""
         for link in self._followed_by(replica):
             if (drafted := link.draft(data)) is not None:
                 return drafted
         return None
 
     def _followed_by(self, replica: ShardReplica) -> Iterator[PeerLink]:
-        """Yield the links over which pushes to the shard are sent."""
         for peer_and_number in replica.links:
-            # A link may have ended without the core having handled it yet.
+            # A link may have ended before the core has handled that.
             if (link := self._links.get(peer_and_number)) is not None:
                 yield link
 
@@ -170,8 +166,8 @@ class OutgoingLinks:
                 raise InternalError("the shard is no longer on this server", seen=str(effect.key))
             image = await replica.run_in_order(self._run, LARGE, replica.image)
         except Exception as error:
-            # Any error is reported, also a lack of memory: other images for the same server wait
-            # for this image.
+            # Any error is reported, even a lack of memory: other images for the server wait for
+            # this one.
             if not isinstance(error, ShoalError):
                 log.exception("image_not_cut", job=effect.key[0], shard_id=effect.key[1])
             self._images.pop(effect.image, None)

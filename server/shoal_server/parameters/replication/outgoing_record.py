@@ -1,4 +1,4 @@
-"""The record of a push to a primary that may still have to be sent to a backup."""
+"""The record of a push that may still have to be sent to a backup."""
 
 from collections.abc import Callable
 from functools import partial
@@ -9,9 +9,8 @@ from shoal_server.parameters.shard.record import UpdateRecord
 
 
 class OutgoingRecord:
-    """An update record whose data may lie in memory that a later push overwrites (*lent* memory).
-    The replication core owns the record, and discards it once no backup needs it; links have weak
-    references. Lives on the event loop."""
+    """An update record whose data may be in memory that a later push overwrites (*lent* memory).
+    The replication core owns it until no backup needs it; links have weak references."""
 
     __slots__ = ("__weakref__", "_record", "num_bytes", "version")
 
@@ -21,25 +20,24 @@ class OutgoingRecord:
         self.num_bytes = record.num_bytes
 
     def get(self) -> UpdateRecord:
-        """Return the record. If its data are lent, they are valid for this turn of the event loop:
-        afterwards their memory may be used for another push."""
+        """The record. Lent data are valid for this turn of the event loop only."""
         return self._record
 
     def owned(self) -> UpdateRecord:
-        """Return the record with data that are never overwritten."""
+        """The record with data that are never overwritten."""
         if self._record.is_lent:
             self._replace(bytes(self._record.data), is_lent=False)
         return self._record
 
     def set_lent_data(self, data: Buffer) -> Callable[[], None]:
-        """Use `data`, which are a copy in lent memory, as the record's data. Return the function to
-        call before that memory is used for anything else."""
+        """Use a copy in lent memory as the record's data. Return the function to call before that
+        memory is used again."""
         self._replace(data, is_lent=True)
         return self.before_reuse()
 
     def before_reuse(self) -> Callable[[], None]:
-        """Return the function to call before the memory of the data is used for anything else. It
-        copies the data if they still lie there and the record is still needed."""
+        """The function to call before the data's memory is used again. It copies the data if the
+        record is still needed and has them there."""
         return partial(_copy_data, ref(self), self._record.data)
 
     def _replace(self, data: Buffer, *, is_lent: bool) -> None:

@@ -1,7 +1,6 @@
-"""A link from this server to another server, which has backups of this server's shards.
+"""A link from this server to a server with backups of its shards.
 
-A link consists of two streams: one for pushes, and one for images, which is opened for the first
-image. So no push waits for an image, which may have gigabytes.
+One stream carries pushes, and a second one images, so that no push waits for gigabytes.
 """
 
 import asyncio
@@ -44,23 +43,21 @@ from shoal_server.serving.tasks import cancel
 log = structlog.get_logger(__name__)
 
 REFUSAL_S = 0.2
-"""Time within which a machine that is up refuses a connection if no process listens."""
+"""Time within which a running machine refuses a connection without a listener."""
 
 
 class LinkOwner(Protocol):
-    """The owner of a link, which has the shards' images and receives the link's events."""
-
     async def find_address(self, holder: Holder) -> str | None:
-        """Return the address of `holder`; None if etcd does not list it. Raises RetryError if the
-        process is unknown here and etcd cannot be asked about it."""
+        """The address of `holder`; None if etcd does not list it. Raises RetryError if etcd must be
+        asked and cannot be reached."""
         ...
 
     def header(self, image: int) -> pb.CutHeader | None:
-        """Return the header of an image; None if the image is closed."""
+        """Header of an image; None if it is closed."""
         ...
 
     def chunk(self, request: ImageChunk) -> Awaitable[Buffer]:
-        """Return the data of a chunk. Raises InternalError if the image is closed."""
+        """Data of a chunk. Raises InternalError if the image is closed."""
         ...
 
     def submit_event(
@@ -69,12 +66,10 @@ class LinkOwner(Protocol):
 
 
 _Push = tuple[UpdateMessage, "ReferenceType[OutgoingRecord]"]
-"""A record that waits to be sent. Its reference is dead once no backup needs the record."""
+"""A record to send. The reference is dead once no backup needs the record."""
 
 
 class PeerLink:
-    """Sends pushes and images to one server. Lives on the event loop."""
-
     def __init__(
         self, me: Holder, to: Holder, number: int, owner: LinkOwner, timeouts: PeerTimeouts
     ) -> None:
@@ -89,7 +84,7 @@ class PeerLink:
         self._wake_images = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._idle: WatchedStream | None = None
-        """The stream for pushes, while it is open and nothing is being written to it; else None."""
+        """The stream for pushes while it is open and idle."""
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._run(), name=f"link-to-{self._to.server_id}")
@@ -99,8 +94,8 @@ class PeerLink:
             await cancel(self._task)
 
     def send(self, request: Request) -> None:
-        """Send a request, by one of the link's two streams. Requests on one stream arrive in order,
-        unless the link breaks."""
+        """Send a request over one of the streams. Requests on one stream arrive in order, or the
+        link breaks."""
         if isinstance(request, ImageStart | ImageChunk):
             self._images.append(request)
             self._wake_images.set()
@@ -109,20 +104,19 @@ class PeerLink:
             self._wake.set()
 
     def send_record(self, request: Request, outgoing: OutgoingRecord) -> None:
-        """Send a push, after all earlier requests on its stream."""
         assert isinstance(request, UpdateMessage)
         if not self._send_now(request, outgoing):
             self._pushes.append((request, ref(outgoing)))
             self._wake.set()
 
     def _send_now(self, request: UpdateMessage, outgoing: OutgoingRecord) -> bool:
-        """Send a push without a turn of the event loop, as its sender waits. Return True if it was
+        """Send a push without a turn of the event loop, as its sender waits; True if it was
         sent."""
         stream = self._idle
         if stream is None or self._pushes:
             return False
         record = outgoing.get()
-        # The follower may refuse a push with rows, if it has no memory for them.
+        # The follower may lack memory for rows, and refuse the push.
         is_received = stream.is_received and not record.push.row_ids
         of_record = frames.of_record(
             *request.key,
@@ -139,9 +133,8 @@ class PeerLink:
         return True
 
     def draft(self, data: memoryview) -> memoryview | None:
-        """Copy the data of a push, which may be the next one sent, to memory that is shared with
-        the other end. Return the copy; None if that is not possible now. The copy is valid until
-        the next draft."""
+        """Copy a push's data, perhaps the next sent, to memory shared with the other end; None if
+        that is impossible now. The copy is valid until the next draft."""
         return self._idle.draft(data) if self._idle is not None and not self._pushes else None
 
     def compare(self, digest: pb.FollowRequest) -> None:
@@ -150,8 +143,8 @@ class PeerLink:
         self._wake.set()
 
     async def _run(self) -> None:
-        """Run until the link breaks for any reason, and report that to the core. The core opens
-        another link: without the report, pushes would wait forever."""
+        """Run until the link breaks, and report that to the core. Without the report no other link
+        would be opened, and pushes would wait for ever."""
         try:
             broke = await self._carried()
         except Exception:
@@ -160,7 +153,6 @@ class PeerLink:
         self._owner.submit_event(broke)
 
     async def _carried(self) -> LinkBroken:
-        """Run the link, and return how it broke."""
         try:
             address = await self._owner.find_address(self._to)
         except RetryError as error:
@@ -220,8 +212,8 @@ class PeerLink:
         elif isinstance(request, tuple):
             update, outgoing = request[0], request[1]()
             if outgoing is not None:
-                # The send may have to wait. Meanwhile another follower may free the memory in which
-                # the data lie.
+                # The send may have to wait. Meanwhile another follower may free the memory of the
+                # data.
                 record = outgoing.owned()
                 yield from frames.of_record(*update.key, update.epoch, record, inline_bytes)
 
@@ -242,8 +234,8 @@ class PeerLink:
     # --- images ---
 
     async def _carry_images(self, address: str) -> None:
-        """Open a second stream for the first image, and send images over it. Raises the error that
-        broke the stream."""
+        """Send images over a second stream, opened for the first one. Raises the error that broke
+        the stream."""
         await self._wake_images.wait()
         async with open_stream(address) as opened:
             stream = WatchedStream(opened, address, self._timeouts)
@@ -273,14 +265,14 @@ class PeerLink:
 
 
 async def _drain(stream: WatchedStream) -> None:
-    """Read the answers of the stream for images, which may only be answers to heartbeats."""
+    """Read the stream for images, on which only heartbeats are answered."""
     async for message in stream.replies():
         log.error("answer_on_wrong_stream", seen=str(message))
 
 
 async def _refuses(address: str) -> bool:
-    """True if the machine refuses the connection. Then the process is dead, and waiting for it
-    would only delay the pushes that it was to receive."""
+    """True if the machine refuses the connection. The process is then dead, and waiting for it
+    would only delay pushes."""
     host, _, port = address.rpartition(":")
     try:
         async with asyncio.timeout(REFUSAL_S):

@@ -1,4 +1,4 @@
-"""Updates from primaries: acknowledged once they are received, and applied afterwards."""
+"""Updates from primaries, acknowledged once received, and applied afterwards."""
 
 import asyncio
 from collections import deque
@@ -36,17 +36,13 @@ COPY_FAILED = "copy_failed"
 
 @dataclass(slots=True, eq=False)
 class _Backlog:
-    """The records received for one backup that are still to be applied, in order."""
-
     replica: ShardReplica
     records: deque[ArrivedRequest | PieceDigest] = field(default_factory=deque)
-    """Records and digests. A digest is compared after the records before it are applied."""
+    """Records, and digests to compare after the records before them."""
     applied: "asyncio.Task[None] | None" = None
 
 
 class ReceivedUpdates:
-    """Applies received updates. Lives on the event loop; `run` runs large work in threads."""
-
     def __init__(
         self,
         driver: CoreDriver,
@@ -68,29 +64,27 @@ class ReceivedUpdates:
         self._capacity = asyncio.Condition()
         self._tasks = SupervisedTasks()
         self.num_compared = self.num_different = 0
-        """Number of pieces that were compared with the primary's, and of pieces that differed."""
+        """Pieces compared with the primary's, and pieces that differed."""
 
     async def close(self) -> None:
         await self._tasks.close()
 
     async def await_capacity(self) -> None:
-        """Return once `has_capacity` is true."""
         async with self._capacity:
             await self._capacity.wait_for(lambda: self.has_capacity)
 
     @property
     def has_capacity(self) -> bool:
-        """True if the updates that wait to be applied are within their bound."""
         return self._unapplied_bytes <= MAX_UNAPPLIED_BYTES
 
     def assembly(self) -> RequestAssembler:
-        """Return an assembler for one stream. Close it at the stream's end."""
+        """An assembler for one stream. Close it at the stream's end."""
         return RequestAssembler(self.memory, self._is_coming)
 
     def check_memory(self, arrived: ArrivedRequest) -> None:
-        """Raise Overloaded for an update that was dropped for lack of memory, or that has rows
-        while the memory limit is exceeded. The copy with all acknowledged updates stays on this
-        server until the assignment allows this server to drop it."""
+        """Raise Overloaded for an update that was dropped for lack of memory, or that adds rows
+        beyond the memory limit. The copy stays until the assignment allows this server to drop
+        it."""
         if arrived.why_dropped:
             raise Overloaded("there was no memory for an update", seen=arrived.why_dropped)
         if arrived.push is not None and arrived.push.row_ids:
@@ -106,8 +100,8 @@ class ReceivedUpdates:
             self._put(key, replica, arrived.owned())
 
     def _replayed_now(self, key: Key, replica: ShardReplica, arrived: ArrivedRequest) -> bool:
-        """Apply a small update at once, from the memory in which it arrived, if no earlier update
-        waits. Return False if that was not tried."""
+        """Apply a small update from the memory in which it arrived, if no earlier one waits; False
+        if that was not tried."""
         if key in self._backlogs:
             return False
         replay = partial(replica.state.replay, arrived.record(), is_borrowed=True)
@@ -135,7 +129,6 @@ class ReceivedUpdates:
             backlog.applied = self._tasks.start(self._apply(key, backlog))
 
     async def _apply(self, key: Key, backlog: _Backlog) -> None:
-        """Apply the backlog until it is empty. If an update fails, give the backup up."""
         replica = backlog.replica
         while backlog.records:
             item = backlog.records.popleft()
@@ -158,7 +151,6 @@ class ReceivedUpdates:
             del self._backlogs[key]
 
     def _give_up(self, key: Key, replica: ShardReplica) -> None:
-        """Give up a backup that is not equal to its primary, for any reason."""
         if self._catalog.find(*key) is replica:
             self._driver.submit_event(CopyFailed(key))
 
@@ -200,8 +192,7 @@ class ReceivedUpdates:
             self._driver.submit_event(CopySettled(key, replica.state.version))
 
     async def settle(self, replica: ShardReplica) -> None:
-        """Return once every update that was received for a backup is applied, or the backup was
-        given up."""
+        """Return once every update received for a backup is applied, or the backup was given up."""
         key = replica.job, replica.shard_id
         while (backlog := self._backlogs.get(key)) is not None and backlog.replica is replica:
             if backlog.applied is None or backlog.applied.done():
@@ -211,7 +202,7 @@ class ReceivedUpdates:
 
 
 def _work_bytes(replica: ShardReplica, arrived: ArrivedRequest) -> int:
-    """Return the `num_bytes` with which a `Runner` applies an update."""
+    """The `num_bytes` with which a `Runner` applies an update."""
     assert arrived.push is not None
     num_rows = len(arrived.push.row_ids) // ID_BYTES
     num_bytes = work_bytes_of(arrived.push, _num_bytes(arrived))
@@ -219,7 +210,6 @@ def _work_bytes(replica: ShardReplica, arrived: ArrivedRequest) -> int:
 
 
 def _num_bytes(arrived: ArrivedRequest | PieceDigest) -> int:
-    """Return the memory that a record or digest takes while it waits."""
     if isinstance(arrived, PieceDigest):
         return len(arrived.piece.row_ids)
     push = arrived.push

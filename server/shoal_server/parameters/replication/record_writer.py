@@ -1,4 +1,4 @@
-"""Writer of assignments that the core changes. Changes decided together are written together."""
+"""Writer of assignments that the core changes."""
 
 import asyncio
 from collections import defaultdict
@@ -27,12 +27,9 @@ from shoal_server.serving.tasks import SupervisedTasks
 log = structlog.get_logger(__name__)
 
 AGAIN_S = 2.0
-"""Pause after a write that was refused."""
 
 
 class RecordWriter:
-    """Writes and reads assignments for the core. Lives on the event loop."""
-
     def __init__(self, driver: CoreDriver, records: AssignmentMirror) -> None:
         self._driver = driver
         self._records = records
@@ -46,7 +43,7 @@ class RecordWriter:
     def write_shard_record(self, effect: WriteShardRecord) -> None:
         job, shard_id = effect.key
         if job not in self._wanted:
-            # Changes decided in this turn of the event loop are written together.
+            # Changes of this turn of the event loop are written together.
             asyncio.get_running_loop().call_soon(self._start, job)
         self._wanted[job].add(shard_id)
 
@@ -68,7 +65,7 @@ class RecordWriter:
 
     def _revised(self, job: str, assignment: ShardAssignment) -> ShardAssignment:
         key = job, assignment.shard_id
-        # The core answers this event at once, with `ReviseShardRecord`.
+        # The core answers at once, with `ReviseShardRecord`.
         self._driver.submit_event(ShardRecordRead(key, assignment))
         return self._revised_records.pop(key)
 
@@ -82,6 +79,5 @@ class RecordWriter:
         try:
             await self._records.refresh(key[0], (key[1],))
         except ShoalError as error:
-            # The core answers waiting calls from the records that it has.
             log.warning("assignments_not_read", job=key[0], reason=str(error))
         self._driver.submit_event(ShardRecordRefreshed(key))

@@ -1,4 +1,4 @@
-"""The Replication service, on which the servers of primaries replicate shards to this server."""
+"""The service on which primaries' servers replicate shards to this one."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
@@ -46,16 +46,16 @@ from shoal_server.serving.tasks import cancel
 log = structlog.get_logger(__name__)
 
 MAX_ANSWERS = 4096
-"""Bound on one link's answers that are not sent yet. Beyond it, requests are not read."""
+"""Bound on a link's unsent answers. Beyond it, requests are not read."""
 
 SMALL_BYTES = 256 * 1024
-"""Size of the largest push after which reading may pause."""
+"""Largest push after which reading may pause."""
 
 Caller = tuple[Holder, int]
 
 
 TakeArriving = Callable[[Arriving], bool]
-"""Handles a request without waiting, if possible. Returns True if the request was handled."""
+"""Handles a request without waiting; False if it cannot."""
 
 
 class DirectStream(Protocol):
@@ -63,27 +63,26 @@ class DirectStream(Protocol):
 
     @property
     def reads_to_end(self) -> bool:
-        """True if everything that a primary has sent is read even if the primary dies."""
+        """True if all that a primary has sent is read, even if the primary dies."""
         ...
 
     def send_now(self, reply: pb.FollowReply) -> bool:
-        """Send an answer without waiting, if possible. Returns True if it was sent."""
+        """Send an answer without waiting; False if that is impossible."""
         ...
 
     def send_soon(self, reply: pb.FollowReply) -> bool:
-        """Send an answer within some milliseconds, and before any later answer. A later answer for
-        the same shard may replace it. Returns False if that is not possible."""
+        """Send an answer within milliseconds, and before any later one. A later answer for the same
+        shard may replace it. False if that is impossible."""
         ...
 
     def deliver(self, take: TakeArriving | None) -> None:
-        """Offer each later request to `take` as soon as it arrives. None: offer no further
-        requests."""
+        """Offer later requests to `take` on arrival; None ends that."""
         ...
 
     def has_read(self, *, may_wait: bool) -> None:
-        """Note that the function given to `deliver` took a push. `may_wait`: its answer may wait.
-        While the answers of all pushes may wait, requests may stay unread for some milliseconds,
-        but not after `end_reading` or `end_sending`."""
+        """Note that the `deliver` function took a push. `may_wait`: its answer may wait. While all
+        answers may wait, requests may stay unread for milliseconds, but not after `end_reading` or
+        `end_sending`."""
         ...
 
     def end_reading(self) -> None:
@@ -96,7 +95,7 @@ class DirectStream(Protocol):
 
 
 class _ByGrpc:
-    """The stream of a gRPC call, which supports none of these operations."""
+    """A gRPC call, which supports none of these operations."""
 
     reads_to_end = False
 
@@ -107,23 +106,23 @@ class _ByGrpc:
         return False
 
     def deliver(self, take: TakeArriving | None) -> None:
-        """Do nothing: requests arrive only in the stream."""
+        """Requests arrive only in the stream."""
 
     def has_read(self, *, may_wait: bool) -> None:
-        """Do nothing: the stream of requests does not pause."""
+        """The stream of requests does not pause."""
 
     def end_reading(self) -> None:
-        """Do nothing: requests that are not read will be sent again."""
+        """Unread requests will be sent again."""
 
     def end_sending(self) -> None:
-        """Do nothing: no send waits for the primary."""
+        """No send waits for the primary."""
 
 
 _BY_GRPC = _ByGrpc()
 
 
 class _Answers:
-    """The answers of one link, in order, until one of its streams is over."""
+    """Answers of one link, in order, until one of its streams is over."""
 
     def __init__(self, direct: DirectStream) -> None:
         self._send_now, self._send_soon = direct.send_now, direct.send_soon
@@ -131,7 +130,7 @@ class _Answers:
         self.is_over = asyncio.Event()
 
     def put(self, reply: pb.FollowReply, *, may_wait: bool = False) -> None:
-        """Send an answer after all earlier answers, at once if possible. `may_wait`: it may be sent
+        """Send an answer after all earlier ones, at once if possible. `may_wait`: it may be sent
         some milliseconds later."""
         send = self._send_soon if may_wait else self._send_now
         if len(self.queue) or not send(reply):
@@ -143,7 +142,7 @@ class _Answers:
 
 
 class ReplicationServicer(Base):
-    """Passes requests to the core, and sends its answers. Lives on the event loop."""
+    """Passes requests to the core, and sends its answers."""
 
     def __init__(
         self,
@@ -182,8 +181,8 @@ class ReplicationServicer(Base):
         Pushes arrive by `direct` or in `requests`.
 
         Raises Unavailable if the primary falls silent; MalformedMessage for a stream without its
-        hello, for a stream of images without its link, and for messages out of order;
-        ChecksumMismatch; and the error that ends `requests`.
+        hello, a stream of images without its link, and messages out of order; ChecksumMismatch; and
+        what ends `requests`.
         """
         first = await anext(requests, pb.FollowRequest())
         if isinstance(first, OnlyPiece) or not first.HasField("hello"):
@@ -203,10 +202,9 @@ class ReplicationServicer(Base):
     async def _link(
         self, hello: pb.Hello, requests: AsyncIterator[Arriving], direct: DirectStream
     ) -> AsyncGenerator[pb.FollowReply, None]:
-        """Serve a link's first stream; the link ends with it."""
         caller = Holder(hello.primary.server_id, hello.primary.incarnation), hello.link
         self._compare(hello)
-        # The primary's server may have ended an earlier link: that link's requests are read first.
+        # Requests of an earlier link are read first.
         await self._links.read_to_end(caller[0])
         answers = self._callers[caller] = _Answers(direct)
         self._driver.submit_event(IncomingLinkOpened(*caller))
@@ -233,8 +231,6 @@ class ReplicationServicer(Base):
     async def _images(
         self, caller: Caller, requests: AsyncIterator[Arriving]
     ) -> AsyncGenerator[pb.FollowReply, None]:
-        """Serve a link's second stream. The link ends with it: for the core, the two streams are
-        one link."""
         answers = self._callers.get(caller)
         if answers is None:
             raise MalformedMessage(
@@ -251,8 +247,8 @@ class ReplicationServicer(Base):
             answers.end()
 
     def _compare(self, hello: pb.Hello) -> None:
-        """Log a warning if the primary has another release of torch: that may round differently,
-        and then backups are not equal to their primary to the last bit."""
+        """Warn if the primary's torch is of another release, which may round differently: copies
+        would differ."""
         theirs, mine = hello.torch_version, torch.__version__
         if theirs != mine and theirs not in self._warned_versions:
             self._warned_versions.add(theirs)
@@ -270,8 +266,8 @@ class ReplicationServicer(Base):
         requests: AsyncIterator[Arriving],
         direct: DirectStream,
     ) -> AsyncGenerator[pb.FollowReply, None]:
-        """Yield the answers. After `beat_s` without an answer, yield an empty one: it shows the
-        primary that this server is alive, however busy it is."""
+        """Yield the answers. An empty one after `beat_s` shows that this server is alive, however
+        busy it is."""
         silence = Silence(self._timeouts)
         reading = asyncio.create_task(self._read(caller, answers, requests, silence, direct))
         if direct.reads_to_end:
@@ -280,12 +276,12 @@ class ReplicationServicer(Base):
                 if _is_torn(task):
                     self._end_link(caller, answers, is_torn=True)
 
-            # Called before the tasks that wait for the end of reading continue, and without waiting
-            # for the rest of the link to end.
+            # Called before the tasks that wait for the end of reading, and before the rest of the
+            # link ends.
             reading.add_done_callback(read)
             self._links.read_by(reading, caller[0], direct.end_reading)
         silent = asyncio.create_task(silence.wait())
-        # A send to a suspended process waits until the process continues.
+        # A send to a suspended process would wait until it continues.
         silent.add_done_callback(lambda task: None if task.cancelled() else direct.end_sending())
         for task in (reading, silent):
             task.add_done_callback(lambda _: answers.end())
@@ -304,7 +300,7 @@ class ReplicationServicer(Base):
             if reading.done():
                 reading.result()
         except asyncio.CancelledError:
-            # This server ends: requests that it has not read are lost.
+            # This server ends: unread requests are lost.
             await cancel(reading)
             raise
         finally:
@@ -350,8 +346,7 @@ class ReplicationServicer(Base):
         assembly: RequestAssembler,
     ) -> None:
         while True:
-            # The silence counts from here: while this server does not read, the primary cannot
-            # send.
+            # The silence counts from here: the primary cannot send while this server does not read.
             silence.start_counting()
             request = await anext(requests, None)
             silence.note_message()
@@ -402,20 +397,18 @@ class ReplicationServicer(Base):
 
 
 def _is_of_push(request: Arriving) -> bool:
-    """True if the message announces a push, or has data of one."""
     return isinstance(request, OnlyPiece) or request.HasField("record")
 
 
 def _may_wait(arrived: ArrivedRequest) -> bool:
-    """True if the answer to a push may wait, and the push is small: for a large push, the sender
-    needs its memory back soon."""
+    """True for a small push whose answer may wait: after a large one, the sender needs its memory
+    back soon."""
     request = arrived.request
     may_wait = isinstance(request, UpdateMessage) and request.answer_may_wait
     return may_wait and sum(map(len, arrived.parts)) <= SMALL_BYTES
 
 
 def _is_torn(reading: "asyncio.Task[None]") -> bool:
-    """True if reading ended before all sent data were read."""
     if reading.cancelled():
         return True
     error = reading.exception()

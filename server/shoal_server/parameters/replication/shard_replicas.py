@@ -1,9 +1,8 @@
 """The shards of this server, kept in accordance with the assignments in etcd.
 
-A job's record has its assignments, which name the holders of each shard
-(`core/shards/assignments.py`). When any process changes the assignments, this server carries out
-the change: the replication core (`core/replication/`) decides what to do, and this module connects
-the core to the record, the shards, the links, the disk and the clock.
+The replication core (`core/replication/`) decides how to follow their changes
+(`core/shards/assignments.py`). This module connects the core to the record, the shards, the links,
+the disk and the clock.
 """
 
 import asyncio
@@ -58,8 +57,6 @@ log = structlog.get_logger(__name__)
 
 
 class ShardReplicas:
-    """All replicas of this server. Lives on the event loop; `run` runs large work in threads."""
-
     def __init__(
         self,
         store: KeyValueStore,
@@ -76,7 +73,6 @@ class ShardReplicas:
         self._run = run
         self._timeouts = timeouts
         self.directory = ServerDirectory(store, self._check_empty)
-        """The addresses of all servers."""
         self._record = AssignmentMirror(store, self._changed, self._record_gone)
         self.images = IncomingImages(driver, catalog=catalog, memory=memory, run=run)
         self._incoming = IncomingLinks()
@@ -137,7 +133,6 @@ class ShardReplicas:
         await self.directory.__aexit__(*exc)
 
     def servicer(self, offers: BulkOffers) -> ReplicationServicer:
-        """Return the gRPC service on which other servers replicate to this one."""
         self._edges.servicer = ReplicationServicer(
             self._driver,
             me=self.me,
@@ -149,57 +144,52 @@ class ShardReplicas:
         return self._edges.servicer
 
     def lease_renewed(self, sent_s: float) -> None:
-        """Note that etcd has renewed this server's registration. `sent_s`: the time of the request,
-        on the loop's clock."""
+        """Note a renewal of this server's registration. `sent_s`: time of the request, on the
+        loop's clock."""
         self._driver.submit_event(ev.LeaseRenewed(sent_s))
 
     def lease_ended(self) -> None:
-        """Stop acknowledging pushes: the registration is about to be removed."""
+        """The registration is about to be removed: stop acknowledging pushes."""
         self._driver.submit_event(ev.LeaseEnded())
 
     async def wait_failed(self) -> None:
-        """Never return; raise the error that ended the watch of the record."""
         await self._record.wait_failed()
 
     # --- known assignments, versions and routes ---
 
     @property
     def full_peers(self) -> Mapping[Holder, str]:
-        """Servers without memory for backups of this server's primaries, and their reasons."""
+        """Servers without memory for backups, and their reasons."""
         return self._driver.core.leading.full.reasons
 
     def assignment(self, job: str, shard_id: int) -> ShardAssignment | None:
-        """The assignment of a shard, as of the newest record seen; None if there is none."""
+        """The newest assignment seen; None if there is none."""
         return self._record.of_job(job).get(shard_id)
 
     def versions(self, job: str, shard_id: int) -> Mapping[Holder, int]:
-        """The newest version that each backup of a shard is known to have; empty if this server is
-        not the shard's primary."""
+        """Confirmed version of each backup; empty if this server is not the primary."""
         led = self._driver.core.find_led((job, shard_id))
         followers = led.followers if led is not None else {}
         return {holder: follower.confirmed for holder, follower in followers.items()}
 
     def of_job(self, job: str) -> Mapping[int, ShardAssignment]:
-        """The assignments of a job by shard id, as of the newest record seen."""
         return self._record.of_job(job)
 
     def placement_id(self, job: str) -> str:
-        """`JobAssignments.placement_id` of the job's record; empty if no shards are placed."""
+        """`JobAssignments.placement_id`; empty if no shards are placed."""
         return self._record.placement_id(job)
 
     def members_placement_id(self, job: str) -> str:
-        """`JobAssignments.members_placement_id` of the job's record; empty if no shards are
-        placed."""
+        """`JobAssignments.members_placement_id`; empty if no shards are placed."""
         return self._record.members_placement_id(job)
 
     @property
     def jobs(self) -> Iterator[str]:
-        """Jobs that have a record."""
         return self._record.jobs
 
     def route(self, job: str, shard_id: int) -> Route | None:
-        """The route to a shard's primary, or to the successor during a handover; None if the
-        address is not known."""
+        """The route to a shard's primary, or its successor during a handover; None without a known
+        address."""
         assignment = self.assignment(job, shard_id)
         if assignment is None:
             return None
@@ -224,17 +214,16 @@ class ShardReplicas:
         shard_ids: Collection[int],
         change: Callable[[ShardAssignment], ShardAssignment],
     ) -> bool:
-        """Change shards' assignments; see `AssignmentMirror.change_until_written`."""
+        """See `AssignmentMirror.change_until_written`."""
         return await self._record.change_until_written(job, shard_ids, change)
 
     async def refresh(self, job: str, shard_ids: Collection[int] | None = None) -> None:
-        """Read the newest record of the job, or of some of its shards, from etcd. Raises what the
-        store raises."""
+        """See `AssignmentMirror.refresh`."""
         await self._record.refresh(job, shard_ids)
 
     async def drop_stale_replicas(self, job: str) -> None:
-        """Drop the job's replicas whose epoch is lower than the record's, after the record was
-        rewritten. Raises what the store raises."""
+        """Drop replicas of an earlier epoch than the job's rewritten record. Raises what the store
+        raises."""
         await self._record.refresh(job)
         for replica in self._catalog.of_job(job):
             assignment = self.assignment(job, replica.shard_id)
@@ -260,30 +249,27 @@ class ShardReplicas:
     # --- creating and dropping shards ---
 
     def created(self, replica: ShardReplica) -> None:
-        """Make this server the primary of a shard that it has created or loaded. The shard takes
-        pushes once a backup, if it is to have one, has the values, and the shard's record notes
-        that there are values."""
+        """Lead a shard that this server has created or loaded. It takes pushes once its first
+        backup has the values, and the record notes them."""
         key = replica.job, replica.shard_id
         self._driver.submit_event(ev.ShardCreated(key, replica.epoch, replica.state.version))
 
     def replace(self, replica: ShardReplica) -> None:
-        """Drop any other replica of the shard on this server; then do as `created` does."""
+        """Drop any other replica of the shard here, and lead this one."""
         self._driver.submit_event(ev.ShardRetired((replica.job, replica.shard_id)))
         self._catalog.add(replica)
         self.created(replica)
 
     async def empty_job(self, job: str) -> int:
-        """Note in the record that the job's shards of which this server is the primary have no
-        values, so that they do not count as lost. Then drop all replicas of the job's shards on
-        this server, and return their number. Raises what `change_assignments` raises; then no
-        replica is dropped."""
+        """Note in the record that shards led here have no values, so that they do not count as
+        lost. Then drop the job's replicas here, and return their number. Raises what
+        `change_assignments` raises, with no replica dropped."""
         shard_ids = [replica.shard_id for replica in self._catalog.of_job(job)]
         await self.change_assignments(job, shard_ids, partial(mark_empty, primary=self.me))
         self.drop_job(job)
         return len(shard_ids)
 
     def drop_job(self, job: str) -> int:
-        """Drop all replicas of a job's shards on this server, and return their number."""
         shards = self._catalog.of_job(job)
         for replica in shards:
             self._driver.submit_event(ev.ShardRetired((job, replica.shard_id)))
@@ -291,15 +277,15 @@ class ShardReplicas:
         return len(shards)
 
     async def wait_empty(self) -> None:
-        """Return once this server has no shard in memory and its disk need not keep any for another
-        primary, or once every other registered server is leaving."""
+        """Return once this server has no shard in memory and its disk keeps none for another
+        primary, or once every other server is leaving."""
         self._check_empty()
         await self._empty.wait()
 
     @property
     def sole_copies(self) -> Mapping[str, Sequence[int]]:
-        """Ids, by job, of the shards that only this server has, in memory: it is their primary, and
-        no backup and no server's journal has a copy."""
+        """Ids, by job, of the shards that this server leads with no copy in a backup or a
+        journal."""
         shard_ids: dict[str, list[int]] = {}
         for replica in self._catalog.shards():
             assignment = self.assignment(replica.job, replica.shard_id)
@@ -311,7 +297,7 @@ class ShardReplicas:
     def _check_empty(self) -> None:
         shard_journal = self._roles.shard_journal
         is_bare = next(self._catalog.shards(), None) is None
-        # Shards that only this disk has must be on another disk before this server leaves.
+        # What only this disk has must be on another disk first.
         is_bare = is_bare and (shard_journal is None or not shard_journal.keeps_for_others)
         if is_bare or not self.directory.has_others(self.me):
             self._empty.set()
@@ -322,7 +308,6 @@ class ShardReplicas:
 
     @asynccontextmanager
     async def shard_journal(self, journal: Journal, pool: Executor) -> AsyncIterator[ShardJournal]:
-        """Journal the shards of which this server is the primary, as long as the block runs."""
         async with ShardJournal(
             journal, pool, take=self._take, on_disk=self._on_disk, on_failure=self._disk_failed
         ) as shard_journal:
@@ -334,26 +319,23 @@ class ShardReplicas:
                 self._roles.shard_journal = None
 
     async def _take(self, replica: ShardReplica) -> ShardImage:
-        """Make an image of a shard, off the event loop if it is large."""
         return await replica.run_in_order(self._run, replica.state.memory_bytes, replica.image)
 
     def _on_disk(self, replica: ShardReplica, version: int) -> None:
         if not replica.is_led:
-            return  # The shard was dropped while its data were written.
+            return  # Dropped while its data were written.
         self._driver.submit_event(ev.VersionJournaled((replica.job, replica.shard_id), version))
 
     def _disk_failed(self, replica: ShardReplica) -> None:
         self._driver.submit_event(ev.VersionJournaled((replica.job, replica.shard_id), None))
 
     def is_kept(self, job: str, shard_id: int) -> bool:
-        """True if this server's journal may have the shard, and this server does not serve it as
-        primary at present."""
+        """True if this server's journal may have the shard, which this server does not lead."""
         shard_journal = self._roles.shard_journal
         return shard_journal is not None and shard_journal.keeps(job, shard_id)
 
     def adopt_journaled(self, recovered: Mapping[Key, RecoveredShard[AnyShard]]) -> None:
-        """Report to the core the shards that the previous process of this server left in its
-        journal. Keep in memory those that the core may claim."""
+        """Report shards in the journal to the core, and keep in memory those that it may claim."""
         shard_journal = self._roles.shard_journal
         assert shard_journal is not None
         shard_journal.keep(recovered)
@@ -363,15 +345,15 @@ class ShardReplicas:
             for k, f in recovered.items()
             if f.is_of_another_placement(self._record.placement_id(k[0]))
         }
-        # Shards of other placements or unknown jobs stay on disk and can be read later.
+        # Shards of other placements or unknown jobs stay on disk, to be read later.
         self._roles.recovered.update(
             {k: shard for k, shard in recovered.items() if k[0] in known and k not in foreign}
         )
         for key, shard in recovered.items():
             if key in foreign:
                 _log_foreign(key, shard.placement_id, self._record.placement_id(key[0]))
-                # Report the shard as older than any record says: the current placement's shard must
-                # be in another journal, and has to wait for that journal.
+                # Reported as older than any record says: the current placement's shard is in
+                # another journal, and waits for that.
                 self._driver.submit_event(ev.JournalShardFound(key, 0, 0))
             else:
                 self._driver.submit_event(
@@ -386,33 +368,31 @@ class ShardReplicas:
 
     @property
     def in_journal(self) -> Collection[Key]:
-        """All shards in this server's journal, with any primary."""
         shard_journal = self._roles.shard_journal
         return () if shard_journal is None else shard_journal.all_keys
 
     @property
     def has_lost_disk(self) -> bool:
-        """True if the journal's disk cannot be written now: another process may use the disk, and
-        may have written newer shards to it."""
+        """True if the journal's disk cannot be written: another process may use the disk, and may
+        have written newer shards."""
         shard_journal = self._roles.shard_journal
         return shard_journal is not None and shard_journal.failure is not None
 
     @property
     def open_claims(self) -> Collection[Key]:
-        """Shards in the journal that this server does not lead from it, for example because another
-        server may have a newer copy."""
+        """Shards in the journal that are not led from it, perhaps because another server has a
+        newer copy."""
         return self._driver.core.open_claims
 
     def servers_seen(
         self, present: frozenset[Holder], asked_s: float, ended: frozenset[Holder]
     ) -> None:
-        """Note the servers that etcd has listed, and the processes that are known to have ended.
-        `asked_s`: the time of the request, on the loop's clock."""
+        """`asked_s`: time of the request to etcd, on the loop's clock."""
         self._driver.submit_event(ev.ServersListed(present, asked_s, ended))
 
     def _trim_journal(self, job: str) -> None:
-        """Remove a job's shards from the journal if the record does not allow them on this disk.
-        Free recovered shards that are not to be claimed."""
+        """Remove shards from the journal that the record does not allow on this disk. Free
+        recovered shards that are not to be claimed."""
         shard_journal = self._roles.shard_journal
         if shard_journal is not None and shard_journal.keeps_for_others:
             known = self._record.of_job(job).items()

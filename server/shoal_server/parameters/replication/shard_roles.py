@@ -1,4 +1,4 @@
-"""Changes of a replica's role: the start and end of its pushes, replication and journaling."""
+"""Changes of a replica's role."""
 
 import asyncio
 import threading
@@ -53,8 +53,6 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _ReplicaLeadership:
-    """The `ShardLeadership` of one replica."""
-
     replica: ShardReplica
     acknowledgements: Acknowledgements
     report_applied: Callable[[], None]
@@ -72,8 +70,6 @@ class _ReplicaLeadership:
 
 
 class ShardRoles:
-    """Carries out changes of roles for the core. Lives on the event loop."""
-
     def __init__(
         self,
         driver: CoreDriver,
@@ -95,7 +91,7 @@ class ShardRoles:
         self._tasks = SupervisedTasks()
         self.shard_journal: ShardJournal | None = None
         self.recovered: dict[Key, RecoveredShard[AnyShard]] = {}
-        """Shards read from the journal, until the core loads them or may no longer claim them."""
+        """Shards from the journal, until the core loads them or may no longer claim them."""
 
     async def close(self) -> None:
         await self._tasks.close()
@@ -103,7 +99,7 @@ class ShardRoles:
     # --- pushes ---
 
     def _on_applied(self, replica: ShardReplica, record: UpdateRecord) -> None:
-        """Queue an applied push. Called from any thread, but in order: within the shard's lock."""
+        """Queue an applied push. Any thread calls it, but in order: within the shard's lock."""
         with self._applied_lock:
             is_first = not self._applied
             self._applied.append((replica, record))
@@ -113,10 +109,9 @@ class ShardRoles:
             self._loop.call_soon_threadsafe(self._report_all)
 
     def _keep(self, replica: ShardReplica, data: Buffer) -> Buffer:
-        """Return the memory in which a push's data are kept; see `Keep`. On the event loop, a push
-        is reported to the core right after it is applied, before a backup can join: the data are
-        not copied unless there is a backup or a journal. In another thread, or if earlier pushes
-        are not reported yet, a backup may join before the report: the data are always copied."""
+        """Memory for a push's data; see `Keep`. On the event loop, a push is reported before a
+        backup can join: the data are copied only for a backup or a journal. In another thread, or
+        while earlier pushes are unreported, a backup may join first: the data are copied."""
         if threading.get_ident() != self._loop_thread or self._applied:
             return bytes(data)
         if self.shard_journal is not None:
@@ -142,7 +137,7 @@ class ShardRoles:
             outgoing = OutgoingRecord(record)
             give_back = outgoing.before_reuse() if record.is_lent else None
             self._driver.submit_event(PushApplied(key, outgoing))
-            # From here only the core can have a reference to the record. If it has none,
+            # Only the core may have a reference to the record from here. If it has none,
             # `give_back` copies nothing.
             del outgoing
             if give_back is not None:
@@ -173,7 +168,7 @@ class ShardRoles:
     def stop_pushes(self, effect: StopPushes) -> None:
         replica = self._replica(effect.key)
         replica.is_handing_over = True
-        # The next epoch is the successor's: pushes of the current epoch are refused.
+        # The next epoch is the successor's: pushes of this one are refused.
         replica.state.enter_epoch(replica.epoch + 1)
         self._report_all()
         self._driver.submit_event(PushesStopped(effect.key, replica.state.version))
@@ -219,7 +214,7 @@ class ShardRoles:
     async def _load_from_journal(self, effect: LoadJournal) -> None:
         shard = self.recovered.pop(effect.key, None)
         if shard is None and self.shard_journal is not None:
-            # This process was the shard's primary before, and dropped the shard.
+            # This process led the shard before, and dropped it.
             shard = await self.shard_journal.read(*effect.key, restore)
         if shard is None:
             self._driver.submit_event(JournalShardMissing(effect.key, effect.epoch))
@@ -249,13 +244,12 @@ class ShardRoles:
             self._remove(replica)
 
     def _remove(self, replica: ShardReplica) -> None:
-        # A push that was already admitted must not be applied to a dropped replica.
+        # An admitted push must not be applied to a dropped replica.
         replica.state.enter_epoch(replica.epoch + 1)
         self._end(replica)
         self._catalog.remove(replica)
 
     def _end(self, replica: ShardReplica) -> None:
-        """Pass on the applied pushes, and end a primary's replication and journaling."""
         self._report_all()
         replica.state.subscribe(None)
         replica.is_led = replica.is_followed = False

@@ -1,1 +1,1 @@
-"""Copies of shards that other servers lead: following, taking over, leading again from disk."""
+"""Copies of shards that other servers lead."""

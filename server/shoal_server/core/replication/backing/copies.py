@@ -1,4 +1,4 @@
-"""Copies of shards led by other servers. Only a primary that the record names can begin a copy."""
+"""Copies of shards led by other servers. Only the primary that the record names can begin one."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -35,7 +35,6 @@ from shoal_server.core.replication.protocol.messages import (
 from shoal_server.core.shards.assignments import ShardAssignment, ShardContent
 
 Begins = CopyUpToDate | ImageStart
-"""Requests with which a copy begins."""
 
 
 class CopyPhase(Enum):
@@ -46,19 +45,18 @@ class CopyPhase(Enum):
 @dataclass(slots=True)
 class Copy:
     primary: Holder
-    """The primary that sent the latest request for the copy."""
+    """The primary that began or last continued the copy."""
     epoch: int
-    """Epoch of that primary."""
     born: int
     """Epoch in which the shard got its first values."""
     received: int
     """Version up to which all records were received, applied or not."""
     content: ShardContent
-    """Content of the shard in the record of that epoch."""
+    """Content in the record of that epoch."""
     phase: CopyPhase = CopyPhase.HELD
 
     def is_of_other_content(self, new: ShardAssignment) -> bool:
-        """True if the shard was emptied, lost or restored since, which makes the copy useless."""
+        """True if the shard was emptied, lost or restored since: the copy is then useless."""
         return self.content is ShardContent.PRESENT and new.content is not ShardContent.PRESENT
 
 
@@ -68,24 +66,21 @@ class IncomingImage:
     link: int
     start: ImageStart
     come: int = 0
-    """Number of chunks received."""
+    """Chunks received."""
     stored: int = 0
-    """Number of chunks stored."""
+    """Chunks stored."""
 
 
 @dataclass(slots=True)
 class _PendingOffers:
-    """Offers that wait: the assignment that this server last read does not name the sender as
-    primary, or the copy is settling."""
+    """Offers that wait because the last record read does not name the sender, or the copy is
+    settling."""
 
     offers: list[tuple[Holder, int, Offer]] = field(default_factory=list)
     is_reading: bool = False
-    """True if the newest record is being read for these offers."""
 
 
 class Copies:
-    """Copies on this server. `placement_ids`: id of each shard's placement."""
-
     def __init__(self, me: Holder, placement_ids: Mapping[Key, str]) -> None:
         self._me = me
         self._placement_ids = placement_ids
@@ -97,18 +92,15 @@ class Copies:
         return self._held.get(key)
 
     def keys_from(self, primary: Holder) -> list[Key]:
-        """Shards whose copies got their latest request from this primary."""
         return [key for key, copy in self._held.items() if copy.primary == primary]
 
     def keep(self, key: Key, copy: Copy) -> None:
         self._held[key] = copy
 
     def pop(self, key: Key) -> Copy | None:
-        """Remove and return a copy: the shard is led here now, or the copy is gone."""
         return self._held.pop(key, None)
 
     def is_held(self, key: Key) -> bool:
-        """True if there is a copy that can take over."""
         copy = self._held.get(key)
         return copy is not None and copy.phase is CopyPhase.HELD
 
@@ -118,7 +110,7 @@ class Copies:
         yield DropShard(key)
         pending = self._pending.get(key)
         if pending is not None and not pending.is_reading:
-            # Offers that arrived while the copy settled need not wait any longer.
+            # Offers that waited for the copy can be answered now.
             pending.is_reading = True
             yield RefreshShardRecord(key)
 
@@ -153,9 +145,7 @@ class Copies:
         peer: Holder,
         message: Offer | UpdateMessage | Begins,
     ) -> bool:
-        """True if the record is of the sender's placement, and names the sender as the shard's
-        primary of that epoch and this server as another holder."""
-        # An update has no `placement_id`: the placement was checked when the copy began.
+        # An update has no `placement_id`: the copy was checked when it began.
         placement_id = "" if isinstance(message, UpdateMessage) else message.placement_id
         return (
             assignment is not None
@@ -167,8 +157,7 @@ class Copies:
     def _other_holders(
         self, message: Offer | UpdateMessage | Begins, assignment: ShardAssignment | None
     ) -> BackupRefused:
-        """The refusal if the record does not name the sender as the shard's primary of that epoch,
-        or does not place the shard here. Epochs of different placements are not compared."""
+        """A refusal, which states no epoch of another placement: such epochs cannot be compared."""
         is_same_placement = isinstance(message, UpdateMessage) or message.placement_id in (
             "",
             self._placement_ids.get(message.key),
@@ -188,7 +177,7 @@ class Copies:
         elif self._is_sent_by_primary(assignment, peer, offer):
             yield SendReply(peer, link, self._holds(peer, offer))
         else:
-            # The primary may have a newer record than this server.
+            # The primary may have read a newer record.
             pending = self._pending.setdefault(key, _PendingOffers())
             pending.offers.append((peer, link, offer))
             if not pending.is_reading:
@@ -213,7 +202,7 @@ class Copies:
         )
 
     def answer_offers(self, key: Key, assignment: ShardAssignment | None) -> Iterator[Effect]:
-        """Answer waiting offers: the newest record was read, or the copy has settled."""
+        """Answer waiting offers: the record was read, or the copy has settled."""
         pending = self._pending.pop(key, None)
         for peer, link, offer in pending.offers if pending is not None else ():
             if self._is_sent_by_primary(assignment, peer, offer):
@@ -245,9 +234,9 @@ class Copies:
         data: Data,
         assignment: ShardAssignment | None,
     ) -> Iterator[Effect]:
-        """Accept an update record from the copy's primary if it continues the copy, even if the
-        newest assignment names another primary: the sender may count records as received once they
-        are sent. A sender that the assignment does not name gets a refusal nevertheless."""
+        """Accept a record that continues the copy, even if the newest assignment names another
+        primary: the sender may count records as received once they are sent. A sender that the
+        assignment does not name gets a refusal as well."""
         key, copy = record.key, self._held.get(record.key)
         is_named = self._is_sent_by_primary(assignment, peer, record)
         if (
@@ -263,7 +252,7 @@ class Copies:
         is_next = record.version == copy.received + 1
         if is_next:
             copy.received = record.version
-        # Reply before the record is applied, which takes a while: a push waits for the reply.
+        # Reply before the record is applied: a push waits for the reply.
         if is_named:
             received = RecordsReceived(key, record.epoch, copy.received)
             yield SendReply(peer, link, received, record.answer_may_wait)
@@ -282,7 +271,7 @@ class Copies:
             and incoming.come == start.next_chunk
         ):
             incoming.link = link
-            # The sender has not been notified of chunks that were stored since the link broke.
+            # A reply about these chunks may have been lost with the earlier link.
             yield SendReply(peer, link, ChunkReceived(key, start.image, incoming.stored))
             return
         yield from self._forget_image(key)
@@ -298,7 +287,6 @@ class Copies:
 
     def _chunk(self, peer: Holder, link: int, chunk: ImageChunk, data: Data) -> Iterator[Effect]:
         incoming = self._incoming.get(chunk.key)
-        # Ignore chunks of an image that was dropped.
         if (
             incoming is not None
             and (incoming.peer, incoming.link, incoming.start.image) == (peer, link, chunk.image)
@@ -318,8 +306,8 @@ class Copies:
     def restored(
         self, key: Key, image: int, assignment: ShardAssignment | None
     ) -> Iterator[Effect]:
-        """Adopt a shard built from the image, if the record still names the sender as primary, and
-        the copy of that epoch has no later version."""
+        """Adopt the shard built from the image, unless the record does not name the sender, or a
+        copy of the epoch is newer."""
         incoming = self._incoming.get(key)
         if incoming is None or incoming.start.image != image:
             yield DropImage(key, image)
@@ -330,7 +318,7 @@ class Copies:
             yield from self._forget_image(key)
             yield SendReply(peer, link, self._other_holders(start, assignment))
         elif copy is not None and copy.epoch == start.epoch and copy.received > start.version:
-            # Records confirmed to a primary must not be replaced by an older image.
+            # The primary counts on the records that the copy has.
             yield from self._forget_image(key)
             yield SendReply(
                 peer,
@@ -356,8 +344,8 @@ class Copies:
     def forget_unwanted_image(
         self, key: Key, assignment: ShardAssignment | None
     ) -> Iterator[Effect]:
-        """Drop and refuse an image whose sender the record does not name. The sender may know of a
-        later record that names it, and would otherwise wait for ever for an answer."""
+        """Drop and refuse an image whose sender the record does not name. The sender may have read
+        a later record, and would wait for an answer for ever."""
         incoming = self._incoming.get(key)
         if incoming is not None and not self._is_sent_by_primary(
             assignment, incoming.peer, incoming.start

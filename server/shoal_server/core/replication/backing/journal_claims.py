@@ -1,8 +1,6 @@
-"""Claims after a restart: shards in this server's journal that no server has in memory.
+"""Claims after a restart to shards that are in this server's journal and in no server's memory.
 
-A shard's assignment names the server on whose disk it is (`ShardAssignment.on_disk`). Either that
-server's last process led the shard until it ended, or a backup took over and ended too, before the
-backup's own disk had the shard.
+The record of a shard names the server whose disk has the shard (`ShardAssignment.on_disk`).
 """
 
 from math import inf
@@ -26,44 +24,41 @@ class JournalClaims:
         self._me = me
         self._dead_after_s = limits.dead_after_s
         self._found: dict[Key, tuple[int, int] | None] = {}
-        """Epoch and version of each shard that an earlier process left in the journal. None: this
-        process led the shard and left it there."""
+        """Epoch and version of each journaled shard; None: this process led the shard itself."""
         self._missing: dict[Key, int] = {}
-        """Shards that were claimed and turned out not to be in the journal, with their epochs."""
+        """Shards that turned out not to be in the journal, with their epochs."""
         self._absences = ServerAbsences[Holder](limits.longest_gap_s)
         self._dead: frozenset[Holder] = frozenset()
         self._listed_s = -inf
         self._longest_gap_s = limits.longest_gap_s
 
     def note_journaled(self, key: Key, epoch: int, version: int) -> None:
-        """Note a shard that an earlier process left in the journal."""
+        """Note a shard from an earlier process."""
         self._found[key] = epoch, version
 
     def note_given_up(self, key: Key) -> None:
-        """Note a shard in the journal that this process led and leads no longer."""
         self._found[key] = None
 
     @property
     def open(self) -> list[Key]:
-        """Shards in the journal that are not led from it yet."""
+        """Journaled shards that are not led yet."""
         return sorted(self._found)
 
     def __contains__(self, key: Key) -> bool:
         return key in self._found
 
     def note_record(self, key: Key, assignment: ShardAssignment) -> None:
-        """Note the newest record of a shard, which may end the claim to it."""
+        """Note a shard's newest record, which may end the claim."""
         if self._missing.get(key, assignment.epoch) != assignment.epoch:
             del self._missing[key]
         if not may_be_put_on_disk(assignment, self._me):
             self.remove(key)
 
     def remove(self, key: Key) -> None:
-        """Remove a shard that is led here now, or that another disk has."""
         self._found.pop(key, None)
 
     def note_missing(self, key: Key, epoch: int) -> None:
-        """Note that the journal lacks a shard that this server is to lead from it in that epoch."""
+        """Note that the journal lacks a shard to be led from it in that epoch."""
         self._missing[key] = epoch
 
     def note_servers(
@@ -75,16 +70,15 @@ class JournalClaims:
         asked_s: float,
         now_s: float,
     ) -> None:
-        """Note the servers that etcd lists, and processes known to have ended. `holders`: the
-        holders of the shards in the journal."""
+        """`holders`: those of the shards in the journal."""
         away_s = self._absences.away_s(holders - present, now_s, asked_s=asked_s)
         long_gone = (h for h, for_s in away_s.items() if for_s >= self._dead_after_s)
         self._dead = ended | frozenset(long_gone)
         self._listed_s = asked_s
 
     def wanted_record(self, key: Key, a: ShardAssignment, now_s: float) -> ShardAssignment:
-        """The record that this server wants. Unchanged if the servers were last listed long ago: a
-        process that counted as dead may be back."""
+        """The record that this server wants. Unchanged if the list of servers is old: a process
+        that counted as dead may be back."""
         if key in self._missing:
             return not_on_disk(a, self._me, self._missing[key])
         if key not in self._found or now_s - self._listed_s > self._longest_gap_s:

@@ -1,4 +1,4 @@
-"""Watch over the primaries of this server's copies: finds primaries that do not answer."""
+"""Finds primaries of this server's copies that do not answer."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -12,13 +12,12 @@ from shoal_server.core.replication.protocol.messages import Key
 
 @dataclass(slots=True)
 class _Silent:
-    """A primary that has no open link to this server. As no link shows that it is alive, it is
-    probed."""
+    """A primary without an open link to this server, which is probed instead."""
 
     again_s: float = inf
-    """Time of the next probe; infinite while an answer is awaited."""
+    """Next probe; infinite while an answer is awaited."""
     is_dead: bool = False
-    """True if the primary did not answer the last probe, and has opened no link since."""
+    """True if the last probe got no answer, and no link was opened since."""
 
 
 class PrimaryWatch:
@@ -26,7 +25,7 @@ class PrimaryWatch:
         self._probe_s = probe_s
         self._incoming_links: defaultdict[Holder, set[int]] = defaultdict(set)
         self._backed: defaultdict[Holder, set[Key]] = defaultdict(set)
-        """Shards of which this server has a copy in step, by primary."""
+        """Shards with a copy in step here, by primary."""
         self._silent: dict[Holder, _Silent] = {}
 
     def record_link(self, peer: Holder, link: int) -> None:
@@ -40,15 +39,13 @@ class PrimaryWatch:
         yield from self._probe_if_silent(peer)
 
     def has_link(self, peer: Holder, link: int) -> bool:
-        """True if that link of the primary is still open."""
         return link in self._incoming_links.get(peer, ())
 
     def open_links(self, peer: Holder) -> list[int]:
-        """Open links from that primary to this server."""
         return sorted(self._incoming_links.get(peer, ()))
 
     def watch_primary(self, key: Key, primary: Holder) -> Iterator[Effect]:
-        """Watch a primary from which this server may take over the shard."""
+        """Watch the primary: this server may take over the shard from it."""
         self._backed[primary].add(key)
         yield from self._probe_if_silent(primary)
 

@@ -1,1 +1,1 @@
-"""Shards that this server leads, and the servers that have copies of them."""
+"""Shards that this server leads."""

@@ -1,4 +1,4 @@
-"""Servers that lack memory for a copy: each is offered no further copy until a pause is over."""
+"""Servers that lacked memory for a copy, and get no offer during a pause."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,22 +21,21 @@ class FullPeers:
 
     @property
     def reasons(self) -> Mapping[Holder, str]:
-        """Latest reason for refusal of each full server."""
+        """Latest refusal of each full server."""
         return {holder: full.reason for holder, full in self._full.items()}
 
     @property
     def wakes_s(self) -> float:
-        """Time at which the next pause ends; infinite if there is none."""
+        """End of the next pause; infinite if there is none."""
         return min((f.until_s for f in self._full.values() if f.until_s), default=float("inf"))
 
     def is_full(self, holder: Holder) -> bool:
-        """True if no copy may be offered to the server at present."""
         full = self._full.get(holder)
         return full is not None and full.until_s > 0.0
 
     def note_refusal(self, holder: Holder, reason: str, now_s: float) -> bool:
-        """Note a refusal for lack of memory; returns True for the first one. Refusals during a
-        pause do not lengthen it."""
+        """Note a refusal for lack of memory; True for the first. Refusals during a pause do not
+        lengthen it."""
         full = self._full.get(holder)
         if full is None:
             first_s = self._limits.full_s
@@ -49,8 +48,8 @@ class FullPeers:
         return False
 
     def note_copied(self, holder: Holder) -> bool:
-        """Note that the server took a copy; return True if it was full. During a pause nothing
-        changes: the copy was sent before the refusal."""
+        """Note that the server took a copy; True if it was full. A copy taken during a pause does
+        not count: it was sent before the refusal."""
         full = self._full.get(holder)
         if full is None or full.until_s:
             return False
@@ -58,11 +57,10 @@ class FullPeers:
         return True
 
     def forget(self, holder: Holder) -> None:
-        """Forget a server that is gone, or that is to get no copy."""
         self._full.pop(holder, None)
 
     def expired(self, now_s: float) -> list[Holder]:
-        """Servers whose pause has ended; each is returned once."""
+        """Servers whose pause has ended, each once."""
         ready = [h for h, full in self._full.items() if 0.0 < full.until_s <= now_s]
         for holder in ready:
             self._full[holder].until_s = 0.0

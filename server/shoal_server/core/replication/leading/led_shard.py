@@ -1,5 +1,4 @@
-"""A shard led by this server: its followers, its safe versions, and the changes that its record
-needs."""
+"""A shard led by this server: its followers, its safe versions, and its wanted record."""
 
 import heapq
 from collections.abc import Iterator
@@ -35,9 +34,8 @@ from shoal_server.core.shards.assignments import (
 from shoal_server.core.shards.shard_log import Record, ShardLog
 
 LEVEL_WITHIN_S = 5.0
-"""Time after `Handover.stops_from_s` at which pushes are refused in favour of the successor even if
-backups lack some: under continuous pushes, backups may never have all of them.
-"""
+"""Time after `stops_from_s` at which pushes stop even if backups lag: under continuous pushes they
+may never be level."""
 
 
 class HandoverPhase(Enum):
@@ -51,36 +49,30 @@ class HandoverPhase(Enum):
 class Handover:
     phase: HandoverPhase = HandoverPhase.NONE
     stops_from_s: float = inf
-    """Time from which pushes may be refused in favour of the successor."""
     is_writing: bool = False
-    """True if a write is in progress that may hand the shard over in its present state."""
+    """True while a write may hand the shard over."""
 
     @property
     def is_announced(self) -> bool:
-        """True if workers are being notified of the successor, and pushes are still accepted."""
         return self.phase is HandoverPhase.LEVELLING
 
 
 @dataclass(slots=True)
 class _Disk:
-    """State of a shard in the journal."""
-
     keeps: bool
-    """True if the journal must keep the shard."""
     version: int | None = None
-    """Version up to which the journal has the whole shard; None: the journal does not have it."""
+    """Version up to which the whole shard is in the journal; None: it is not there."""
     reported: int = 0
-    """Version on disk that the record must state."""
+    """Version on disk that the record is to state."""
 
 
 class _Waiters:
-    """Callers that wait until a version of the shard is safe at one `AckLevel`. Abandoned waiters
-    are skipped once their version is safe."""
+    """Callers that wait until a version is safe at one `AckLevel`."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, Token]] = []
         self._waiting: set[Token] = set()
-        """Tokens in the heap whose callers have not abandoned their wait."""
+        """Tokens whose callers still wait; the heap also has abandoned ones."""
         self._order = count()
 
     def __bool__(self) -> bool:
@@ -91,16 +83,13 @@ class _Waiters:
         self._waiting.add(token)
 
     def abandon(self, token: Token) -> None:
-        """Mark a waiter as abandoned, if it is waiting here."""
         self._waiting.discard(token)
 
     def release(self, safe: int) -> Iterator[Token]:
-        """Remove and yield waiters whose version is safe, oldest version first."""
         while self._heap and self._heap[0][0] <= safe:
             yield from self._live(heapq.heappop(self._heap)[2])
 
     def clear(self) -> Iterator[Token]:
-        """Remove and yield all waiters."""
         while self._heap:
             yield from self._live(heapq.heappop(self._heap)[2])
 
@@ -111,9 +100,8 @@ class _Waiters:
 
 
 class LedShard:
-    """A shard that this server leads, in one epoch. `origin`: epoch of the copy from which it was
-    made, 0 for none; `born`: epoch of its first values; `keeps`: True if the journal must keep it.
-    """
+    """A shard that this server leads in one epoch. `origin`: epoch of the copy from which it was
+    made, or 0; `born`: epoch of its first values; `keeps`: True if the journal must keep it."""
 
     def __init__(
         self,
@@ -128,22 +116,19 @@ class LedShard:
         self.key = key
         self.assignment = assignment
         self.log = ShardLog[Record](version)
-        """Records that followers may still need."""
         self.born = born
         self.placement_id = ""
-        """`JobAssignments.placement_id` of the shard's record."""
         self.followers: dict[Holder, Follower] = {}
         self.lost: set[Holder] = set()
-        """Holders that are gone, or refuse the shard, and must be removed from the record."""
+        """Holders to be removed from the record: gone, or refusing the shard."""
         self.is_open = False
         self.is_deposed = False
-        """True if a backup knows a later epoch, which this server has not seen yet."""
+        """True if a backup knows a later epoch."""
         self.handover = Handover()
         self._origin = origin
         self._began_at = version
         self._disk = _Disk(keeps)
         self._followers = SetFollowers(key, False, ())
-        """The latest report of the followers."""
         self._unreplicated_bytes = 0
         self._waiters = {level: _Waiters() for level in (AckLevel.REPLICATED, AckLevel.DURABLE)}
 
@@ -153,14 +138,11 @@ class LedShard:
 
     @property
     def version(self) -> int:
-        """Version that the last applied push made."""
         return self.log.version
 
     # --- safe versions ---
 
     def _required(self) -> Iterator[Follower]:
-        """Followers that must have an update before it is acknowledged: the record's backups, and
-        joiners that count or that a write in progress may make backups."""
         for follower in self.followers.values():
             if (
                 follower.counts
@@ -171,7 +153,7 @@ class LedShard:
 
     @property
     def safe_version(self) -> int | None:
-        """Newest version that every required follower has; None if no follower is required."""
+        """Newest version that all required followers have; None if none is required."""
         return min((f.received for f in self._required()), default=None)
 
     def is_replicated(self, version: int) -> bool:
@@ -180,18 +162,17 @@ class LedShard:
 
     @property
     def is_confirmed(self) -> bool:
-        """True if every required follower has confirmed all applied updates."""
         return all(follower.confirmed >= self.version for follower in self._required())
 
     @property
     def durable_version(self) -> int | None:
-        """Newest version on this server's disk; None if the disk has none, or the record does not
-        name the disk."""
+        """Newest version on this server's disk; None if there is none, or the record does not name
+        the disk."""
         is_named = self.assignment.on_disk == self.assignment.primary.server_id
         return self._disk.version if is_named else None
 
     def answer_or_wait(self, token: Token, version: int, level: AckLevel) -> Effect | None:
-        """The answer to a caller; None if the caller has to wait, and is noted as waiting."""
+        """The answer; None if the caller is now a waiter."""
         if self.is_deposed:
             return RefuseVersion(token, AckRefusalReason.DEPOSED)
         if level is AckLevel.DURABLE and not self._disk.keeps:
@@ -216,7 +197,6 @@ class LedShard:
             waiters.abandon(token)
 
     def release_waiters(self) -> Iterator[Token]:
-        """Remove and yield callers whose versions are safe now."""
         safe = self.safe_version
         reached = self.version if safe is None else safe
         yield from self._waiters[AckLevel.REPLICATED].release(reached)
@@ -229,7 +209,7 @@ class LedShard:
         return any(self._waiters.values())
 
     def refuse_waiters(self, why: AckRefusalReason, *levels: AckLevel) -> Iterator[Effect]:
-        """Refuse all callers that wait for one of these levels, by default for any."""
+        """Refuse all waiters of these levels, by default of all."""
         for level in levels or self._waiters:
             for token in self._waiters[level].clear():
                 yield RefuseVersion(token, why)
@@ -237,25 +217,22 @@ class LedShard:
     # --- records ---
 
     def append(self, record: Record) -> None:
-        """Keep the record of an applied push, if there are followers."""
         if self.followers:
             self.log.append(record)
         else:
             self.log.restart_after(record.version)
 
     def trim(self) -> None:
-        """Discard records that no follower needs."""
         needs = (f.needs_records_after(self.version) for f in self.followers.values())
         self.log.trim(min(needs, default=self.version))
 
     def report_unreplicated(self) -> Iterator[Effect]:
-        """Report the size of the records in the log, if it has changed."""
         if self._unreplicated_bytes != self.log.num_bytes:
             self._unreplicated_bytes = self.log.num_bytes
             yield SetUnreplicated(self.key, self.log.num_bytes)
 
     def report_followers(self, links: tuple[tuple[Holder, int], ...]) -> Iterator[Effect]:
-        """Report the followers, if they have changed. `links`: links that pushes are sent over."""
+        """Report the followers if they have changed. `links`: links that pushes are sent over."""
         followers = SetFollowers(self.key, bool(self.followers), links)
         if followers != self._followers:
             self._followers = followers
@@ -271,7 +248,7 @@ class LedShard:
             self.note_disk_version()
 
     def note_disk_version(self) -> bool:
-        """Let the record state the version on disk; return True if that version is new."""
+        """Let the record state the version on disk; True if it is new."""
         disk = self._disk
         if disk.version is None or disk.version <= disk.reported:
             return False
@@ -285,17 +262,17 @@ class LedShard:
     # --- copies ---
 
     def continues(self, copy_epoch: int, born: int, version: int) -> bool:
-        """True if a copy is a prefix of this shard's history, and the log has all later records."""
+        """True if a copy is a prefix of this shard's history, and the log has the rest."""
         if born != self.born or not self.log.start <= version <= self.version:
             return False
         if copy_epoch == self.epoch:
             return True
-        # Up to the version at which this epoch began, the copy's epoch has the same history.
+        # Until this epoch began, the copy's epoch had the same history.
         return 0 < copy_epoch == self._origin and version <= self._began_at
 
     @property
     def is_changing(self) -> bool:
-        """True if a backup's progress may cause more than acknowledgements."""
+        """True if progress of a backup may have more effects than acknowledgements."""
         a = self.assignment
         return (
             a.joining is not None
@@ -306,13 +283,13 @@ class LedShard:
         )
 
     def mark_lost(self, holder: Holder) -> None:
-        """Mark a holder as lost. Pushes wait for a lost backup while the record still names it."""
+        """Mark a holder as lost. Pushes wait for a lost backup while the record names it."""
         self.lost.add(holder)
         if holder in self.followers:
             self.followers[holder].unlink()
 
     def retain_followers(self, wanted: frozenset[Holder]) -> list[Follower]:
-        """Make the wanted holders followers. Remove and return the others that are not needed."""
+        """Make the wanted holders followers. Remove and return others that are not needed."""
         self.lost &= set(self.assignment.holders[1:])
         gone = [f for h, f in self.followers.items() if h not in wanted and not self._is_needed(f)]
         for follower in gone:
@@ -327,8 +304,8 @@ class LedShard:
     # --- the record ---
 
     def wanted_record(self, a: ShardAssignment) -> ShardAssignment:
-        """The record that this primary wants. Marks the joiner that the write may put in step, and
-        a handover that it may make."""
+        """The record that this primary wants. Marks what the write may do: put a joiner in step,
+        hand the shard over."""
         me = a.primary
         for holder in sorted(self.lost):
             a = without_backup(a, me, holder)
@@ -346,8 +323,6 @@ class LedShard:
         return a
 
     def _is_formed(self, a: ShardAssignment) -> bool:
-        """True if a shard that is neither PRESENT nor LOST has no joiner that follows it, and every
-        backup has values."""
         if a.content is ShardContent.PRESENT or a.content is ShardContent.LOST:
             return False
         joiner = self.followers.get(a.joining) if a.joining is not None else None
@@ -359,12 +334,10 @@ class LedShard:
     def _is_level_with(self, successor: Holder | None) -> bool:
         if self.handover.phase is not HandoverPhase.STOPPED or successor is None:
             return False
-        # A successor leads at once, so it must have confirmed all records: it would lack those that
-        # its process has received and not read by then.
+        # A successor leads at once, so records that it has received and not read are not enough.
         return successor in self.followers and self.is_confirmed
 
     def written(self) -> None:
-        """Note that no write of the record is in progress."""
         self.handover.is_writing = False
         for follower in self.followers.values():
             follower.is_admitting = False
@@ -372,8 +345,7 @@ class LedShard:
     # --- steps that follow ---
 
     def take_due_steps(self, now_s: float, announced_s: float) -> Iterator[Effect]:
-        """Take the steps that are due. `announced_s`: time from the notice of a successor to
-        workers until pushes stop."""
+        """`announced_s`: from the notice of a successor to workers until pushes stop."""
         for follower in self.followers.values():
             if follower.holder == self.assignment.joining:
                 follower.try_catch_up(self.version)
@@ -391,11 +363,10 @@ class LedShard:
             case HandoverPhase.LEVELLING if not can:
                 self.handover.phase = HandoverPhase.NONE
             case HandoverPhase.STOPPED if not can and not self.handover.is_writing:
-                # The successor was lost: this server continues to lead. It waits while a write may
-                # still hand the shard over: the successor would lack the pushes applied since.
+                # The successor was lost, so this server continues to lead. It waits while a write
+                # may hand the shard over: the successor would lack later pushes.
                 yield from self.keep_leading()
-        # Stop pushes once the backups have all of them, if possible: then there is little to wait
-        # for.
+        # Stop pushes when the backups are level, if possible: little is left to wait for.
         over_s = now_s - self.handover.stops_from_s
         is_level = self.is_replicated(self.version) or over_s >= LEVEL_WITHIN_S
         if self.handover.is_announced and over_s >= 0 and is_level:
@@ -403,15 +374,15 @@ class LedShard:
             yield StopPushes(self.key)
 
     def note_newer_epoch(self, epoch: int) -> Iterator[Effect]:
-        """Handle a backup's report of an epoch: if it is newer, stop pushes and refuse waiting
-        callers at once, before etcd delivers the record."""
+        """Stop pushes and refuse waiters at once if a backup knows a newer epoch, before etcd
+        delivers the record."""
         if epoch > self.epoch and not self.is_deposed:
             self.is_deposed = True
             yield StopPushes(self.key)
             yield from self.refuse_waiters(AckRefusalReason.DEPOSED)
 
     def keep_leading(self) -> Iterator[Effect]:
-        """Resume pushes if they were stopped: the shard cannot be handed over."""
+        """Resume stopped pushes: the shard is not handed over."""
         if self.handover.phase is HandoverPhase.STOPPED:
             self.handover.phase = HandoverPhase.NONE
             yield ResumePushes(self.key)

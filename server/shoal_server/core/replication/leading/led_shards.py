@@ -38,12 +38,12 @@ from shoal_server.core.shards.assignments import ShardAssignment
 from shoal_server.core.shards.shard_log import Record
 
 TOGETHER_S = 0.05
-"""Handovers that become due within this time of each other are made together."""
+"""Handovers that become due within this time are made together."""
 
 
 @dataclass(slots=True)
 class TouchedShards:
-    """Immediate effects, and the shards whose next steps are to be taken after them."""
+    """Immediate effects, and the shards whose due steps follow them."""
 
     effects: list[Effect] = field(default_factory=list)
     shards: list[LedShard] = field(default_factory=list)
@@ -54,12 +54,11 @@ class LedShards:
         self.links = ReplicationLinks(limits)
         self.full = FullPeers(limits)
         self.keeps_journal = False
-        """True if shards that this server begins to lead are also kept on disk."""
+        """True if shards led from now on are kept on disk."""
         self._shards: dict[Key, LedShard] = {}
         self._last_image = 0
         self._disk_report_s = limits.disk_report_s
         self._reports_disk_s = inf
-        """Time of the next write of the versions that shards have on disk."""
         self._announced_s = limits.announced_s
         self._hands_over_s = inf
 
@@ -72,7 +71,6 @@ class LedShards:
     def make_led_shard(
         self, key: Key, assignment: ShardAssignment, version: int, *, origin: int, born: int
     ) -> LedShard:
-        """A shard as this server begins to lead it; see `LedShard`."""
         keeps = self.keeps_journal
         return LedShard(key, assignment, version, origin=origin, born=born, keeps=keeps)
 
@@ -80,7 +78,7 @@ class LedShards:
         self._shards[led.key] = led
 
     def end(self, key: Key) -> Iterator[Effect]:
-        """Stop leading a shard in its current epoch, and refuse its waiting callers."""
+        """Stop leading a shard in its epoch, and refuse its waiters."""
         led = self._shards.pop(key)
         yield from led.refuse_waiters(AckRefusalReason.DEPOSED)
         for holder in led.followers:
@@ -93,8 +91,8 @@ class LedShards:
     # --- followers ---
 
     def follow_record(self, led: LedShard) -> Iterator[Effect]:
-        """Make the record's other holders the followers. Leave out lost holders, and a joiner that
-        recently lacked memory, unless the shard uses the link to that joiner already."""
+        """Make the record's other holders followers. Leave out lost holders, and a full joiner
+        unless the shard uses the link to it already."""
         joining = led.assignment.joining
         wanted = set(led.assignment.holders[1:]) - led.lost
         is_full = joining is not None and self.full.is_full(joining)
@@ -102,8 +100,7 @@ class LedShards:
             wanted.discard(joining)
         for follower in led.retain_followers(frozenset(wanted)):
             yield from self._unfollow(led.key, follower.holder)
-        # Includes a holder that was lost and is named again, although it stayed a follower because
-        # of a write in progress.
+        # A lost holder may be named again: it stayed a follower during a write.
         for holder in sorted(wanted):
             if not self.links.is_used(holder, led.key):
                 yield from self.links.add_use(holder, led.key)
@@ -115,7 +112,7 @@ class LedShards:
         yield from self._next_image(holder)
 
     def offer(self, led: LedShard, peer: Holder) -> Iterator[Effect]:
-        """Offer the shard to the peer, which answers with the state of its copy."""
+        """Offer the shard to a peer, which answers with the state of its copy."""
         link, follower = self.links.opened(peer), led.followers.get(peer)
         if link is not None and follower is not None and peer not in led.lost:
             follower.phase = FollowerPhase.OFFERED
@@ -124,17 +121,14 @@ class LedShards:
             )
 
     def report_followers(self, led: LedShard) -> Iterator[Effect]:
-        """Report the shard's followers, if they have changed."""
         yield from led.report_followers(tuple(self._links_of(led)))
 
     def send_update(self, led: LedShard, record: Record) -> Iterator[Effect]:
-        """Send an applied push to the shard's followers."""
         for holder, link in self._links_of(led):
             update = UpdateMessage(led.key, led.epoch, record.version)
             yield SendRequest(holder, link, update, record)
 
     def _links_of(self, led: LedShard) -> Iterator[tuple[Holder, int]]:
-        """Yield the links over which pushes are sent."""
         for holder, follower in led.followers.items():
             if follower.phase is FollowerPhase.FOLLOWING:
                 link = self.links.opened(holder)
@@ -142,8 +136,7 @@ class LedShards:
                     yield holder, link.number
 
     def note_delivery(self, event: ev.RecordDelivered) -> LedShard | None:
-        """Note a `RecordDelivered`. Return the shard if the follower's `received` rises; otherwise
-        None."""
+        """Return the shard if the follower's `received` rises, else None."""
         led = self._shards.get(event.key)
         follower = led.followers.get(event.peer) if led is not None else None
         is_current = self.links.is_current(event.peer, event.link)
@@ -167,7 +160,6 @@ class LedShards:
             return touched
         led = self._shards.get(reply.key)
         follower = led.followers.get(peer) if led is not None else None
-        # Ignore answers to requests of an earlier epoch.
         if led is None or follower is None or reply.epoch != led.epoch:
             return touched
         match reply:
@@ -192,7 +184,7 @@ class LedShards:
         link: Link,
         reply: ImageInstalled,
     ) -> None:
-        """Begin to send records: the follower has installed the image, or its copy is valid."""
+        """Begin to send records: the image is installed, or the existing copy is valid."""
         current = link.images.current
         if reply.image:
             is_awaited = current is not None and current.number == reply.image
@@ -230,7 +222,7 @@ class LedShards:
                 yield SendRequest(peer, link.number, request)
             return
         yield from link.images.drop(led.key)
-        # The follower's copy is useless: it has received nothing until it has the image.
+        # The follower's copy is useless, so it has received nothing yet.
         follower.forget()
         link.images.add(led.key)
         yield from self._next_image(peer)
@@ -248,7 +240,7 @@ class LedShards:
             if self.full.note_refusal(peer, reply.detail, now_s):
                 note = LogLine("copies_refused", peer=peer, detail=reply.detail)
                 touched.effects.append(note)
-            # Take the full server out of the records of waiting shards: others may have memory.
+            # Waiting shards may be copied to other servers that have memory.
             for other in self._waiting_for(peer):
                 self._lose(touched, other, peer)
         else:
@@ -280,7 +272,7 @@ class LedShards:
         led = self._shards.get(key)
         follower = led.followers.get(peer) if led is not None else None
         if led is not None and follower is not None:
-            # Keep the records of later pushes: the image may not include them.
+            # Keep the records of later pushes: the image may lack them.
             follower.image_version = led.version
         yield MakeImage(key, self._last_image)
 
@@ -302,7 +294,7 @@ class LedShards:
                 placement_id=led.placement_id,
             )
             if self.links.opened(peer) is None:
-                # Once there is a link again, the peer is asked for its state first.
+                # Over the next link the peer is asked for its state first.
                 current.start = start
                 return
             for request in link.images.begin(start):
@@ -350,13 +342,11 @@ class LedShards:
         return min(self.links.wakes_s, self.full.wakes_s, self._reports_disk_s, self._hands_over_s)
 
     def take_due_steps(self, led: LedShard, now_s: float) -> Iterator[Effect]:
-        """Take the steps that are due for a shard."""
         yield from led.take_due_steps(now_s, self._announced_s)
         if led.handover.is_announced and led.handover.stops_from_s > now_s:
             self._hands_over_s = min(self._hands_over_s, led.handover.stops_from_s)
 
     def due_shards(self, now_s: float) -> list[LedShard]:
-        """Shards with steps that are due at this time."""
         return [
             *self.retryable_shards(now_s),
             *self.newer_on_disk(now_s),
@@ -365,7 +355,7 @@ class LedShards:
 
     def _handovers_due(self, now_s: float) -> list[LedShard]:
         """All announced handovers, once one of them is due. Those due within TOGETHER_S become due
-        with it, so that workers pause only once for shards that move together."""
+        too, so that workers pause only once."""
         if now_s < self._hands_over_s:
             return []
         self._hands_over_s = inf
@@ -376,19 +366,17 @@ class LedShards:
         return announced
 
     def note_journaled(self, led: LedShard, version: int, now_s: float) -> None:
-        """Note the version up to which the journal has the shard."""
         led.note_journaled(version)
         self._reports_disk_s = min(self._reports_disk_s, now_s + self._disk_report_s)
 
     def newer_on_disk(self, now_s: float) -> list[LedShard]:
-        """Shards with a newer version on disk than in the record, if writing it is due."""
+        """Shards whose version on disk is to be written to the record now."""
         if now_s < self._reports_disk_s:
             return []
         self._reports_disk_s = inf
         return [led for led in self._shards.values() if led.note_disk_version()]
 
     def retryable_shards(self, now_s: float) -> list[LedShard]:
-        """Shards that wait for a server whose pause is over."""
         due: list[LedShard] = []
         for peer in self.full.expired(now_s):
             shards = [led for led in self._shards.values() if led.assignment.joining == peer]

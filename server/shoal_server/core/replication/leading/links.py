@@ -1,4 +1,4 @@
-"""Links from this server to servers that have, or are to have, copies of the shards it leads."""
+"""Links from this server to servers that are to have copies."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -26,15 +26,12 @@ class Link:
     images: OutgoingImages
     phase: LinkPhase = LinkPhase.OPENING
     give_up_s: float = inf
-    """Time from which one more break means that the peer is given up; infinite if the link has not
-    broken since the peer's last reply."""
+    """Time from which another break gives the peer up; infinite if the link has not broken since
+    the last reply."""
     again_s: float = inf
-    """Time of the next attempt to open it."""
 
 
 class ReplicationLinks:
-    """Links to followers: one to each server, for all the shards that it follows."""
-
     def __init__(self, limits: ReplicationLimits) -> None:
         self._limits = limits
         self._links: dict[Holder, Link] = {}
@@ -46,7 +43,6 @@ class ReplicationLinks:
         yield from self.connect(peer)
 
     def is_used(self, peer: Holder, key: Key) -> bool:
-        """True if the shard uses the link to `peer`."""
         return key in self._used.get(peer, ())
 
     def remove_use(self, peer: Holder, key: Key) -> Iterator[Effect]:
@@ -56,8 +52,7 @@ class ReplicationLinks:
             yield from link.images.drop(key)
 
     def connect(self, peer: Holder) -> Iterator[Effect]:
-        """Open a link to a server that follows shards, or will soon, so that later pushes need not
-        wait for a link."""
+        """Open a link early, so that later pushes need not wait for it."""
         if peer not in self._links:
             limits = self._limits
             images = OutgoingImages(limits.window_chunks, limits.transfer_attempts)
@@ -74,7 +69,7 @@ class ReplicationLinks:
         return self._links.get(peer)
 
     def opened(self, peer: Holder) -> Link | None:
-        """The link to a server; None if it is not open."""
+        """The link, or None if it is not open."""
         link = self._links.get(peer)
         return link if link is not None and link.phase is LinkPhase.OPEN else None
 
@@ -83,14 +78,13 @@ class ReplicationLinks:
         return link is not None and link.number == number
 
     def keys(self, peer: Holder) -> list[Key]:
-        """Shards that use the link to `peer`."""
         return sorted(self._used[peer])
 
     def mark_open(self, peer: Holder) -> None:
         self._links[peer].phase = LinkPhase.OPEN
 
     def record_link_break(self, event: LinkBroken, now_s: float) -> bool:
-        """Note a break; return True if the peer is given up. Otherwise the link is opened again."""
+        """Note a break; True if the peer is given up."""
         link, limits = self._links[event.peer], self._limits
         if event.has_replied or link.give_up_s == inf:
             link.give_up_s = now_s + limits.reconnect_s
@@ -100,11 +94,10 @@ class ReplicationLinks:
         return False
 
     def note_reply(self, peer: Holder) -> None:
-        """Note a reply over the link: after a later break there is the full time to reconnect."""
+        """Note a reply: after a later break there is the full time to reconnect."""
         self._links[peer].give_up_s = inf
 
     def end(self, peer: Holder) -> Iterator[Effect]:
-        """Remove the link, and cancel its images."""
         link = self._links.pop(peer)
         yield from link.images.clear()
 
@@ -113,7 +106,6 @@ class ReplicationLinks:
         return min((link.again_s for link in self._links.values()), default=inf)
 
     def reopen_due(self, now_s: float) -> Iterator[Effect]:
-        """Open the broken links whose pause is over."""
         for peer, link in list(self._links.items()):
             if link.again_s <= now_s:
                 yield self._opened_anew(peer)

@@ -13,18 +13,18 @@ class OutgoingImage:
     key: Key
     number: int
     start: ImageStart | None = None
-    """The image's header; None until the image is taken."""
+    """The image's header; None until it is taken."""
     sent: int = 0
     acknowledged: int = 0
     breaks: int = 0
-    """Number of links that broke since the last chunk that was acknowledged."""
+    """Breaks since the last acknowledged chunk."""
     is_flowing: bool = False
-    """True if chunks are being sent. False while the link is being opened, and while the peer is
-    asked for its state."""
+    """True while chunks are sent. False until the link is open and the peer has stated what it has.
+    """
 
 
 class OutgoingImages:
-    """Images for one server. Waiting images are not taken yet, so they occupy no memory."""
+    """Images for one server. Waiting ones are not taken yet, so they occupy no memory."""
 
     def __init__(self, window_chunks: int, max_breaks: int) -> None:
         self._window_chunks = window_chunks
@@ -37,7 +37,6 @@ class OutgoingImages:
             self._waiting.append(key)
 
     def drop(self, key: Key) -> Iterator[Effect]:
-        """Cancel the image of a shard, waiting or current."""
         if key in self._waiting:
             self._waiting.remove(key)
         if self.current is not None and self.current.key == key:
@@ -46,26 +45,23 @@ class OutgoingImages:
 
     @property
     def waiting(self) -> list[Key]:
-        """Shards whose images are not taken yet."""
         return list(self._waiting)
 
     def next_image(self, number: int) -> Key | None:
-        """Make the next waiting shard current, under `number`. None if a shard is current already,
-        or none waits."""
+        """Make the next waiting shard current. None if a shard is current, or none waits."""
         if self.current is not None or not self._waiting:
             return None
         self.current = OutgoingImage(self._waiting.popleft(), number)
         return self.current.key
 
     def begin(self, start: ImageStart) -> Iterator[Request]:
-        """Send the image that was just taken."""
         image = self.current
         assert image is not None
         image.start = start
         yield from self._flow(image)
 
     def may_continue(self, key: Key, number: int, next_chunk: int) -> bool:
-        """True if the peer has the first chunks of the current image, and the rest is kept here."""
+        """True if the peer has part of the current image, and the rest is kept here."""
         image = self.current
         return (
             image is not None
@@ -75,7 +71,6 @@ class OutgoingImages:
         )
 
     def resume_from(self, next_chunk: int) -> Iterator[Request]:
-        """Continue from that chunk, over a new link."""
         image = self.current
         assert image is not None
         image.sent = image.acknowledged = next_chunk
@@ -105,8 +100,7 @@ class OutgoingImages:
             image.sent += 1
 
     def record_link_break(self) -> Key | None:
-        """Note that the link broke. Return the current image's shard if too many links in a row
-        broke while it was sent; otherwise None."""
+        """Note a break. Return the image's shard after too many breaks in a row, otherwise None."""
         image = self.current
         if image is None or not image.is_flowing:
             return None
@@ -115,7 +109,6 @@ class OutgoingImages:
         return image.key if image.breaks >= self._max_breaks else None
 
     def clear(self) -> Iterator[Effect]:
-        """Cancel all images for the server."""
         self._waiting.clear()
         if self.current is not None:
             yield CloseImage(self.current.number)

@@ -1,5 +1,5 @@
-"""Effects of a server's core, carried out in order. Each has all that its edge needs: an edge does
-not read the core. "Then `X`": once the effect is carried out, the edge submits the event `X`."""
+"""Effects of a server's core, carried out in order. An effect has all that its edge needs. "Then
+`X`": the edge submits the event `X` afterwards."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -20,8 +20,6 @@ from shoal_server.core.shards.shard_log import Record
 
 
 class AckRefusalReason(Enum):
-    """Reason why a version is not acknowledged."""
-
     DEPOSED = "another server leads the shard, or will soon"
     FENCED = "other servers may have assumed this server dead"
     NO_DISK = "the journal does not keep the shard"
@@ -29,16 +27,16 @@ class AckRefusalReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class WriteShardRecord:
-    """Read the shard's newest record, submit it as `ShardRecordRead`, and replace it by the record
-    in the answer (compare-and-swap). Repeat that until it succeeds, and then submit
-    `ShardRecordWritten`; if etcd refuses the write, submit `ShardRecordNotWritten` before that."""
+    """Read the newest record, submit `ShardRecordRead`, and replace the record as the core answers
+    (compare-and-swap). Repeat until it succeeds; then `ShardRecordWritten`. If etcd refuses the
+    write, `ShardRecordNotWritten` comes before that."""
 
     key: Key
 
 
 @dataclass(frozen=True, slots=True)
 class ReviseShardRecord:
-    """Write this record in place of the one that was just read, unless both are equal."""
+    """Write this record in place of the one just read, unless they are equal."""
 
     key: Key
     assignment: ShardAssignment
@@ -46,14 +44,14 @@ class ReviseShardRecord:
 
 @dataclass(frozen=True, slots=True)
 class RefreshShardRecord:
-    """Read the shard's newest record; then `ShardRecordRefreshed`."""
+    """Read the newest record; then `ShardRecordRefreshed`."""
 
     key: Key
 
 
 @dataclass(frozen=True, slots=True)
 class SetLease:
-    """Admit pushes until this time: afterwards other servers may have assumed this server dead."""
+    """Admit pushes until this time: later, other servers may have assumed this server dead."""
 
     ends_s: float
 
@@ -71,25 +69,23 @@ class RefuseVersion:
 
 @dataclass(frozen=True, slots=True)
 class LeadShard:
-    """Accept pushes in this epoch, after `OpenShard`; keep them in the journal, if there is one."""
+    """Accept pushes in this epoch after `OpenShard`; keep them in the journal, if there is one."""
 
     key: Key
     epoch: int
     placement_id: str = ""
-    """`JobAssignments.placement_id` of the shard's record."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpenShard:
-    """Allow reads and pushes: the shard's first values have reached all its holders."""
+    """Allow reads and pushes: all holders have the first values."""
 
     key: Key
 
 
 @dataclass(frozen=True, slots=True)
 class StopPushes:
-    """Refuse further pushes, because the shard is being handed over, or a later epoch is known;
-    then `PushesStopped`."""
+    """Refuse further pushes; then `PushesStopped`."""
 
     key: Key
 
@@ -103,8 +99,7 @@ class ResumePushes:
 
 @dataclass(frozen=True, slots=True)
 class StepDown:
-    """Refuse further pushes, with this epoch in the refusals, and keep the shard as a copy; then
-    `CopySettled`."""
+    """Refuse further pushes, naming this epoch, and keep a copy; then `CopySettled`."""
 
     key: Key
     epoch: int
@@ -112,8 +107,6 @@ class StepDown:
 
 @dataclass(frozen=True, slots=True)
 class DropShard:
-    """Discard the shard with all its data."""
-
     key: Key
 
 
@@ -123,25 +116,24 @@ class SettleCopy:
 
     key: Key
     last: Holder | None = None
-    """The primary that the copy followed. It may still be sending, and counts sent records as
-    received: first close its link to new records, and read all that were sent. None: the primary
-    has stopped, and all its records are confirmed as received."""
+    """The primary that the copy followed, whose sent records count as received: first close its
+    link to new records, and read what was sent. None: no record is unread."""
 
 
 @dataclass(frozen=True, slots=True)
 class SetFollowers:
-    """Note which servers follow a shard that this server leads; at first none do."""
+    """Note the followers of a shard led here; at first there are none."""
 
     key: Key
     is_followed: bool
-    """True if any server has, or is getting, a copy of the shard from this server."""
+    """True if any server has, or is getting, a copy."""
     links: tuple[tuple[Holder, int], ...]
-    """Links over which each push is sent."""
+    """Links over which pushes are sent."""
 
 
 @dataclass(frozen=True, slots=True)
 class SetUnreplicated:
-    """Note the size of the records that some follower may still need."""
+    """Note the size of the records that followers may still need."""
 
     key: Key
     num_bytes: int
@@ -165,15 +157,15 @@ class CloseLink:
 
 @dataclass(frozen=True, slots=True)
 class SendRequest:
-    """Send a request over a link that this server opened. The edge takes an image's header and the
-    data of its chunks from the image that `MakeImage` took."""
+    """Send a request over a link of this server. The header and chunks of an image come from the
+    image that `MakeImage` took."""
 
     peer: Holder
     link: int
     request: Request
     record: Record | None = None
-    """The record that an `UpdateMessage` announces. The core keeps the record as long as a follower
-    needs it; if the record is gone when it would be sent, no follower needs it any more."""
+    """The record that an `UpdateMessage` announces. If the record is gone from memory, no follower
+    needs it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,12 +176,11 @@ class SendReply:
     link: int
     reply: Reply
     may_wait: bool = False
-    """True if the reply is not urgent."""
 
 
 @dataclass(frozen=True, slots=True)
 class MakeImage:
-    """Take an image of the shard as it is now; then `ImageMade` or `ImageNotMade`."""
+    """Take an image of the shard now; then `ImageMade` or `ImageNotMade`."""
 
     key: Key
     image: int
@@ -197,7 +188,7 @@ class MakeImage:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseChunks:
-    """Release all chunks before `next_chunk`: the peer has them."""
+    """Release the chunks before `next_chunk`."""
 
     image: int
     next_chunk: int
@@ -205,18 +196,18 @@ class ReleaseChunks:
 
 @dataclass(frozen=True, slots=True)
 class CloseImage:
-    """Free the image that `MakeImage` took: no further chunk of it is sent."""
+    """Free an image that `MakeImage` took."""
 
     image: int
 
 
 @dataclass(frozen=True, slots=True)
 class AcceptRequest:
-    """Process the data of a received request, after the data of all earlier requests.
+    """Process the data of a request, after the data of earlier requests.
 
-    `UpdateMessage`: apply the record; `CopyFailed` if that is impossible. `ImageStart`: allocate
-    memory for the image; `ImageFailed` if there is not enough. `ImageChunk`: store the chunk; then
-    `ChunkStored`, or `ImageRestored` after the last chunk; `ImageFailed` if that is impossible.
+    `UpdateMessage`: apply the record, or `CopyFailed`. `ImageStart`: allocate memory, or
+    `ImageFailed`. `ImageChunk`: store the chunk; then `ChunkStored`, `ImageRestored` after the last
+    one, or `ImageFailed`.
     """
 
     request: UpdateMessage | ImageStart | ImageChunk
@@ -225,7 +216,7 @@ class AcceptRequest:
 
 @dataclass(frozen=True, slots=True)
 class AdoptImage:
-    """Keep the restored image as a copy of that epoch, in place of any other copy."""
+    """Keep the restored image as the shard's copy."""
 
     key: Key
     image: int
@@ -235,8 +226,6 @@ class AdoptImage:
 
 @dataclass(frozen=True, slots=True)
 class DropImage:
-    """Discard the chunks received of an image."""
-
     key: Key
     image: int
 
@@ -251,15 +240,15 @@ class EnterEpoch:
 
 @dataclass(frozen=True, slots=True)
 class ProbePeer:
-    """Probe whether that exact process answers; then `PeerProbed`."""
+    """Find out if that exact process answers; then `PeerProbed`."""
 
     peer: Holder
 
 
 @dataclass(frozen=True, slots=True)
 class LoadJournal:
-    """Build the shard from the journal, to lead it in this epoch; then `ShardRetired`, which drops
-    any copy here, and `ShardCreated`; or else `JournalShardMissing`."""
+    """Build the shard from the journal; then `ShardRetired` and `ShardCreated`, or
+    `JournalShardMissing`."""
 
     key: Key
     epoch: int
@@ -267,8 +256,6 @@ class LoadJournal:
 
 @dataclass(frozen=True, slots=True)
 class LogLine:
-    """Log a line for operators."""
-
     what: str
     key: Key | None = None
     peer: Holder | None = None

@@ -1,4 +1,4 @@
-"""Events of a server's core. Times are of its process's monotonic clock, in seconds."""
+"""Events of a server's core. Times are of the process' monotonic clock."""
 
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -14,12 +14,9 @@ Token = Hashable
 
 
 class AckLevel(Enum):
-    """Safety that an update must have before it is acknowledged."""
-
     APPLIED = "the primary has applied the update"
     REPLICATED = "every backup in step has received the update too"
     DURABLE = "the update is on disk as well"
-    """The disk of the primary's server."""
 
 
 # --- the record, and etcd ---
@@ -27,19 +24,17 @@ class AckLevel(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ShardAssigned:
-    """The newest record of a shard was read. None: it is gone, or belongs to another placement."""
+    """The newest record was read. None: it is gone, or of another placement."""
 
     key: Key
     assignment: ShardAssignment | None
     placement_id: str = ""
-    """`JobAssignments.placement_id` of the record. Ids and epochs of different placements cannot be
-    compared."""
+    """`JobAssignments.placement_id`. Ids and epochs of different placements cannot be compared."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShardRecordRead:
-    """The newest record was read for a write that `WriteShardRecord` asked for. The core answers
-    with one `ReviseShardRecord`."""
+    """The newest record was read for a write. The core answers with one `ReviseShardRecord`."""
 
     key: Key
     assignment: ShardAssignment
@@ -47,37 +42,36 @@ class ShardRecordRead:
 
 @dataclass(frozen=True, slots=True)
 class ShardRecordWritten:
-    """The effect `WriteShardRecord` was carried out or no longer applies, or may be tried again
-    after `ShardRecordNotWritten`. If the record was changed, a `ShardAssigned` precedes this."""
+    """`WriteShardRecord` is over, or may be tried again after `ShardRecordNotWritten`. A changed
+    record is submitted as `ShardAssigned` before."""
 
     key: Key
 
 
 @dataclass(frozen=True, slots=True)
 class ShardRecordNotWritten:
-    """etcd refuses the write, and would again; `ShardRecordWritten` follows when a retry is due."""
+    """etcd refused the write; `ShardRecordWritten` follows when a retry is due."""
 
     key: Key
 
 
 @dataclass(frozen=True, slots=True)
 class ShardRecordRefreshed:
-    """The newest record was read and submitted as `ShardAssigned`, or it could not be read."""
+    """The newest record was submitted as `ShardAssigned`, or could not be read."""
 
     key: Key
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseRenewed:
-    """etcd renewed this server's registration, by a request sent at `sent_s`."""
+    """etcd renewed this server's registration, on a request sent at `sent_s`."""
 
     sent_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseEnded:
-    """The removal of this server's registration begins: the server must not acknowledge any further
-    push."""
+    """The removal of this server's registration begins: no further push may be acknowledged."""
 
 
 # --- the shards on this server ---
@@ -85,7 +79,7 @@ class LeaseEnded:
 
 @dataclass(frozen=True, slots=True)
 class ShardCreated:
-    """A shard that this server is to lead has got its first values, or has been loaded."""
+    """A shard to be led here has its first values, or has been loaded."""
 
     key: Key
     epoch: int
@@ -94,15 +88,13 @@ class ShardCreated:
 
 @dataclass(frozen=True, slots=True)
 class PushApplied:
-    """A push was applied by this server, as primary."""
-
     key: Key
     record: Record
 
 
 @dataclass(frozen=True, slots=True)
 class AckRequested:
-    """A caller asks to be notified once a version is safe at that level."""
+    """A caller waits until a version is safe at that level."""
 
     token: Token
     key: Key
@@ -113,16 +105,14 @@ class AckRequested:
 
 @dataclass(frozen=True, slots=True)
 class AckAbandoned:
-    """A caller stopped waiting for its `AckRequested`."""
-
     token: Token
     key: Key
 
 
 @dataclass(frozen=True, slots=True)
 class VersionJournaled:
-    """The journal of this server has the whole shard, up to this version. None: the journal no
-    longer keeps the shard, because the disk fails."""
+    """The journal has the whole shard up to this version. None: the disk fails, and the journal no
+    longer keeps the shard."""
 
     key: Key
     version: int | None
@@ -130,7 +120,7 @@ class VersionJournaled:
 
 @dataclass(frozen=True, slots=True)
 class PushesStopped:
-    """All further pushes of the epoch are refused; the last applied push made this version."""
+    """Further pushes of the epoch are refused; `version`: after the last one applied."""
 
     key: Key
     version: int
@@ -138,24 +128,21 @@ class PushesStopped:
 
 @dataclass(frozen=True, slots=True)
 class CopySettled:
-    """All received records of a shard are applied."""
-
     key: Key
     version: int
 
 
 @dataclass(frozen=True, slots=True)
 class CopyFailed:
-    """Received records could not be applied, or the copy was found to differ from its primary's
-    values: the copy is unusable."""
+    """The copy is unusable: a record could not be applied, or values differ from the primary's."""
 
     key: Key
 
 
 @dataclass(frozen=True, slots=True)
 class ShardRetired:
-    """The shard is to be dropped on this server, led or not: its job is over, it starts over, or a
-    loaded shard is to replace it."""
+    """The shard is to be dropped here: its job is over or starts over, or a loaded shard replaces
+    it."""
 
     key: Key
 
@@ -176,15 +163,15 @@ class LinkBroken:
     peer: Holder
     link: int
     is_gone: bool
-    """True if the peer's process is known to be gone, so that waiting is useless."""
+    """True if the peer's process is known to be gone."""
     has_replied: bool = False
-    """True if anything was received over the link."""
+    """True if a reply was received over the link."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordDelivered:
-    """A sent record is in the memory of the peer's process. The peer reads it before it uses its
-    copy (see `SettleCopy`), even if this process dies."""
+    """A record is in the memory of the peer's process. The peer reads it before it uses its copy
+    (see `SettleCopy`)."""
 
     peer: Holder
     link: int
@@ -202,8 +189,6 @@ class ReplyReceived:
 
 @dataclass(frozen=True, slots=True)
 class ImageMade:
-    """The image that `MakeImage` asked for was taken."""
-
     key: Key
     image: int
     version: int
@@ -212,8 +197,6 @@ class ImageMade:
 
 @dataclass(frozen=True, slots=True)
 class ImageNotMade:
-    """The image that `MakeImage` asked for could not be taken."""
-
     key: Key
     image: int
     detail: str
@@ -224,20 +207,18 @@ class ImageNotMade:
 
 @dataclass(frozen=True, slots=True)
 class IncomingLinkOpened:
-    """A primary has opened a link to this server."""
-
     peer: Holder
     link: int
 
 
 @dataclass(frozen=True, slots=True)
 class IncomingLinkEnded:
-    """A primary's link ended; all messages that it had sent were read before, unless `is_torn`."""
+    """A primary's link ended, and all its messages were read before, unless `is_torn`."""
 
     peer: Holder
     link: int
     is_torn: bool = False
-    """True if some messages were not read: records that copies lack may have been acknowledged."""
+    """True if messages were not read: copies may lack acknowledged records."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,8 +238,6 @@ class ChunkStored:
 
 @dataclass(frozen=True, slots=True)
 class ImageRestored:
-    """All chunks of an image were received, and a shard was built from them."""
-
     key: Key
     image: int
 
@@ -275,7 +254,7 @@ class ImageFailed:
 
 @dataclass(frozen=True, slots=True)
 class PeerProbed:
-    """A probe ended; `answers` is True if that exact process answered."""
+    """A probe ended; `answers`: that exact process answered."""
 
     peer: Holder
     answers: bool
@@ -286,7 +265,7 @@ class PeerProbed:
 
 @dataclass(frozen=True, slots=True)
 class JournalShardFound:
-    """The journal has a shard of this epoch and version from an earlier process of this server."""
+    """The journal has a shard from an earlier process of this server."""
 
     key: Key
     epoch: int
@@ -295,7 +274,7 @@ class JournalShardFound:
 
 @dataclass(frozen=True, slots=True)
 class JournalShardMissing:
-    """The shard that `LoadJournal` asked for is not in the journal, or cannot be read."""
+    """The journal cannot supply the shard of a `LoadJournal`."""
 
     key: Key
     epoch: int
@@ -303,17 +282,16 @@ class JournalShardMissing:
 
 @dataclass(frozen=True, slots=True)
 class ServersListed:
-    """Servers that etcd listed in answer to a request sent at `asked_s`, not from a cache."""
+    """Servers that etcd listed on a request sent at `asked_s`, not from a cache."""
 
     present: frozenset[Holder]
     asked_s: float
     ended: frozenset[Holder] = frozenset()
-    """Processes known to have ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class WakeTimeReached:
-    """The time of `ReplicationCore.wakes_s` has come."""
+    """`ReplicationCore.wakes_s` has come."""
 
 
 Event = (

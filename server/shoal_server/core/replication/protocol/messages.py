@@ -1,37 +1,35 @@
-"""Messages between the servers of a shard. Data (gradients, chunks of a shard) travel with a
-message; events and effects carry the data, but the core reads only versions and chunk numbers.
+"""Messages between the servers of a shard.
 
-A primary's server opens a link to each server that holds copies of its shards. Requests go from the
-primary to the backup, replies go back. Messages arrive in order, or the link breaks.
+The primary's server opens the link. Requests go to the backup, replies come back. Messages arrive
+in order, or the link breaks.
 """
 
 from dataclasses import dataclass
 from enum import Enum
 
 Key = tuple[str, int]
-"""A job's name and the id of one of its shards."""
+"""A job, and the id of one of its shards."""
 
 Data = object
-"""Data of a message, which the core passes on and does not read."""
+"""Gradients or a chunk; the core does not read it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Offer of a shard by the primary of that epoch, which asks for the state of the server's
-    copy."""
+    """Offer of a shard by its primary, which asks for the state of the copy."""
 
     key: Key
     epoch: int
     born: int
-    """Epoch in which the shard got its first values. Shards born in different epochs differ."""
+    """Epoch of the shard's first values. Shards born in different epochs differ."""
     placement_id: str = ""
-    """`JobAssignments.placement_id` of the primary's record: epochs of different placements are not
-    comparable. Empty: not stated."""
+    """`JobAssignments.placement_id`: epochs of different placements are not comparable. Empty: not
+    stated."""
 
 
 @dataclass(frozen=True, slots=True)
 class CopyUpToDate:
-    """Notice that the copy is valid up to this version, and that later records follow."""
+    """Notice that the copy is valid up to this version; later records follow."""
 
     key: Key
     epoch: int
@@ -42,28 +40,26 @@ class CopyUpToDate:
 
 @dataclass(frozen=True, slots=True)
 class UpdateMessage:
-    """Record of one applied push."""
-
     key: Key
     epoch: int
     version: int
     answer_may_wait: bool = False
-    """True if the answer is not urgent: the record counts as received without it."""
+    """True if the record counts as received without the answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class ImageStart:
-    """Start of an image: a whole shard at one version follows, in `num_chunks` chunks."""
+    """Start of an image in `num_chunks` chunks."""
 
     key: Key
     epoch: int
     born: int
     image: int
-    """Number of the image, unique among all that this primary's process sends."""
+    """Number of the image, unique within the primary's process."""
     version: int
     num_chunks: int
     next_chunk: int = 0
-    """Chunk at which the transfer continues: the backup has all earlier ones."""
+    """First chunk sent; the backup has the earlier ones."""
     placement_id: str = ""
     """See `Offer.placement_id`."""
 
@@ -80,19 +76,16 @@ Request = Offer | CopyUpToDate | UpdateMessage | ImageStart | ImageChunk
 
 @dataclass(frozen=True, slots=True)
 class BackupState:
-    """State of a backup: its copy, and an image that is not complete."""
-
     key: Key
     epoch: int
-    """The epoch that was offered."""
     copy_epoch: int = 0
     born: int = 0
     version: int = 0
-    """Version up to which the copy has received all records; 0: there is no copy."""
+    """Version up to which the copy has all records; 0: no copy."""
     image: int = 0
-    """Number of an incomplete image from the offering primary; 0: there is none."""
+    """Incomplete image from the offering primary; 0: none."""
     next_chunk: int = 0
-    """First chunk of that image that the backup lacks."""
+    """First chunk that the backup lacks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +99,7 @@ class RecordsReceived:
 
 @dataclass(frozen=True, slots=True)
 class ImageInstalled:
-    """Notice that the image is now a copy of that version; image 0: the existing copy continues."""
+    """Notice that the copy has this version; image 0: the existing copy continues."""
 
     key: Key
     epoch: int
@@ -116,7 +109,7 @@ class ImageInstalled:
 
 @dataclass(frozen=True, slots=True)
 class ChunkReceived:
-    """Notice that the backup has stored all chunks of the image before `next_chunk`."""
+    """Notice that the backup has stored the image's chunks before `next_chunk`."""
 
     key: Key
     image: int
@@ -124,8 +117,6 @@ class ChunkReceived:
 
 
 class BackupRefusalReason(Enum):
-    """Reason why a backup refuses a request."""
-
     OTHER_HOLDERS = "the record names other holders"
     FULL = "the server has no memory for the copy"
     NO_COPY = "the server has no copy that this continues"
@@ -139,7 +130,8 @@ class BackupRefused:
     why: BackupRefusalReason
     detail: str = ""
     newest_epoch: int = 0
-    """Newest epoch that the backup knows; if above the primary's own, the primary is deposed."""
+    """Newest epoch that the backup knows; a later one than the primary's own deposes the primary.
+    """
 
 
 Reply = BackupState | ImageInstalled | RecordsReceived | ChunkReceived | BackupRefused
