@@ -24,15 +24,14 @@ from shoal.data.shards import Shards
 from shoal.randomness import mix
 
 _SHARDS_OF_EPOCH = 1 << 62
-"""Used instead of a window's number to seed the order of shards: windows are fewer."""
+"""Seeds the order of shards, in place of a window's number."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardOrder(Order):
-    """Order of samples in shards. Pure. Without shuffling, samples keep the order of the shards."""
+    """Order of samples in shards. Pure. Without shuffling, the order of the shards."""
 
     lengths: tuple[int, ...]
-    """Number of samples of each shard."""
     columns: int
     turns: int
     window: int
@@ -49,8 +48,7 @@ class ShardOrder(Order):
         drop_last: bool,
         together: bool,
     ) -> "ShardOrder":
-        """`together`: True if members share each batch. If False, each member takes whole batches,
-        and the line is one stream."""
+        """`together`: True if members share each batch. If False, the line is one stream."""
         return cls(
             num_samples=len(shards),
             global_batch_size=global_batch_size,
@@ -70,8 +68,7 @@ class ShardOrder(Order):
 
     @property
     def name(self) -> str:
-        """Name with the options that decide the order, besides seed and shards. The batch size is
-        one of these options: it decides how the line is cut into streams."""
+        """Name with the options that decide the order, the batch size among them."""
         return (
             f"{self.rule}: {self.columns} columns, {self.turns} turns, window {self.window},"
             f" batches of {self.global_batch_size}"
@@ -86,11 +83,11 @@ class ShardOrder(Order):
         shards = _permutation(len(self.lengths), mix(key, _SHARDS_OF_EPOCH))
         ends = self._lengths[shards].cumsum(0)
         shard_numbers = torch.bucketize(shuffled, ends, right=True)
-        # From positions in the line to indices in the shards' given order.
+        # From positions in the line to the shards' given order.
         return shuffled + (self._ends[shards] - ends)[shard_numbers]
 
     def _in_line(self, positions: Tensor) -> Tensor:
-        """Return the positions in the line for these positions of the epoch."""
+        """Return the positions in the line."""
         size = self.global_batch_size
         each, extra = divmod(size, self.columns)
         sizes = each + (torch.arange(self.columns) < extra).long()
@@ -106,7 +103,7 @@ class ShardOrder(Order):
         return torch.where(batch < num_whole, in_stream, positions)
 
     def _shuffled(self, positions: Tensor, key: int) -> Tensor:
-        """Permute positions in the line, each within its window."""
+        """Permute positions within their windows."""
         windows = positions // self.window
         shuffled = torch.empty_like(positions)
         for window in sorted(set(windows.tolist())):
