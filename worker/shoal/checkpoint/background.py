@@ -119,7 +119,7 @@ class Checkpoints:
 
         `peers`: the ranks that write together; None: those of the last `select_writers`, else this
         rank alone. A tensor shard for whose name `writes` returns False is not copied: another rank
-        must write it. A tensor shard of several ranks is written once.
+        must write it.
 
         If the previous checkpoint failed, raises its error, on every rank at the same step, and
         writes nothing; the next call tries again. The error is CheckpointFailed, with path and
@@ -185,7 +185,6 @@ class Checkpoints:
             self._continues = True
             self.written = WrittenCheckpoint(state_shard.step, num_bytes)
             first = peers.rank == writing.FIRST
-            # Log once for each checkpoint, not once for each member.
             (log.info if first else log.debug)(
                 "checkpoint_written", path=str(path), num_bytes=state_shard.num_bytes
             )

@@ -5,13 +5,12 @@
     step-00000120/<token>.begun                  marks a draft, even if its writer has died
     step-00000120/<token>.index                  the index of a draft, until it is published
 
-A folder with an index is a checkpoint, which consists of the files that the index names. To replace
-a checkpoint of the same step, a writer puts new files beside the old ones, under names with another
-token. Then it overwrites the index, and removes the files that the new index does not name.
+A checkpoint is a folder with an index, and the files that the index names. A writer replaces a
+checkpoint by new files with another token, and then overwrites the index.
 
-A storage may carry out a request after the client has given up on it. So a writer publishes by
-copying the draft's index to `.metadata`, and discards a draft by removing the draft's index before
-its other files. A late copy then finds nothing to copy: no index ever names removed files.
+A storage may carry out a request after the client has given up. So a writer publishes by copying
+the draft's index to `.metadata`, and discards a draft by removing the draft's index first. A late
+copy then finds nothing to copy: no index ever names removed files.
 """
 
 import re
@@ -86,7 +85,6 @@ class BucketDraft(Draft):
         return self.size(f"{self.name}{_BEGUN}") >= 0
 
     def write(self, rank: int, entries: Sequence[tuple[CheckpointEntry, object]]) -> list[FileSpan]:
-        # A file appears as a whole when it is closed.
         writer = FsspecWriter(str(self._path), per_thread_copy_ahead=0, sync_files=False)
         try:
             return write_files(writer, rank, entries, prefix=self.name)
@@ -146,7 +144,6 @@ class BucketDraft(Draft):
             log.warning("leftover_not_removed", path=str(self._path), error=str(error))
 
     def _was_published(self) -> bool:
-        """True if the index was copied, and only the storage's answer was lost."""
         try:
             return bool(self._index) and (self._path / METADATA).read_bytes() == self._index
         except FileNotFoundError:

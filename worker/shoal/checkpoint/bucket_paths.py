@@ -119,7 +119,8 @@ class BucketPath:
                         self.files.rm_file(key)
 
     def probe(self) -> None:
-        """Test storage in the folder. Raises InvalidSpec if that fails."""
+        """Check that files can be written, copied, read and removed here. Raises InvalidSpec if
+        not."""
         probe = self / f".probe-{secrets.token_hex(8)}"
         copy = self / f"{probe.name}-copy"
         try:

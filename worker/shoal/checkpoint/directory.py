@@ -5,8 +5,7 @@
                                            has died
     .step-00000120.<token>.replaced        a checkpoint while a new one of its step replaces it
 
-A rename is atomic: while a checkpoint is replaced, there is always a complete one under the first
-or the third name.
+A rename is atomic: there is always a complete checkpoint under the first or the third name.
 """
 
 import os

@@ -23,7 +23,7 @@ class Draft(ABC):
 
     @abstractmethod
     def begin(self) -> None:
-        """Begin the draft. Raises InvalidSpec if the path has something else than a checkpoint."""
+        """Begin the draft. Raises InvalidSpec if the path exists and is not a checkpoint."""
 
     @abstractmethod
     def join(self, name: str) -> None:
@@ -81,7 +81,6 @@ class LocalDraft(Draft):
         return self._folder.is_dir()
 
     def write(self, rank: int, entries: Sequence[tuple[CheckpointEntry, object]]) -> list[FileSpan]:
-        # All tensors are on the host already.
         return write_files(FileSystemWriter(self._folder, per_thread_copy_ahead=0), rank, entries)
 
     def size(self, file: str) -> int:

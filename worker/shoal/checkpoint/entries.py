@@ -41,7 +41,6 @@ class CheckpointEntry:
 
     path: names.Path
     data: TensorWriteData | None = None
-    """None for an object."""
 
     @classmethod
     def of_item(cls, item: PlannedChunk) -> "CheckpointEntry":

@@ -1,8 +1,8 @@
 """Paths of the parts of a state in a checkpoint.
 
-DCP flattens nested dictionaries; an entry's key is its path joined by dots. The paths here are
-those of `{"model": model.state_dict(), "optim": get_optimizer_state_dict(model, optimizer)}`, so
-that plain torch can read the checkpoint. Left: the part's name in a `StateShard`; right: its path:
+Plain torch can read the checkpoint: the paths are those of
+`{"model": model.state_dict(), "optim": get_optimizer_state_dict(model, optimizer)}`.
+Left: the part's name in a `StateShard`; right: its path:
 
     model.<parameter>               ("model", <parameter>)
     optim.<parameter>/<key>         ("optim", "state", <parameter>, <key>)
@@ -57,7 +57,6 @@ def path_of(name: str) -> Path:
 
 
 def _key_parts(dotted: str) -> Path:
-    """Split a dotted path as torch does: list indices are numbers."""
     key, *inner = dotted.split(".")
     return (key, *(int(each) if each.isdecimal() else each for each in inner))
 
@@ -164,7 +163,6 @@ def _flattened_parts(key: str, value: Json) -> dict[Path, object] | None:
     not."""
     if not isinstance(value, list | dict):
         return None
-    # Tensors within the value are shards of their own.
     native = join_state(value, defaultdict(lambda: torch.empty(0)))
     flat, paths = flatten_state_dict({key: native})
     if paths.keys() == {key}:

@@ -1,8 +1,7 @@
 """Messages between the ranks that write one checkpoint: each rank gets the messages of all.
 
-A rank sends its message after it has synchronised the files that the message reports. Waiting for
-files instead would not show that a writer has died, and file systems delay when other machines see
-a file.
+A rank sends its message once it has synchronised the files that the message reports. Waiting for
+files instead would not show that a writer has died.
 """
 
 from typing import Protocol

@@ -25,7 +25,7 @@ def read(path: str | os.PathLike[str] | BucketPath, needs: Needs) -> StateShard:
     """Read the chunks that `needs` asks for into host memory, in the dtypes they were saved in.
 
     Reads only stored chunks that overlap the needed ones, one at a time. The step of plain torch's
-    checkpoint is its entry `step`; 0 without an int there.
+    checkpoint is its entry `step`; 0 if that is no int.
 
     Raises InvalidSpec if there is no checkpoint, if a later version of Shoal or DCP wrote it, or if
     it has an entry that Shoal's state cannot hold. Raises MalformedMessage if it is damaged or
@@ -98,7 +98,6 @@ class _Reader:
                     self._chunk(names.key_of(path), stored.dtype, chunk, span)
 
     def _own(self) -> Mapping[str, Any] | None:
-        """Return Shoal's own entry, if there is any."""
         span = self._index.objects.get(names.OWN)
         if span is None:
             return None
@@ -114,7 +113,6 @@ class _Reader:
                 yield name, self._piece(names.key_of(path), stored, chunk)
 
     def _settings(self) -> dict[names.Path, object]:
-        """Read tensors among the settings of the optimizer's groups."""
         return {
             path: self._piece(names.key_of(path), stored, Chunk.whole(stored.shape)).tensor
             for path, stored in self._index.tensors.items()

@@ -1,7 +1,7 @@
 """Check that a run continues a checkpoint with the same samples, in the same order.
 
-A step is a position in the order of samples, which the compared fields determine. A run with
-another batch size continues at the checkpoint's next sample, and records where the size changed.
+A run with another batch size continues at the checkpoint's next sample, and records where the size
+changed.
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,7 +17,6 @@ from shoal_proto.errors import InvalidSpec
 log = structlog.get_logger(__name__)
 
 SAMPLES = "samples"
-"""Key of the samples' fields in a state's values."""
 ORIGIN = "origin"
 """Key of the position from which batches have their present size."""
 MUST_MATCH = ("dataset", "seed", "shuffle", "order")
@@ -58,7 +57,7 @@ class TrainedSamples:
         return replace(state_shard, values={**state_shard.values, ORIGIN: origin})
 
     def adopt(self, state_shard: StateShard) -> None:
-        """Adopt that position from another member's state."""
+        """Adopt the position of the last change of batch size from another member's state."""
         self.origin = _origin_of(state_shard.values)
 
     def resume(self, path: str, state_shard: StateShard) -> None:

@@ -29,7 +29,6 @@ def items_of(state_shard: StateShard) -> list[PlannedChunk]:
     return [
         PlannedChunk(name=name, shape=shard.shape, dtype=shard.tensor.dtype, chunk=shard.chunk)
         for name, shard in state_shard.shards.items()
-        # A mark stands for plain values.
         if not is_mark(name)
     ]
 
@@ -87,7 +86,7 @@ def plan_writes(
 
 
 def _has_content(item: PlannedChunk) -> bool:
-    """A tensor without elements is written as a whole."""
+    """True if there is something to write: elements, or a whole tensor without elements."""
     return item.chunk.num_elements > 0 or item.chunk == Chunk.whole(item.shape)
 
 
@@ -122,7 +121,6 @@ def _check_same(first: PlannedChunk, item: PlannedChunk, rank: int) -> None:
 
 
 def _check_whole(name: str, whole: Chunk, chunks: Sequence[Chunk]) -> None:
-    """Raise InvalidSpec unless `chunks`, sorted by offsets, cover `whole` without overlaps."""
     open_boxes: list[Chunk] = []
     for chunk in chunks:
         start = chunk.offsets[:1]

@@ -5,7 +5,7 @@
     first rank writes .metadata and publishes    -> gather: done
 
 DCP's own coordination unpickles objects that peers send. Here ranks exchange JSON, and each rank
-computes the same plan from it. DCP's FileSystemWriter or FsspecWriter writes the files.
+computes the same plan from it.
 """
 
 import errno
@@ -25,7 +25,7 @@ from shoal.state.shards import StateShard
 from shoal_proto.errors import CheckpointFailed, GenerationBroken, InvalidSpec, ShoalError
 
 FIRST = 0
-"""Rank that writes the entries that are not shards."""
+"""Rank that begins the draft, writes the entries that are not shards, and publishes."""
 
 _FIXES = {
     errno.ENOSPC: "Free space there, keep fewer checkpoints, or write elsewhere.",
@@ -77,7 +77,6 @@ class _Writer:
         self._first = peers.rank == FIRST
         self._continues = True
         self._opened: Sequence[Mapping[str, Any]] = ()
-        """All ranks' answers in `open`, by rank."""
         self._values: Mapping[names.Path, object] = {}
         """Entries that are not shards; empty on other ranks than the first."""
 
@@ -115,7 +114,6 @@ class _Writer:
             if self._first:
                 if not self._continues:
                     storage.refuse_later(self._path.parent, self._state_shard.step)
-                # All ranks are here, so none still writes an earlier checkpoint.
                 self._draft.sweep()
                 # Within `act`: an error here is raised on all ranks.
                 known = {**self._state_shard.values, SLOTS: merged(self._opened)}
@@ -143,8 +141,6 @@ class _Writer:
     def publish(
         self, items: Sequence[Sequence[PlannedChunk]], located: Sequence[Sequence[FileSpan]]
     ) -> None:
-        """Publish the checkpoint."""
-
         def act() -> Any:
             if self._first:
                 stored = list(self._stored(items, located))
@@ -156,7 +152,7 @@ class _Writer:
     def _stored(
         self, items: Sequence[Sequence[PlannedChunk]], located: Sequence[Sequence[FileSpan]]
     ) -> Iterator[tuple[CheckpointEntry, FileSpan]]:
-        """Yield all ranks' entries. A tied parameter is listed under each of its names."""
+        """List all ranks' entries, a tied parameter under each of its names."""
         tied: Any = self._state_shard.values.get("tied", {})
         aliases: dict[names.Path, list[str]] = {}
         for alias, name in tied.items():
@@ -213,14 +209,13 @@ class _Writer:
 
 
 def _from_system(error: BaseException | None) -> OSError | None:
-    """Return the underlying OSError: torch raises its own error while it cleans up."""
+    """Return the underlying OSError, if there is any."""
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__ or error.__context__
     return error
 
 
 def _check_files(draft: Draft, spans: Sequence[FileSpan]) -> None:
-    """Raise InvalidSpec unless the first rank sees all files."""
     ends: dict[str, int] = {}
     for file, offset, length in spans:
         ends[file] = max(ends.get(file, 0), offset + length)

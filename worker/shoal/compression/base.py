@@ -1,7 +1,7 @@
 """Interface of every compression, and its guarantees.
 
-A `Compression` is a user's choice: a name and options, the same on all members. The `Compressor`
-that it makes belongs to one member and holds the state that is kept between steps.
+A `Compression` has a name and options, the same on all members. A member's
+`Compressor`, which it makes, holds the state that is kept between steps.
 
 Every compressor promises:
 
@@ -76,7 +76,6 @@ class PackedTensors:
     """Several tensors concatenated into a flat one."""
 
     flat: Tensor
-    """This rank's values, later the averages."""
     names: Sequence[str]
     shapes: Sequence[torch.Size]
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 LARGEST = 127
 SCALE_BYTES = 4
-# Packs eight bytes of 0 or 1 into the product's highest byte, the first byte's bit highest. Term i
-# shifts the bit of byte i there, and no two terms share a bit.
+# Factor that packs eight bytes of 0 or 1 into the product's highest byte. Term i shifts the bit of
+# byte i there, and no two terms share a bit.
 _GATHER_BITS = sum(1 << (63 - 9 * byte) for byte in range(8)) - (1 << 64)
 
 
@@ -53,7 +53,7 @@ class Int8Code:
 
 
 class OneBitCode:
-    """A bit for each value: its sign, with the block's mean absolute value."""
+    """A bit for each value: its sign, decoded as plus or minus the block's mean absolute value."""
 
     def num_bytes(self, num_values: int, block: int) -> int:
         return num_values // block * SCALE_BYTES + num_values // 8
@@ -76,7 +76,6 @@ def _joined(scales: Tensor, codes: Tensor, num_parts: int) -> Tensor:
 
 
 def _parted(codes: Tensor, num_blocks: int) -> tuple[Tensor, Tensor]:
-    """Split coded bytes into scales, one in each row, and the rest."""
     cut = num_blocks * SCALE_BYTES
     scales = codes[:, :cut].reshape(-1).view(torch.float32).view(-1, 1)
     return scales, codes[:, cut:].reshape(-1)
@@ -86,7 +85,6 @@ _tables: dict[torch.device, Tensor] = {}
 
 
 def _signs(device: torch.device) -> Tensor:
-    """Return the eight signs of each byte, highest bit first."""
     if device not in _tables:
         codes = torch.arange(256, device=device).unsqueeze(1)
         bits = (codes >> torch.arange(7, -1, -1, device=device)) & 1

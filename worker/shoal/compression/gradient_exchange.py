@@ -39,12 +39,11 @@ class GradientExchange:
         self._group = group
         self._world_size = group.size()
         self._alone = self._world_size == 1
-        """True if no collective is needed."""
+        """True if this member's gradients are the averages already."""
         self._name_of = name_of
         self._traffic = traffic or Traffic()
         self._averaged: list[Tensor] = []
         self._in_progress: list[OngoingCollective] = []
-        """Collectives that were begun and not waited for."""
         self.losses = PendingLosses()
         """Losses of this member. If one is not finite, no average is."""
         self._fault = ""
@@ -70,7 +69,6 @@ class GradientExchange:
         return completion.then(partial(_averaged, gradients))
 
     def _check_own(self, bucket: GradBucket) -> None:
-        """Check if own gradients are finite; on a GPU, only begin the check."""
         gradients = bucket.buffer()
         if not is_on_host(gradients):
             # Reading a norm would make the backward pass wait for the GPU.

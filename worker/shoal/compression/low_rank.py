@@ -120,7 +120,6 @@ class PowerSgdCompressor(Compressor):
         self._residuals.release(packed)
 
     def _parted(self, packed: PackedTensors, values: Tensor) -> tuple[list[Matrix], list[slice]]:
-        """Split into matrices to compress, and the rest."""
         matrices, plain = [], []
         for (name, span), shape in zip(packed.slots(), packed.shapes, strict=True):
             if self.is_compressed(shape):
@@ -151,7 +150,6 @@ class LowRankEncoder(PushEncoder):
     def encode(self, values: Tensor, blocks: Sequence[PushBlock]) -> EncodedBlocks:
         decoded = values.clone()
         spans = self._spans(blocks)
-        # For each block: values before its whole rows, left factor, values after.
         sent = [[values[span]] for span in spans.values()]
         codec = GradientCodec(kind=PowerSGD.name, rank=self._rank)
         codec.low_rank.extend(LowRankRows() for _ in blocks)
@@ -234,7 +232,7 @@ def _multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
 
 
 def _random_factor(name: str, columns: int, rank: int) -> Tensor:
-    """Return random numbers that depend only on the name: the same on all ranks."""
+    """Return random numbers that depend only on the name."""
     generator = torch.Generator().manual_seed(crc32(name.encode()))
     return torch.randn((columns, rank), generator=generator)
 
@@ -244,7 +242,7 @@ def _joined(tensors: list[Tensor], world_size: int) -> Tensor:
 
 
 def _orthonormal(left: Tensor) -> Tensor:
-    """Return orthonormal columns that span the given ones; arbitrary columns for zeros."""
+    """Return orthonormal columns that span the given ones."""
     # The squares of a vanishing gradient would underflow.
     scale = left.abs().amax()
     orthonormal: Tensor = torch.linalg.qr(left / torch.where(scale == 0, 1.0, scale)).Q

@@ -35,7 +35,6 @@ class PushBlock:
 class EncodedBlocks:
     codec: GradientCodec
     data: Tensor
-    """Values to send, flat."""
     decoded: Tensor
     """The values as the server decodes them, in fp32; NaN or infinite if out of the codec's
     range."""

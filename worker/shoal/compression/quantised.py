@@ -1,8 +1,8 @@
 """Gradients in 8 bits or 1 bit for each value.
 
-Coded values cannot be summed without decoding. So each rank receives one part of the values from
-all ranks, and sends the mean, coded again, to all ranks. It keeps the error of the second coding
-for a later step. Tang et al., 1-bit Adam, arXiv:2102.02888.
+Each rank receives one part of the values from all ranks, and sends the mean, coded again, to all
+ranks. It keeps the error of the second coding for a later step. Tang et al., 1-bit Adam,
+arXiv:2102.02888.
 """
 
 from collections.abc import Sequence
@@ -71,7 +71,6 @@ class MeanError:
     """Coding error in the mean of a range of a parameter, kept by the serving rank."""
 
     start: int
-    """Index within the parameter."""
     values: Tensor
 
 

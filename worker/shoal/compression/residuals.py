@@ -22,8 +22,8 @@ class StepValues(Generic[Kept]):
         self._step = 0
 
     def begin(self, step: int) -> None:
-        """Begin the next step; `step` steps are committed. A member that failed and then received
-        the state keeps its values too: it took part in that step."""
+        """Begin the next step; `step` steps are committed. A member that received the state after a
+        failure keeps its values too: it took part in that step."""
         if self._step < step:
             self._committed |= self._pending
         self._pending = {}

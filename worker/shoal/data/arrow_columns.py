@@ -1,7 +1,7 @@
 """Contents of the columns of Hugging Face's `datasets.Dataset`, without loading a sample.
 
 Loading a sample would run the script's transform. The data set's own fingerprint depends on the age
-of its files, and on whether functions could be pickled. So single rows of its Arrow table are read.
+of its files.
 """
 
 import sys
@@ -11,7 +11,6 @@ from typing import Any
 MAX_BYTES = 4096
 """Limit of a text or bytes, of which the end is read."""
 MAX_ELEMENTS = 4
-"""Limit of the elements read of a list."""
 MAX_DEPTH = 4
 _ROWS = "_indices"
 """Attribute of a `datasets.Dataset`: the table rows of its samples; None: all rows."""
@@ -53,7 +52,6 @@ def _value(scalar: Any, depth: int) -> object:
         inner = [] if depth >= MAX_DEPTH else values.slice(0, MAX_ELEMENTS)
         return [len(values), *(_value(each, depth + 1) for each in inner)]
     if hasattr(scalar, "value"):
-        # Storage of an extension type, or a timestamp's number.
         stored = scalar.value
         return _value(stored, depth + 1) if hasattr(stored, "is_valid") else stored
     plain: object = scalar.as_py()

@@ -28,7 +28,6 @@ _HINTS = {
     " in docs/data.md.",
     "num_epochs": "epochs= is the number of epochs.",
 }
-"""Hints for keywords that have another name here."""
 
 
 class LoadingOptions(TypedDict, total=False):
@@ -135,7 +134,6 @@ class BatchOptions:
             order = Order(num_samples=num_samples, **order_options)
         loading = Loading(**self.loading)
         if isinstance(dataset, tuple):
-            # Code that loads samples one by one finds them as items.
             dataset = TensorDataset(*dataset)
         return Loader(
             dataset,
@@ -165,7 +163,6 @@ def fields_of(dataset: "Dataset | DataLoader[Any]", order: Order) -> dict[str, s
 
 
 def _completed(options: BatchOptions, loader: "DataLoader[Any]") -> BatchOptions:
-    """Complete the options from the script's DataLoader."""
     if loader.batch_size is None:
         seen = type(loader.batch_sampler).__name__
         raise _unkept("batch_sampler", seen, "batch_size=..., and no batch_sampler")
@@ -173,7 +170,6 @@ def _completed(options: BatchOptions, loader: "DataLoader[Any]") -> BatchOptions
     seed: int | None = None
     generator = loader.generator
     if isinstance(sampler, DistributedSampler):
-        # The session replaces padding and shares, and keeps shuffle and seed.
         shuffle, seed = sampler.shuffle, sampler.seed
         if sampler.drop_last:
             raise _unkept("sampler", "DistributedSampler(drop_last=True)", "drop_last=False")

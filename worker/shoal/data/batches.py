@@ -16,7 +16,6 @@ from shoal_client.progress.ranges import SampleRange
 from shoal_proto.errors import InvalidSpec, SampleFailed
 
 MAX_SAMPLES_NAMED = 8
-"""Number of samples named in an error."""
 MAX_COLUMNS_IN_LIST = 8
 """Longest list of tensors that may be meant as columns; in a longer one each is a sample."""
 
@@ -223,7 +222,6 @@ class Loader:
 
 
 def _not_collated(failed: SampleFailed, step: int, indices: Sequence[int]) -> SampleFailed:
-    """Return the failure if it names a sample, else one that names step and samples."""
     if "index" in failed.details:
         return failed
     named = ", ".join(map(str, indices[:MAX_SAMPLES_NAMED]))
@@ -328,7 +326,6 @@ def _misused_tensors(dataset: Any) -> str | None:
 
 
 def _columns(dataset: Dataset) -> Sequence[Tensor] | None:
-    """Return the tensors of a dataset of whole tensors, else None."""
     columns: Any = dataset.tensors if isinstance(dataset, TensorDataset) else dataset
     if not isinstance(columns, tuple) or not columns:
         return None
@@ -345,8 +342,7 @@ def _columns(dataset: Dataset) -> Sequence[Tensor] | None:
 
 
 def _split(parts: Any) -> tuple[Any, Any]:
-    """Split into (inputs, targets). Only a tuple of several parts has targets: a list's length may
-    be the number of samples."""
+    """Split into (inputs, targets). Only a tuple of several parts has targets."""
     if not isinstance(parts, tuple):
         return parts, None
     if len(parts) == 1:

@@ -1,9 +1,8 @@
 """Digest of a data set's contents, with which members check that they train on the same samples.
 
-If a split or sampler is not seeded, members have data sets of the same type and size with different
-samples. The digest covers a few values, at positions that depend on sizes alone. No item is loaded:
-that may be slow, random, or have side effects. For unknown classes, the digest covers public
-attributes (torchvision's: all) that have one entry for each sample or are data sets.
+The digest covers a few values, at positions that depend on sizes alone. No item is loaded: that may
+be slow, random, or have side effects. For unknown classes, the digest covers public attributes
+(torchvision's: all) that have one entry for each sample or are data sets.
 
 Only the last part of a text with slashes counts: folders may differ between hosts. Floating-point
 values count only in steps of about a factor e: computed columns may differ in the last bits between
@@ -61,11 +60,7 @@ class RoughNumber(int):
 
 def content_of(dataset: Dataset) -> str:
     """Return the digest of the contents; empty for `Shards`, and if they cannot be read without
-    loading samples.
-
-    Equal data sets have equal digests. Data sets that differ only in values that are not read have
-    equal digests too.
-    """
+    loading samples."""
     return _digest_of(_items_of(dataset))
 
 
@@ -90,8 +85,8 @@ def _digest_of(items: Sequence[DigestItem]) -> str:
 
 
 def _dataset_items(dataset: Any, size: int | None, depth: int) -> Iterator[DigestItem]:
-    """Read a data set that holds its samples or wraps another one. `size`: its number of samples,
-    if known."""
+    """Read a data set that holds its samples or wraps another one. `size`: number of samples, if
+    known."""
     if depth > MAX_DEPTH or isinstance(dataset, Shards):
         return
     if isinstance(dataset, Subset):
@@ -120,7 +115,6 @@ def _are_tensors(dataset: object) -> bool:
 
 
 def _attribute_items(dataset: object, size: int, depth: int) -> Iterator[DigestItem]:
-    """Read attributes that are data sets, or have one entry for each sample."""
     for name, value in sorted(getattr(dataset, "__dict__", {}).items()):
         if name.startswith("_") and not _keeps_no_caches(dataset):
             continue
@@ -156,7 +150,6 @@ def _arrow_items(dataset: Any) -> Iterator[DigestItem]:
 
 
 def _is_being_filled(column: Any) -> bool:
-    """True if entries are None, as in a cache that is being filled."""
     if not isinstance(column, list | tuple):
         return False
     return any(column[position] is None for position in _spread(len(column), NUM_SAMPLES))
@@ -181,7 +174,6 @@ def _index_items(indices: Any) -> Iterator[DigestItem]:
 
 
 def _value_items(value: object, depth: int) -> Iterator[DigestItem]:
-    """Read a sample. A value of unknown type counts by the type's name."""
     if depth > MAX_DEPTH:
         return
     if isinstance(value, Tensor | np.ndarray):
@@ -225,7 +217,7 @@ def _array_items(array: "Tensor | np.ndarray[Any, Any]") -> Iterator[DigestItem]
     rows = _spread(sizes[0], NUM_SAMPLES) if sizes else [0]
     width = math.prod(sizes[1:])
     count = min(width, NUM_EXACT if _is_exact(array) else NUM_ROUGH)
-    # Each row at other positions: an image's corners, for example, never differ.
+    # Rows are read at different positions: an image's corners, for example, never differ.
     flat = [
         (row * 7919 + k * width // count) % width for row in range(len(rows)) for k in range(count)
     ]
@@ -240,7 +232,6 @@ def _array_items(array: "Tensor | np.ndarray[Any, Any]") -> Iterator[DigestItem]
 def _elements(
     array: "Tensor | np.ndarray[Any, Any]", positions: Sequence[Sequence[int]]
 ) -> list[Any]:
-    """Return the elements at these positions: a list of indices for each axis."""
     # NumPy, as torch would use the script's default device.
     index = tuple(np.asarray(each, dtype=np.int64) for each in positions)
     if not isinstance(array, Tensor):

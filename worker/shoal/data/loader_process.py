@@ -74,7 +74,7 @@ def _await_end(trainer: multiprocessing.process.BaseProcess) -> None:
 
 
 def _unsent(loaded: Any, error: BaseException) -> Any:
-    """Return the report for a batch that cannot be sent; None if there was no batch."""
+    """Return the report for a batch that cannot be sent, if there was a batch."""
     if loaded is None:
         return None
     run, _, is_tuple = loaded
@@ -128,7 +128,7 @@ def _descriptors() -> Iterator[tuple[int, str]]:
         try:
             yield int(descriptor.name), str(descriptor.readlink())
         except FileNotFoundError:
-            continue  # the listing itself
+            continue
 
 
 def _is_network(descriptor: int) -> bool:

@@ -1,7 +1,6 @@
 """Loading of batches ahead of the trainer, in the processes of torch's DataLoader.
 
-Whenever the DataLoader delivers a batch, it takes another request from its sampler. So a fixed
-number of batches is requested ahead.
+Whenever the DataLoader delivers a batch, it takes another request from its sampler.
 
 If the trainer needs a batch that was not requested (after a generation change, or for a step that
 is taken again), a new *run* of batches begins. The processes skip samples of earlier runs, and the
@@ -151,7 +150,7 @@ class LoadingProgress:
 
 
 def _processor_s(process: int) -> float:
-    """Return the processor seconds of a process and its ended children; 0 if unknown."""
+    """Return a process' processor seconds, with ended children; 0 if unknown."""
     try:
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -165,8 +164,8 @@ class _FetchWatch:
     def __init__(
         self, is_over: Callable[[LoadingProgress], bool], signs: Callable[[], LoadingProgress]
     ) -> None:
-        """`is_over`: called every LOOK_S of a long fetch, on a separate thread. To end the wait, it
-        makes the fetch raise and returns True."""
+        """`is_over`: called every LOOK_S of a long fetch, on a separate thread. To end the wait,
+        `is_over` makes the fetch raise and returns True."""
         self._is_over, self._new_signs = is_over, signs
         self._num_begun = self._num_ended = 0
         self._closing = threading.Event()
@@ -215,7 +214,6 @@ class BatchLoader:
         with the seconds since the last sign of work. An exception ends the wait."""
         self._upcoming: Iterator[SampleRange] = iter(())
         self._requested: deque[SampleRange] = deque()
-        """Requested spans that are not yet delivered."""
         self._iterator: Iterator[Any] | None = None
         self._watch: _FetchWatch | None = None
         self._refusal: BaseException | None = None
@@ -339,7 +337,6 @@ class BatchLoader:
             )
 
     def _ends_fetch(self, signs: LoadingProgress) -> bool:
-        """`is_over` of `_FetchWatch`: kills the processes, so that the fetch raises."""
         try:
             self._check(signs)
         except BaseException as error:  # noqa: BLE001 - raised by the fetch
@@ -363,8 +360,8 @@ class BatchLoader:
                 raise refusal from error
             if has_timed_out(error):
                 return None, False
-            # Not the dataset's error, which arrives as a FailedSample. If a process ends during a
-            # fetch, the connection closes before the parent knows.
+            # A dataset's own errors arrive as a FailedSample. If a process ends during a fetch, the
+            # connection closes before the parent knows.
             within_s = 0.0 if isinstance(error, RuntimeError) else ENDED_WITHIN_S
             ended = ended_processes_of(self._iterator, within_s)
             self.close()
@@ -380,7 +377,6 @@ class BatchLoader:
         return self._watch
 
     def _requests(self) -> Iterator[_BatchRequest | None]:
-        """Yield requests, on the trainer's thread."""
         while True:
             span = next(self._upcoming, None)
             if span is None:

@@ -1,8 +1,7 @@
 """The order in which the samples of a job are trained on.
 
-The order is a function of the epoch, and the number of committed steps is the position in it.
-Members only divide each batch among them. So each sample counts once an epoch, however members
-change, except those that `drop_last` leaves out.
+The order is a function of the epoch, and the number of committed steps is the position in it. So
+each sample counts once an epoch, however members change, except those that `drop_last` leaves out.
 """
 
 from dataclasses import dataclass
@@ -17,11 +16,9 @@ from shoal_proto.errors import InvalidSpec
 from shoal_proto.numbers_given import as_index
 
 CONTENT_FIELD = "dataset_content"
-"""Field of a proposal with the digest of the data set's contents."""
 LARGEST_KEPT_ORDER = 1 << 20
-"""Largest number of samples with an array of all indices."""
+"""Largest number of samples for which an array of all indices is kept."""
 BLOCK = 8192
-"""Number of indices computed at a time for more samples."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +152,7 @@ class Order:
 
 @lru_cache(maxsize=8)
 def _permutation(num_samples: int, seed: int, epoch: int) -> Tensor:
-    """Cached, as batches of the next epoch are loaded ahead."""
+    """Return an epoch's permutation, cached: batches of the next epoch are loaded ahead."""
     generator = torch.Generator().manual_seed(_mix(seed, epoch))
     return torch.randperm(num_samples, generator=generator)
 

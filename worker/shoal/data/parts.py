@@ -65,7 +65,6 @@ def rows_of_fewer(values: Iterable[Any], size: int) -> int | None:
 
 
 def _shapes(values: Any, size: int) -> Iterator[tuple[int, ...]]:
-    """Yield all tensors' shapes; a list of `size` items counts as one item a sample."""
     if isinstance(values, Tensor):
         if values.ndim:
             yield (len(values),) if values.is_nested else tuple(values.shape)

@@ -1,8 +1,8 @@
 """Permutation of n numbers, computed on demand.
 
-A Feistel network with keyed rounds permutes all numbers of as many bits as n - 1 has, at least two.
-An output of n or above is permuted again until it is below n (cycle walking: Black and Rogaway
-2002, "Ciphers with arbitrary finite domains").
+A Feistel network with keyed rounds permutes all numbers of as many bits as n - 1. An output of n or
+above is permuted again (cycle walking: Black and Rogaway 2002, "Ciphers with arbitrary finite
+domains").
 """
 
 from torch import Tensor
@@ -10,8 +10,8 @@ from torch import Tensor
 from shoal.randomness import mix
 
 ROUNDS = 8
-"""Four pseudorandom rounds are enough (Luby and Rackoff 1988), but the functions here are
-simpler."""
+"""Number of rounds. Four pseudorandom ones are enough (Luby and Rackoff 1988), but the functions
+here are simpler."""
 _MULTIPLIERS = (0x5851F42D4C957F2D, 0x14057B7EF767814F)
 
 
@@ -48,7 +48,6 @@ class KeyedPermutation:
 
 
 def _scrambled(half: Tensor, key: int) -> Tensor:
-    """Mix each number with the key into 31 bits (multiply-xorshift; int64 wraps)."""
     mixed = (half ^ key) * _MULTIPLIERS[0]
     mixed = (mixed ^ ((mixed >> 32) & 0xFFFFFFFF)) * _MULTIPLIERS[1]
     return (mixed >> 33) & 0x7FFFFFFF

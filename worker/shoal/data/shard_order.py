@@ -1,16 +1,15 @@
 """Order of the samples of a data set in shards, in which each member reads few shards.
 
 In each epoch the shards are concatenated in a new order. The result, the *line*, is shuffled in
-windows of `window` samples, and then cut into `columns` x `turns` streams of about equal length. A
-batch consists of `columns` parts, each from a different stream, and `turns` batches in a row use
-different streams. With 4 columns and 2 turns,
+windows of `window` samples, and cut into `columns` x `turns` streams. A batch has `columns` parts,
+each from a different stream, and `turns` batches in a row use different streams. With 4 columns and
+2 turns,
 
     batch 0:  0  1  2  3      batch 1:  4  5  6  7      batch 2:  0  1  2  3   ...
 
 where each number is a stream, from which the next samples are taken. So a member with the first
 half of each batch reads half of the streams, and each of two processes that load its batches in
-turn reads a quarter. The sample at a position does not depend on the member that reads it. Samples
-at the end of the line that do not fill a batch are the last, smaller batch, or are left out.
+turn reads a quarter. The sample at a position does not depend on the member that reads it.
 """
 
 from dataclasses import dataclass
@@ -87,7 +86,6 @@ class ShardOrder(Order):
         return shuffled + (self._ends[shards] - ends)[shard_numbers]
 
     def _in_line(self, positions: Tensor) -> Tensor:
-        """Return the positions in the line."""
         size = self.global_batch_size
         each, extra = divmod(size, self.columns)
         sizes = each + (torch.arange(self.columns) < extra).long()
@@ -103,7 +101,6 @@ class ShardOrder(Order):
         return torch.where(batch < num_whole, in_stream, positions)
 
     def _shuffled(self, positions: Tensor, key: int) -> Tensor:
-        """Permute positions within their windows."""
         windows = positions // self.window
         shuffled = torch.empty_like(positions)
         for window in sorted(set(windows.tolist())):

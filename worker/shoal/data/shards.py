@@ -1,8 +1,7 @@
 """A data set in shards that are read from the beginning: tar files, streams, iterable data sets.
 
-Given lengths give every sample an index. A shard is read up to the requested sample.
-`shoal.data.shard_order` reads each shard in sequence, with small steps back, for which samples are
-kept.
+A shard is read up to the requested sample. `shoal.data.shard_order` reads each shard in sequence,
+with small steps back, for which samples are kept.
 """
 
 import os
@@ -162,7 +161,7 @@ class Shards(Dataset[Any]):
 
     @property
     def listing(self) -> Iterator[str]:
-        """A line for each shard, as digested in `description`."""
+        """Lines that the digest in `description` covers, one for each shard."""
         for number, (name, length) in enumerate(zip(self._names, self.lengths, strict=True)):
             yield f"shard {number}: {f'{name!r} of ' if name else ''}{length} samples"
 
@@ -202,7 +201,6 @@ class _OpenShards:
             shard = _OpenShard(self._shards, number, self._keep)
             while len(self._open) >= self._max_open:
                 self._open.popitem(last=False)
-        # After an error here the next attempt starts over.
         sample = shard.sample(offset)
         self._open[number] = shard
         # A caller may change the sample, but not the kept one.

@@ -21,8 +21,7 @@ LEAST = 2
 class ShareSizes:
     """Check that the shares of a job's smallest batch are large enough for BatchNorm.
 
-    A layer needs two samples if its input has one value for each sample and channel: the first
-    forward pass shows that.
+    A layer's first forward pass shows if it needs two samples.
     """
 
     def __init__(self, order: Callable[[], Order], most_members: int) -> None:
@@ -65,11 +64,11 @@ class ShareSizes:
             self._warn()
 
     def refuses(self, world_size: int) -> str:
-        """Describe what is expected instead of this number of members, if some shares would be too
+        """Describe what is expected instead of this number of members if some shares would be too
         small.
 
-        Empty if not, if no layer is known to need two samples, or if even one member would have too
-        few.
+        Empty otherwise, if no layer is known to need two samples, or if even one member would have
+        too few.
         """
         if not self._needs_two or not 0 < self._fitting < world_size:
             return ""

@@ -1,4 +1,4 @@
-"""A worker's cache of recently looked up rows, within their staleness bound.
+"""A worker's cache of recently looked up rows.
 
 An id's hash decides its only slot, so that operations are a few passes over arrays.
 """

@@ -22,7 +22,6 @@ from shoal_proto.v1.acknowledgement_pb2 import Acknowledgement
 from shoal_proto.v1.tables_pb2 import TableSpec
 
 MAX_PREFETCHES = 4
-"""Limit of prefetches in progress."""
 
 
 class TableExchange:

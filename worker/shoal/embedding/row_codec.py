@@ -35,7 +35,6 @@ class RowCodec:
         values_rc = gradient_rc.to(torch.float32)
         scales = values_rc.abs().amax(dim=1, keepdim=True) / LARGEST
         divisors = torch.where(scales == 0, 1.0, scales)
-        # A tiny scale is rounded, so a code may exceed the range.
         codes = (values_rc / divisors).round_().clamp_(-LARGEST, LARGEST).to(torch.int8)
         data = torch.cat([scales.view(torch.uint8), codes.view(torch.uint8)], dim=1)
         return data, torch.isfinite(scales).squeeze(1)

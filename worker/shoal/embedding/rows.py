@@ -63,7 +63,6 @@ class Lookup:
         """Return cached and found rows, in the order of the ids."""
         if self.is_missing.all():
             return found
-        # Indices into the cached rows followed by the found ones.
         positions = np.empty(len(self.routed.ids), np.int64)
         positions[~self.is_missing] = np.arange(len(self.kept.births))
         positions[self.is_missing] = len(self.kept.births) + np.arange(len(found.births))
@@ -107,7 +106,6 @@ class TableRows:
         self._table_step = 0
         self._uses: list[UsedRows] = []
         self.fates = dict.fromkeys(FATES.values(), 0)
-        """Number of rows pushed, by fate."""
 
     def begin_step(self) -> None:
         """Begin a step, and forget the last step's rows."""
@@ -219,7 +217,6 @@ class TableRows:
 def _joined(
     rows: Sequence[Rows], counts: Sequence[int], dim: int, dtype: torch.dtype
 ) -> CachedRows:
-    """Join the shards' answers. `counts`: rows of each."""
     values = bytearray(b"".join(each.values for each in rows))
     flat = torch.frombuffer(values, dtype=dtype) if values else torch.zeros(0, dtype=dtype)
     return CachedRows(
@@ -231,8 +228,7 @@ def _joined(
 
 
 def _added_up(uses: Sequence[UsedRows], num_shards: int) -> tuple[RoutedIds, Ids, Ids, Tensor]:
-    """Sum the gradients of each row. Returns ids, births, each row's oldest version and epoch, and
-    the sums."""
+    """Return ids, births, each row's oldest version and epoch, and its summed gradient."""
     gradients = [use.values.grad.cpu() for use in uses if use.values.grad is not None]
     bases = [np.stack([use.held.versions, use.held.epochs], axis=1) for use in uses]
     if len(uses) == 1:

@@ -142,7 +142,6 @@ class EmbeddingTable(nn.Module):
         return torch.cat([rows, zeros]), positions.view(ids.shape).to(ids.device), rows.shape[0]
 
     def _checked(self, ids: Tensor) -> Tensor:
-        """Return the ids on the host. Raises TypeError or IndexError for bad ids."""
         if ids.dtype not in (torch.int64, torch.int32):
             raise TypeError(f"ids of table {self.name} are {ids.dtype}; expected int64 or int32")
         host_ids = ids.detach().to(device="cpu", dtype=torch.int64)

@@ -202,7 +202,8 @@ class AcceleratedSteps(AbstractContextManager[None]):
 
     @property
     def may_count(self) -> bool:
-        """True in the last part of a step, and between a committed step and the next one."""
+        """True if schedulers may step: in the last part of a step, or between a committed step and
+        the next one."""
         return self._num_given == self.num_parts and (self._is_accumulating or self.committed)
 
     def check_within(self, call: str) -> None:
@@ -290,7 +291,7 @@ class PreparedLoader:
 
 
 class PreparedOptimizer:
-    """Optimizer without `step` and `zero_grad`, which the session does."""
+    """Optimizer whose `step` and `zero_grad` do nothing: the session does this work."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer

@@ -29,9 +29,8 @@ class WholeCollate:
 class JobBatches:
     """Batches with this member's part of each step of the job.
 
-    Takes the arguments of `Session.batches`, which is called for the first batch: the script may
-    distribute its model in between. The constructor raises InvalidSpec for arguments that
-    `Session.batches` would refuse.
+    Takes the arguments of `Session.batches`, which is called for the first batch. The constructor
+    raises InvalidSpec for arguments that `Session.batches` would refuse.
     """
 
     def __init__(
@@ -72,8 +71,8 @@ class JobBatches:
 
     @property
     def num_steps(self) -> int:
-        """Number of steps of the job. If the run continues a checkpoint of another batch size, it
-        is right once a batch was taken."""
+        """Number of steps of the job. If the run continues a checkpoint of another batch size, the
+        number is right once a batch was taken."""
         return self._order.num_steps
 
     @property

@@ -204,8 +204,6 @@ class GlobalBatches(DataLoader[Any]):
 
 
 class _Shares(Sampler[list[int]]):
-    """Sampler of this rank's share of each batch."""
-
     def __init__(self, num_samples: int, batch_size: int, seed: int | None) -> None:
         self._num_samples, self._batch_size, self._seed = num_samples, batch_size, seed
         self._epoch = 0
@@ -245,7 +243,7 @@ def _weight_by_samples(model: Any) -> None:
 
 
 def _splits_of(model: Any) -> LayerSplits:
-    """Return the only LayerSplits of a Keras model, whose layers all KerasModules share."""
+    """Return a Keras model's only LayerSplits."""
     splits: LayerSplits = model.__dict__.setdefault("shoal_splits", LayerSplits(model))
     return splits
 

@@ -116,7 +116,6 @@ class FittedModule(KerasModule):
         trained, kept = model.trainable_variables, model.non_trainable_variables
         values = [*self._values(trained), *(value.clone() for value in self._values(kept))]
         mapping = zip([*trained, *kept], values, strict=True)
-        # Here regularisers compute their losses from the trained weights.
         with keras.StatelessScope(state_mapping=mapping, collect_losses=True) as scope:
             options = {"training": self.training} if model._call_has_training_arg else {}
             outputs = model(x, **options)
@@ -149,7 +148,6 @@ class KerasFit:
         logs."""
         batches = self._present_batches()
         if not self._shared and not self._forgotten:
-            # A generation is running: its members have the weights now.
             self._forgotten = True
             self._module.forget_weights()
         target = self.session.step_number + 1
@@ -178,7 +176,6 @@ class KerasFit:
             return model.compute_metrics(x, y, outputs, sample_weight=sample_weight)
 
     def _end(self) -> None:
-        """Stop `fit`, and write the trained weights into the Keras model, on all members."""
         self._model.stop_training = True
         self._module.give_back(self.session.state_dict())
 

@@ -1,7 +1,6 @@
 """ZeRO-2 for `fit`: each rank's Keras optimizer updates its part of every weight.
 
-Each weight is flattened and cut into a part for each rank. Gradients are reduce-scattered, and the
-new weights gathered (Rajbhandari et al., ZeRO, arXiv:1910.02054, section 5).
+Source: Rajbhandari et al., ZeRO, arXiv:1910.02054, section 5.
 """
 
 from typing import Any
@@ -81,7 +80,6 @@ class _Sharded:
                 whole.assign(whole.constraint(whole))
 
     def _shoal_weight(self: Any, device: torch.device) -> Tensor:
-        """Return this rank's share of the batch's samples, from 0 to 1."""
         counts = torch.tensor(float(self.num_samples or 1), device=device)
         total = counts.clone()
         dist.all_reduce(total)

@@ -1,8 +1,7 @@
 """A Keras optimizer as a torch optimizer: its rules, applied to the parts that a member holds.
 
-A strategy gives a torch optimizer new parameters in each generation, and moves its state by
-parameter name. So the state has torch's form. In each generation a Keras optimizer is built whose
-variables share memory with it.
+A strategy moves a torch optimizer's state by parameter name. In each generation a Keras optimizer
+is built whose variables share memory with that state.
 """
 
 import json
@@ -91,9 +90,7 @@ class KerasSteps(Optimizer):
         self._rate = _rate_of(self._keras_optimizer)
 
     def _bind(self, held: Mapping[nn.Parameter, Any]) -> None:
-        """Build a Keras optimizer over these parameters and their state, once for each
-        generation."""
-        # Tensors are new in each generation, and after this member has received state.
+        """Build a Keras optimizer, once for each generation."""
         memory = self._memory(held)
         if len(memory) == len(self._bound) and all(map(operator.is_, memory, self._bound)):
             self._load_shared(held)
@@ -117,7 +114,6 @@ class KerasSteps(Optimizer):
         self._bound = self._memory(held)
 
     def _memory(self, held: Iterable[nn.Parameter]) -> list[Tensor]:
-        """Return the parameters and tensors of their state."""
         return [
             each
             for parameter in held
@@ -126,7 +122,6 @@ class KerasSteps(Optimizer):
         ]
 
     def _give_memory(self, parameter: nn.Parameter, name: str, slot: Any) -> None:
-        """Let a Keras variable and the parameter's state share memory."""
         state = self.state[parameter]
         if name in state:
             slot._value = nn.Parameter(local_part(state[name]), requires_grad=False)
@@ -134,7 +129,6 @@ class KerasSteps(Optimizer):
             state[name] = placed_like(parameter, slot.value.detach())
 
     def _load_shared(self, held: Mapping[nn.Parameter, Any]) -> None:
-        """Load the state that all parameters share, of which each has a copy."""
         stepped = [self.state[p] for p in held if _STEPS in self.state.get(p, {})]
         state: Mapping[str, Any] = stepped[0] if stepped else {}
         self._bound_optimizer._iterations.assign(state.get(_STEPS, 0))
@@ -204,7 +198,6 @@ def _rate_of(optimizer: Any) -> float | None:
 
 
 def _part(parameter: nn.Parameter, variable: Any) -> Any:
-    """Return a Keras variable that shares the parameter's memory."""
     memory = nn.Parameter(local_part(parameter), requires_grad=False)
     part = keras.Variable(memory, dtype=variable.dtype, name=variable.name)
     part._value = memory

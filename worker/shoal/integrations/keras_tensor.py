@@ -164,7 +164,6 @@ class _Split:
 
 
 def _splits_of(model: Any, group: dist.ProcessGroup) -> list[_Split]:
-    """Find the layers that can be split; split nothing yet."""
     ranks = group.size()
     pairs = _find_pairs(model, ranks)
     found = (_split_of(layer, pairs, ranks) for layer in model._flatten_layers())
@@ -172,7 +171,6 @@ def _splits_of(model: Any, group: dist.ProcessGroup) -> list[_Split]:
 
 
 def _find_pairs(model: Any, ranks: int) -> dict[int, int]:
-    """Map each pair's first layer to the second, by id."""
     pairs: dict[int, int] = {}
     owners = Counter(
         id(layer)
@@ -182,7 +180,6 @@ def _find_pairs(model: Any, ranks: int) -> dict[int, int]:
     for part in model._flatten_layers():
         layers = part.layers if type(part) is keras.Sequential else []
         for first, second in pairwise(layers):
-            # A layer with another caller needs whole inputs and outputs.
             is_pair = owners[id(first)] == owners[id(second)] == 1
             free = _is_plain(first) and _is_plain(second) and id(first) not in pairs.values()
             if is_pair and free and _activation(first) in _ELEMENTWISE and first.units >= ranks:
@@ -191,7 +188,6 @@ def _find_pairs(model: Any, ranks: int) -> dict[int, int]:
 
 
 def _split_of(layer: Any, pairs: dict[int, int], ranks: int) -> _Split | None:
-    """Return the split of one layer, if it can be split."""
     if type(layer) is keras.layers.Embedding and layer.lora_rank is None:
         if layer.output_dim < ranks or layer.embeddings_constraint is not None:
             return None
@@ -236,7 +232,6 @@ def _activation(layer: Any) -> str:
 
 
 def _keep_part(variable: Any, dim: int, cut: Cut) -> None:
-    """Replace the value by this rank's part."""
     part = cut.own(variable.value.detach(), dim).clone(memory_format=torch.contiguous_format)
     variable._value = nn.Parameter(part, requires_grad=variable.trainable)
     variable._shape = tuple(part.shape)

@@ -15,7 +15,7 @@ restarts all workers. With this module the other workers keep running, and repea
         trainer.fit(Digits(), elastic.batches(dataset, global_batch_size=96))
 
 Every member counts the job's epochs and steps. Ranks, logged values and the progress bar are the
-member's own, as if it trained alone."""
+member's own."""
 
 import signal
 import threading
@@ -195,7 +195,6 @@ class SessionStrategy(SingleDeviceStrategy):
                     self._session.register(f"lightning-checkpoints-{number}", kept)
 
     def _refuse_distributed(self, trainer: Trainer) -> None:
-        """Raise InvalidSpec for a strategy or scheduler that `fit` cannot support."""
         strategy = self._session.strategy
         if not strategy.synchronous:
             raise InvalidSpec(
@@ -233,7 +232,6 @@ class SessionStrategy(SingleDeviceStrategy):
         self._schedules, self.lr_scheduler_configs = self.lr_scheduler_configs, []
 
     def _step_schedules(self) -> None:
-        """Step the schedulers after a committed step."""
         batches, module = self._present_batches(), self.lightning_module
         assert module is not None, "Lightning connects it before it trains"
         for config in self._schedules:
@@ -246,7 +244,6 @@ class SessionStrategy(SingleDeviceStrategy):
                 module.lr_scheduler_step(config.scheduler, None)
 
     def _take_parts(self, closure: Callable[[], Any]) -> Any:
-        """Train on the batch in parts."""
         if self._num_parts == 1:
             return closure()
         if not isinstance(closure, Closure):
@@ -303,7 +300,6 @@ class SessionStrategy(SingleDeviceStrategy):
                 self._step_schedules()
                 if not batches.last_is_done and self._session.step_number != max_steps:
                     return result
-            # The same step, divided among the remaining members; None after the last.
             repeated = batches.next_batch()
             if repeated is None:
                 self._trainer().should_stop = True
@@ -347,7 +343,6 @@ class _SessionPrecision(Precision):
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **_: Any
     ) -> Any:
-        # The session applies the gradients when it commits.
         return self._wrap_closure(model, optimizer, partial(self._take_parts, closure))
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
@@ -362,7 +357,6 @@ class _SessionPrecision(Precision):
 
 
 def _refuse(trainer: Trainer, module: LightningModule) -> None:
-    """Raise InvalidSpec for options that a session cannot support."""
     if not module.automatic_optimization:
         raise InvalidSpec(
             "a session needs Lightning's automatic optimization",

@@ -98,7 +98,6 @@ class LightningBatches:
             yield self._content(part)
 
     def _content(self, batch: Batch) -> Any:
-        """Return what a DataLoader would return."""
         if self._is_collated:
             return batch.inputs["batch"]
         if self._job.num_columns == 1:

@@ -104,7 +104,6 @@ def _subscribed(series: str) -> Subscription:
 
 
 def _flattened(state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the tensors by path, joined by slashes."""
     flat, paths = flatten_state_dict(dict(state_dict))
     for name, value in flat.items():
         if not isinstance(value, Tensor):

@@ -1,7 +1,6 @@
 """Length of the training in Lightning's Trainer, and its counters, which follow the job.
 
-Lightning counts its own process' steps, so a member that joins would begin at epoch 0. Scripts read
-the counters, such as `self.current_epoch`.
+Lightning counts its own process' steps, so a member that joins would begin at epoch 0.
 """
 
 import math
@@ -14,7 +13,7 @@ from shoal_proto.errors import InvalidSpec
 
 NO_LIMIT = -1
 TRAINER_DEFAULT = 1000
-"""Lightning's `max_epochs` if none was given, or if 1000 was given."""
+"""`max_epochs` of a Trainer to which none was given; a given 1000 looks the same."""
 
 
 def epochs_of(trainer: Trainer, epochs: int | None, steps_per_epoch: int) -> int:
@@ -70,7 +69,7 @@ def refuse_parts_of_epochs(trainer: Trainer) -> None:
 
 
 def _is_part(limit: int | float | None) -> bool:
-    """1.0 is all batches, the int 1 a single one."""
+    """True unless the limit is the whole epoch: 1.0 is all batches, the int 1 a single one."""
     return not (limit is None or (isinstance(limit, float) and limit == 1.0))
 
 

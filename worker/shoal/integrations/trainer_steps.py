@@ -122,7 +122,7 @@ class TrainerSteps:
 
 class CountedSmoother(LabelSmoother):
     """Trainer's label smoother, which also records the labels of its last mean. If the model does
-    not accept `num_items_in_batch`, that is a mean over one part's labels, without padding."""
+    not accept `num_items_in_batch`, the mean is over one part's labels, without padding."""
 
     _labels: Tensor | None = None
 

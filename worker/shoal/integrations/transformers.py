@@ -160,8 +160,8 @@ class SessionTrainer(Trainer):
         return self._steps.order.epoch_and_batch_index(self.state.global_step)[0], 0
 
     def _adapt_length(self, *, makes_schedule: bool) -> None:
-        """Adapt the number of steps, and Trainer's schedule, to a checkpoint of another batch size.
-        Raises InvalidSpec if a given `max_steps` needs more epochs than planned."""
+        """Adapt the number of steps, and Trainer's schedule, to a checkpoint of another batch
+        size."""
         order, state = self._present().order, self.state
         if self.args.max_steps > 0:
             if order.num_steps < state.max_steps:
@@ -240,7 +240,6 @@ class SessionTrainer(Trainer):
                     )
 
     def _restore_position(self) -> None:
-        """Set Trainer back to the job's current step, and discard later losses."""
         steps, state = self._present(), self.state
         state.global_step = steps.position()
         self.control.should_training_stop = steps.is_over
@@ -315,8 +314,8 @@ class SessionTrainer(Trainer):
         return loss * share if share else torch.zeros_like(loss)
 
     def _check_normalised(self, items: Any) -> None:
-        """Raise InvalidSpec for a script's `compute_loss` without `loss_is_scaled_for_ga`, which
-        says if the loss is divided by `num_items_in_batch`, or is a mean over samples."""
+        """Raise InvalidSpec for a script's `compute_loss` that does not say if the loss is divided
+        by `num_items_in_batch`."""
         own = type(self).compute_loss is not Trainer.compute_loss
         if own and items is not None and self.loss_is_scaled_for_ga is None:
             raise refused(
@@ -484,7 +483,6 @@ class _Position(TrainerCallback):
 
 
 def _refuse(trainer: SessionTrainer) -> None:
-    """Raise InvalidSpec for arguments that a session does not support."""
     args, dataset = trainer.args, trainer.train_dataset
     own = "a strategy of session.distribute: SessionTrainer(strategy=...)"
     kept = "save_strategy='no', and SessionTrainer(checkpoints=shoal.Checkpoints(...))"

@@ -1,7 +1,6 @@
 """Clients for TRL's trainers: they publish weights as versions of a series, which vLLM installs.
 
-Start vLLM with `--weight-transfer-config '{"backend": "shoal"}'`; see `shoal.integrations.vllm`. No
-CUDA is needed, and an engine that cannot install a version keeps serving the previous one.
+Start vLLM with `--weight-transfer-config '{"backend": "shoal"}'`; see `shoal.integrations.vllm`.
 """
 
 import os
@@ -80,7 +79,6 @@ class VLLMClient(_VLLMClient):
         self._publisher = _Publisher(series, coordinator)
         self._collected: dict[str, Tensor] | None = None
         self.version: WeightVersion | None = None
-        """The last published version."""
 
     def init_communicator(self, device: Any = 0) -> None:
         """Send the series' name to the engines, which subscribe to it."""

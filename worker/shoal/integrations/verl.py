@@ -5,9 +5,9 @@
       custom_backend_module: shoal.integrations.verl
       engine_kwargs: {shoal: {series: rl/policy, coordinator: "host:7700"}}
 
-There is no process group and no bucket: a rollout that is slow, dead or new delays no other
-process. Each rollout gets a whole, verified version: the newest version, or the version of the step
-that verl asks for. After a restart of the training, rollouts get versions of the new run only."""
+A rollout that is slow, dead or new delays no other process. Each rollout gets a whole, verified
+version: the newest one, or that of the step that verl asks for. After a restart of the training,
+rollouts get versions of the new run only."""
 
 import asyncio
 import os
@@ -28,7 +28,7 @@ log = structlog.get_logger(__name__)
 
 SERIES_VARIABLE = "SHOAL_SERIES"
 WAIT_S = 600.0
-"""Limit of a rollout's wait for a version, and of an actor's for its commit."""
+"""Limit of waits for a version, and for its commit."""
 
 
 @CheckpointEngineRegistry.register("shoal")
@@ -147,8 +147,7 @@ class ShoalCheckpointEngine(CheckpointEngineWithCache):
 
     async def _version_of(self, step: int | None) -> WeightVersion:
         """Wait for this synchronisation's version of the step (None: any); return the newest.
-        Raises VersionGone if a later step was published and this step's version is not kept, and
-        DeadlineExceeded if no version appears within WAIT_S."""
+        Raises VersionGone if this step's version is not kept, and DeadlineExceeded after WAIT_S."""
         subscription = self._subscribed()
         last = self._newer_than
         while True:

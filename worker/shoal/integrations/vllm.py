@@ -39,7 +39,7 @@ log = structlog.get_logger(__name__)
 
 BACKEND = "shoal"
 COMMIT_S = 600.0
-"""Limit of a trainer's wait for its version's commit."""
+"""Limit of the wait for a version's commit."""
 
 
 def register() -> None:
@@ -86,7 +86,7 @@ class ShoalWeightTransferEngine(WeightTransferEngine):
         self._outline: dict[str, torch.Size] | None = None
         """Names and shapes of the first checkpoint."""
         self._serves: Load = self._from_checkpoint
-        """Returns the weights that vLLM serves, for a failed update."""
+        """Returns the weights that vLLM serves, to load them again after a failed update."""
 
     def init_transfer_engine(self, init_info: ShoalInitInfo) -> None:
         if self._subscription is not None:
@@ -194,7 +194,6 @@ class ShoalWeightTransferEngine(WeightTransferEngine):
 
 
 def _forget_load(model: nn.Module) -> None:
-    """Give the old tensors back to layers that a failed load left incomplete."""
     for layer in model.modules():
         info = layerwise.get_layerwise_info(layer)
         if info.can_load() and info.kernel_tensors is not None:

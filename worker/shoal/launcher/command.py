@@ -89,7 +89,6 @@ def run(config: RunConfig) -> int:
 
 
 def _run_workers(config: RunConfig, orders: StopOrders) -> int:
-    """Run the workers, and return the exit code. Without --coordinator, start a cluster first."""
     with ExitStack() as stack:
         hosts = None
         if config.over_ssh.hosts:
@@ -120,8 +119,7 @@ def _run_workers(config: RunConfig, orders: StopOrders) -> int:
 
 
 def _syntax_error(script: Path) -> str:
-    """Return the error that every worker would print for a script that does not compile; empty if
-    there is none, or the file is no .py file."""
+    """Return the error of a script that does not compile, else nothing."""
     if script.suffix != ".py":
         return ""
     try:
@@ -136,7 +134,6 @@ def _syntax_error(script: Path) -> str:
 
 
 def _log_from_level(config: RunConfig) -> None:
-    """Give the launcher the log level of its workers."""
     name = "DEBUG" if config.output.verbose else config.environment.get("SHOAL_LOG_LEVEL", "INFO")
     level = logging.getLevelNamesMapping().get(name.upper())
     if level is not None and not structlog.is_configured():
@@ -171,7 +168,6 @@ def _await_coordinator(config: RunConfig) -> None:
 
 
 def _check_job(config: RunConfig) -> None:
-    """Reset the job if --fresh is given; else raise JobFinished if it is finished."""
     if not config.fresh:
         check_not_finished(config.coordinators, config.job)
     elif reset_job(config.coordinators, config.job, job_secret(config.environment)):
@@ -179,7 +175,6 @@ def _check_job(config: RunConfig) -> None:
 
 
 def _own_cluster(stack: ExitStack, run: RunConfig, advertise: str) -> LocalCluster:
-    """Start a cluster for the run. `advertise`: this machine's address for other hosts, if any."""
     options, environment = run.cluster, dict(run.environment)
     if run.output.verbose:
         environment["SHOAL_LOG_LEVEL"] = "DEBUG"

@@ -14,7 +14,6 @@ from shoal_proto.errors import InvalidSpec
 
 MAX_HOSTS = 1000
 MAX_WORKERS = 1024
-"""Limit of a host's workers."""
 _GPUS = Path("/proc/driver/nvidia/gpus")
 _HOST = re.compile(rf"(?P<name>{HOST_NAME})(:(?P<num_workers>[A-Za-z0-9]+))?")
 _GROUP = Group(

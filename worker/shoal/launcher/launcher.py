@@ -1,17 +1,16 @@
 """The launcher: starts a host's workers of one job, watches them, and restarts killed ones.
 
-Each worker has a slot with a member id: a restarted worker is a new incarnation of the same member.
-Every exit and halt (SIGSTOP) is reported to the coordinator at once; most exits even before the
-kernel has removed the process (`shoal_client.liveness.lifeline`). The launcher sends heartbeats for
-its workers, so that a busy worker does not count as lost.
+A restarted worker is a new incarnation of the same member. Every exit and halt (SIGSTOP) is
+reported to the coordinator at once; most exits even before the kernel has removed the process
+(`shoal_client.liveness.lifeline`). The launcher sends heartbeats for its workers, so that a busy
+worker does not count as lost.
 
 A worker that was declared lost while it was halted is killed and replaced. A worker that does not
 end within the grace time after the job's end is killed, unless its script has left the finished
 job. It is abandoned if it hangs in the kernel.
 
-A worker writes how its membership ended to the beat board, memory that it shares with the launcher.
-A fenced worker, and one that hit a time limit, is restarted whatever its error code. A worker that
-would be refused again is not.
+A worker writes how its membership ended to the beat board. A fenced worker, and one that hit a time
+limit, is restarted whatever its error code.
 """
 
 import math
@@ -47,10 +46,8 @@ from shoal_proto.v1.membership_pb2 import ReportExitRequest, ReportHaltRequest
 from shoal_proto.v1.outputs_pb2 import OutputOwner, ServeOutputRequest
 
 OUTPUT_S = 2.0
-"""Time to read an exited worker's last lines."""
 KILLED_ANSWER_S = 0.5
-"""Limit of the wait for the coordinator, which may say that the job is over, before a killed worker
-is restarted."""
+"""Limit of the wait for the coordinator, which may say that the job is over."""
 WORKER_ADMISSION_S = 24 * 3600
 """Time that a worker waits to be admitted. Long, as the address is known to be right, and other
 members train on without a coordinator."""
@@ -156,7 +153,6 @@ class Launcher:
         self._events.put(_GivenUp(reason))
 
     def _next_event(self) -> _Event | None:
-        """Return the next event; None when a worker is due to be started or ended."""
         starts_s = (slot.start_at_s for slot in self.slots if slot.start_at_s is not None)
         until_s = min(min(starts_s, default=math.inf), self._worker_ends.next_s)
         try:
@@ -311,7 +307,6 @@ class Launcher:
 
     @property
     def _num_done(self) -> int:
-        """Number of workers that have ended without an error."""
         return sum(any(each.code == 0 for each in slot.exits) for slot in self.slots)
 
     def _end_if_starved(self) -> None:
@@ -422,7 +417,6 @@ class Launcher:
         return write
 
     def _outputs(self) -> HostOutputs:
-        """Return the service that shows the workers' output to readers."""
         config = self._config
         request = ServeOutputRequest(
             job=config.job,
@@ -468,7 +462,6 @@ def _started_text(num: int) -> str:
 
 
 def _drain_text(num_joined: int, num_starting: int) -> str:
-    """Describe what workers do after a first signal. `num_starting`: those that have not joined."""
     parts = []
     if num_joined:
         one = "1 worker finishes its step and ends"

@@ -26,7 +26,7 @@ def parse_address(text: str) -> tuple[str, int]:
 @contextmanager
 def serve_metrics(address: str, slots: Sequence[WorkerSlot]) -> Iterator[None]:
     """Serve the metrics within the block, if there is an address. Raises InvalidSpec without
-    prometheus_client, and AddressInUse."""
+    prometheus_client, and AddressInUse if the address cannot be listened on."""
     if not address:
         yield
         return

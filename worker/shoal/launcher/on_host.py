@@ -2,11 +2,10 @@
 
     python -m shoal.launcher.on_host DIRECTORY WORKERS [SCRIPT]
 
-The process prints a `HostGreeting`, or ends with a reason. Then it reads one line from stdin, the
-`LaunchOrder`, with keys and environment: on a command line, other users of the host would see them.
-While the run lasts, the keys are in a folder that only the user can read. Each further line acts as
-a Ctrl-C. The end of the connection acts as a SIGTERM: workers that still run after `--grace-s` are
-killed.
+The process prints a `HostGreeting`, or ends with a reason. Then it reads the `LaunchOrder`, a line
+with keys and environment, from stdin: on a command line, other users of the host would see them.
+During the run the keys are in a folder that only the user can read. Each further line acts as a
+Ctrl-C, and the end of the connection as a SIGTERM.
 """
 
 import json

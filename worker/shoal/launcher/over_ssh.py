@@ -43,7 +43,6 @@ SLOW_S = 10.0
 KILLED_S = 15.0
 """Time to end after a second Ctrl-C."""
 OUTPUT_S = 2.0
-"""Time to read the last lines after the end."""
 END_S = 30.0
 """Time to end after the workers' grace time."""
 LAST_LINES = 3
@@ -90,7 +89,6 @@ class _Connection:
             os.close(stdin)
 
     def write(self, data: bytes) -> None:
-        """Write to the host's stdin, in full."""
         with suppress(BrokenPipeError):  # the connection's end is an event
             while data:
                 data = data[os.write(self.orders, data) :]
@@ -102,7 +100,6 @@ class _Connection:
 
     @property
     def reason(self) -> str:
-        """Reason for which the host cannot be used."""
         if self.greeting is not None and self.greeting.version != version("shoal"):
             return f"it has shoal {self.greeting.version}, and this machine has {version('shoal')}"
         if self.last_lines:
@@ -284,7 +281,7 @@ class HostLaunchers:
             self._end_if_starved()
 
     def _end(self, order: int | str) -> None:
-        """`order`: a signal, or the reason of `give_up`."""
+        """End the hosts' launchers. `order`: a signal, or the reason of `give_up`."""
         if isinstance(order, str):
             self._given_up = order
             self._say(f"ending the workers: {order}")
@@ -304,7 +301,6 @@ class HostLaunchers:
                 each.write(b"\n")
 
     def _end_if_starved(self) -> None:
-        """End the workers if too few are left and no other can join."""
         num_left = sum(_greeted(each).num_workers for each in self._connections if not each.is_over)
         codes = (each.exit_code for each in self._connections)
         if (
@@ -377,7 +373,6 @@ def _greeted(connection: _Connection) -> HostGreeting:
 
 
 def _message(text: str) -> HostGreeting | HostEnding | None:
-    """Return the message in a line; None if a script printed the line."""
     try:
         content = json.loads(text)
         return HostEnding(**content) if "exit_code" in content else HostGreeting(**content)

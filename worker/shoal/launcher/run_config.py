@@ -138,7 +138,6 @@ class RunConfig:
                 expected=NAME_RULE,
                 fix="Give a name with --job; the default is the script's name.",
             )
-        # With --hosts, each host may have its own number.
         if self.num_workers < 1 and not self.over_ssh.hosts:
             raise InvalidSpec("no workers", seen=f"-n {self.num_workers}", expected="at least 1")
         if self.min_members < 1:
@@ -275,8 +274,8 @@ def worker_environment(config: RunConfig, member_id: str, index: int = 0) -> dic
 
 
 def member_ids(config: RunConfig, host: str) -> list[str]:
-    """Return the workers' member ids: SHOAL_MEMBER_ID, or its ids with a suffix for several
-    workers."""
+    """Return the workers' member ids: SHOAL_MEMBER_ID, with a suffix for each of several workers,
+    or random ids."""
     if member_id := config.environment.get("SHOAL_MEMBER_ID"):
         if config.num_workers == 1:
             return [member_id]

@@ -15,8 +15,8 @@ DRAINED = 128 + signal.SIGTERM
 """Exit code of a worker that was drained."""
 PASSING_PAUSE_S = 0.5
 MAX_PASSING_PAUSE_S = 30.0
-"""Limits of the pause before the restart of a worker that failed by no fault of its script. It
-doubles each time, as the cause may last, such as a server that is down."""
+"""Limits of the pause before the restart of a worker that failed by no fault of its script. The
+pause doubles each time."""
 
 
 FOR_TORCHRUN = (
@@ -84,10 +84,8 @@ class WorkerSlot:
     start_at_s: float | None = None
     """Time (monotonic) at which the next process is started."""
     has_joined: bool = False
-    """True if a process became a member of a job."""
     exits: list[Exit] = field(default_factory=list)
     printed: OutputTail = field(default_factory=OutputTail, repr=False)
-    """Newest output lines of all processes."""
 
     @property
     def pid(self) -> int:

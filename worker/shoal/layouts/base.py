@@ -1,12 +1,12 @@
 """Base class of the layouts: their common part, and the methods that each one overrides.
 
-A layout is made anew for each generation, from the same model and for the group of that
-generation; it knows nothing of membership. Its life, on the trainer's thread except for `cut`:
+A layout is made for the group of one generation, and knows nothing of membership. Its life, on the
+trainer's thread except for `cut`:
 
     lay_out(model on meta, world) -> its parameters are filled in -> [open -> begin -> forward
       and backward, once or more -> reduce -> clip -> check -> optimizer -> stepped] per step
 
-It is dropped together with its group. Errors of a collective are raised as the group raises them.
+Errors of a collective are raised as the group raises them.
 """
 
 from abc import ABC, abstractmethod
@@ -44,7 +44,7 @@ class World:
     world_size: int
     device: torch.device
     group: dist.ProcessGroup
-    """All ranks; torch's default group, so that a DeviceMesh can be made."""
+    """Group of all ranks; also torch's default group, so that a DeviceMesh can be made."""
     generation: int = 0
     kept_regions: KeptRegions | None = None
     """Memory shared in the previous generation."""
@@ -74,7 +74,6 @@ class Layout(ABC):
     data_index: int = 0
     """Index of this rank's share of each batch, the same on ranks with the same samples."""
     data_count: int = 1
-    """Number of shares of a batch."""
     elementwise: bool = True
     """True if parameters are sharded, and so need an optimizer that updates each element
     separately."""
@@ -105,7 +104,7 @@ class Layout(ABC):
 
     faults_are_own: bool = False
     """True if `reduce` cannot make finite gradients infinite: `non_finite_check` then finds every
-    fault before."""
+    fault before it."""
 
     @property
     def plain(self) -> nn.Module:
@@ -245,8 +244,8 @@ class Layout(ABC):
         return loss.detach()
 
     def communicates_in_forward(self, *, is_first_step: bool) -> bool:
-        """True if a forward pass with gradients communicates. `is_first_step`: of the
-        generation."""
+        """True if a forward pass with gradients communicates. `is_first_step`: True in the
+        generation's first step."""
         return True
 
     def reduce(self) -> None:  # noqa: B027 - most layouts reduce in backward

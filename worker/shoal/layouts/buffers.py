@@ -22,8 +22,8 @@ values."""
 class BuffersBySamples:
     """Detector of buffers that members compute from their own samples, in one generation.
 
-    The first member's buffers replace them, so the model depends on the number of members. Logs one
-    warning. BatchNorm's buffers are left out: see docs/strategies.md.
+    The first member's buffers replace them, so the model depends on the number of members.
+    BatchNorm's buffers are left out: see docs/strategies.md.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -66,7 +66,7 @@ class RunningBuffers:
     """The persistent buffers of a replicated model.
 
     DDP broadcasts the first rank's buffers only in the next forward pass: if that rank were lost,
-    the job would continue with other values. So the layout calls `broadcast_buffers` in every step.
+    the job would continue with other values.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -94,7 +94,6 @@ class RunningBuffers:
 
 
 def _differs(one: Tensor, other: Tensor) -> bool:
-    """True beyond the rounding of different kernels."""
     if one.dtype.is_floating_point:
         return not torch.allclose(one, other, rtol=1e-3, atol=1e-5, equal_nan=True)
     return not torch.equal(one, other)
@@ -114,14 +113,12 @@ def broadcast_packed(
     given = list(map(_as, parts, tensors))
     if look is not None:
         look(tensors, given)
-    # One kernel for each dtype.
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         alike = [(own, new) for own, new in zip(tensors, given, strict=True) if own.dtype == dtype]
         foreach_copy_([own for own, _ in alike], [new for _, new in alike])
 
 
 def _as(part: Tensor, tensor: Tensor) -> Tensor:
-    """View bytes in the dtype and shape of `tensor`; copy them if they are not aligned."""
     is_aligned = part.storage_offset() % tensor.element_size() == 0
     return (part if is_aligned else part.clone()).view(tensor.dtype).view(tensor.shape)
 

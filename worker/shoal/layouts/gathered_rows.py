@@ -1,14 +1,13 @@
 """All members' rows of a batch, gathered in the batch's order, with exact gradients.
 
-Each member sends its rows to the others, and in backward adds up its rows' gradients from all
-members' losses. Losses are weighted by shares before backward, and gradients averaged after it. So
-two kinds of loss have the gradients of one process: a loss over all rows, the same on every member;
-and a mean over the member's own rows, each compared with all rows.
+Losses are weighted by shares before backward, and gradients averaged after it. So two kinds of loss
+have the gradients of one process: a loss over all rows, the same on every member; and a mean over
+the member's own rows, each compared with all rows.
 
-Members first exchange descriptions of a call. Descriptions, and rows on the host, are messages with
-their own tags, so none is mixed up with another collective's message. A member with more calls than
-the others waits until hang detection ends the generation. Rows on a GPU are sent by a collective,
-once the descriptions agree.
+Members first exchange descriptions of a call. These, and rows on the host, are messages with their
+own tags, so none is mixed up with another collective's message. A member with more calls than the
+others waits until hang detection ends the generation. Rows on a GPU are sent by a collective, once
+the descriptions agree.
 """
 
 import json
@@ -42,7 +41,7 @@ UNKNOWN = -1
 """Value of `num_samples` for a script's own batches."""
 _MESSAGE_BYTES = 1024
 _TAGS_PER_CALL, _NUM_CALLS, _CALLS_PER_STEP = 3, 8000, 64
-"""These keep tags below 32767, which every MPI implementation allows."""
+"""Limits of tags, which MPI allows below 32767."""
 _MESSAGE, _ROWS, _GRADIENTS = 1, 2, 3
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -68,9 +67,8 @@ class _CallMessage:
     of: str
     """Shape of a row, and dtype."""
     trains: bool
-    """True if a backward pass will follow."""
     outputs: int = 0
-    """In a call of torch's all-gather: checksum of the outputs' shapes and dtypes."""
+    """Checksum of the outputs' shapes and dtypes, in a call of torch's all-gather."""
 
 
 class RowGathers:
@@ -159,8 +157,8 @@ class RowGathers:
         *,
         by_messages: bool,
     ) -> None:
-        """Send to and receive from the given ranks, contiguous tensors. Raises InvalidSpec after
-        `close`."""
+        """Send contiguous tensors to the given ranks, and receive from them. Raises InvalidSpec
+        after `close`."""
         p2p = self._p2p
         if p2p is None:
             raise InvalidSpec(
@@ -182,7 +180,6 @@ class RowGathers:
         return is_on_host(rows) if self._by_messages is None else self._by_messages
 
     def _meet(self, **fields: Any) -> list[_CallMessage]:
-        """Exchange messages about the call; return them by rank."""
         self._num_calls += 1
         own = _CallMessage(index=self._share.index, num_samples=self._share.num_samples, **fields)
         messages = [_packed(own) for _ in self._members]
@@ -284,7 +281,6 @@ class _RowRoutes:
         return summed
 
     def _placed(self, rows: Tensor) -> Tensor:
-        """Return the rows contiguous, on the device that sends them."""
         device = torch.device("cpu") if self._gathers.uses_host_messages(rows) else rows.device
         return rows.detach().to(device).resolve_conj().resolve_neg().contiguous()
 

@@ -1,9 +1,9 @@
 """Record of the layers for which a rank communicated, to detect ranks that compute with different
 layers.
 
-A message does not name its layer. If one rank's script skips a layer, ranks combine values of
-different layers, until one waits for a message that never comes. So each rank records its layers.
-Records are compared in the message that ends a step, and by a rank that has waited for long.
+A message does not name its layer: ranks may combine values of different layers, until one waits for
+a message that never comes. Records are compared in the message that ends a step, and by a rank that
+has waited for long.
 """
 
 import json
@@ -26,9 +26,7 @@ _SIZES, _SIZES_END = -2, -(1 << 31)
 MAX_KEPT = 4096
 """Limit of exchanges kept one by one; above it a digest replaces the older half."""
 MAX_RECORDED = 64
-"""Number of newest exchanges that a rank reports."""
 MAX_WORD_CHARS = 120
-"""Limit of an exchange's description."""
 DIGEST_BITS, FIRST_BITS = 38, 16
 """Bits of the parts of `LayerExchanges.summary`: digest, and lowest rank of the peers."""
 WORD_BITS = DIGEST_BITS + FIRST_BITS + 1
@@ -43,7 +41,6 @@ class ExchangeRecord:
     """Number of steps begun in the generation."""
     count: int
     last: Sequence[str]
-    """Descriptions of the newest exchanges, in order."""
 
     def exchange_at(self, position: int) -> str | None:
         """Return the exchange at this position, if it is made and still kept."""
@@ -118,7 +115,7 @@ class LayerExchanges:
         return ExchangeSite(self, len(self._names) - 1)
 
     def add_whole_parameters(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Add the parameters that each rank has whole: the same ones must lack a gradient on all
+        """Add the parameters that each rank has whole. The same ones must lack a gradient on all
         ranks, as gradients are broadcast."""
         for name, parameter in parameters.items():
             if parameter.requires_grad and not isinstance(parameter, DTensor):

@@ -1,4 +1,4 @@
-"""Progress of a GPU, as seen by a thread of its own."""
+"""Detection of a GPU that makes no progress."""
 
 import threading
 from collections.abc import Callable
@@ -23,7 +23,7 @@ class DeviceProgress:
     """Detector of a device that does not advance in the trainer's work. For one thread.
 
     A collective that waits for a lost peer never ends. The trainer then hangs in any call that
-    waits for the device, such as `loss.item()`, and looks busy.
+    waits for the device, such as `loss.item()`.
     """
 
     def __init__(self, record: Callable[[], DeviceEvent | None]) -> None:

@@ -1,9 +1,9 @@
 """Gloo groups that can be cut: collectives on the CPU that end when a peer is lost.
 
-Gloo cannot abort an operation, and a group cannot be destroyed while an operation in it hangs. If a
-peer is suspended, no rank notices before the timeout. So `cut` shuts down the group's connections:
-waiting operations then raise within milliseconds. A group that is still connecting may have no
-connection yet. `cut` then connects to the member's own listener, and closes that connection.
+Gloo cannot abort an operation, and a group cannot be destroyed while an operation in it hangs. So
+`cut` shuts down the group's connections: waiting operations then raise within milliseconds. A group
+that is still connecting may have no connection yet. `cut` then connects to the member's own
+listener, and closes that connection.
 """
 
 import socket
@@ -141,8 +141,8 @@ class GlooGroup:
     ) -> None:
         """Retire the group. `forget` removes groups from torch. The groups in `also` are freed
         too."""
-        # Else DDP's reducer may have the last reference: it would wait for Gloo's threads with the
-        # GIL.
+        # Without these, DDP's reducer may have the last reference, and wait for Gloo's threads with
+        # the GIL.
         groups, self._groups = [*self._groups, *also], []
         if self._is_default:
             self._is_default = False

@@ -1,7 +1,6 @@
 """NCCL groups: collectives between GPUs, cut by aborting their communicators.
 
-Tensors on the host go over Gloo in the same group: transfers of state, peer checkpoints, votes. A
-cut aborts NCCL's communicators and ends Gloo's connections.
+Tensors on the host go over Gloo in the same group: transfers of state, peer checkpoints, votes.
 """
 
 import os
@@ -30,10 +29,9 @@ from shoal_proto.errors import GenerationBroken, InvalidSpec
 log = structlog.get_logger(__name__)
 
 ABORTED_S = 10.0
-"""Time for which the next bring-up waits for aborts in this generation."""
+"""Limit of the next bring-up's wait for these aborts."""
 _IDENTITY = struct.Struct("<64q")
-"""A GPU's id as ranks exchange it: a number for each byte of the text. Must not change between
-releases."""
+"""A GPU's id as ranks exchange it. Must not change between releases."""
 _FAILURE_MARKS = ("nccl", "communicator was aborted", "watchdog")
 
 
@@ -157,7 +155,7 @@ class NcclGroup:
         if not (self._reason or self._device.fault()):
             self._host.retire_group(dist.destroy_process_group, list(all_groups()))
             return
-        # Abort also groups made after the cut, and all groups if torch's watchdog has aborted one.
+        # Also groups made after the cut.
         self._aborts.begin(backends_on(self._kind))
         if not self._aborts.wait(ABORTED_S):
             log.warning(
@@ -174,8 +172,6 @@ class NcclGroup:
         self._host.keep_for_ever()
 
     def _check_unshared(self, group: dist.ProcessGroup) -> None:
-        """Raise InvalidSpec, on all ranks, if two ranks share a GPU and NCCL is not configured for
-        that."""
         if group.size() == 1:
             return
         own = _IDENTITY.pack(*self._device.identity().encode().ljust(64, b"\0"))
@@ -193,8 +189,8 @@ class NcclGroup:
 class Aborts:
     """Aborts of a generation's groups on a device, made concurrently. Thread-safe.
 
-    The abort of one group may wait, in cudaFree, for a kernel of another group that waits for a
-    lost peer (pytorch issue 119797). So each abort has its own thread.
+    An abort may wait, in cudaFree, for a kernel of another group that waits for a lost peer
+    (pytorch issue 119797).
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,6 @@
 """Environment variables of NCCL, above all those that decide what an error does to the process.
 
-Images and launchers export some of them for jobs that end with the first error. A member has to
-survive the error.
+Images and launchers export some for jobs that end with the first error. A member has to survive it.
 """
 
 import re
@@ -14,8 +13,8 @@ from shoal_proto.errors import InvalidSpec
 log = structlog.get_logger(__name__)
 
 REQUIRED: Mapping[str, str] = {
-    # CleanUpOnly: torch aborts the communicator of a collective that failed or timed out. Other
-    # modes (ErrorHandlingMode in torch's ProcessGroupNCCL.hpp) end the process, or do nothing.
+    # CleanUpOnly: torch aborts the communicator of a failed collective. Other modes
+    # (ErrorHandlingMode in torch's ProcessGroupNCCL.hpp) end the process, or do nothing.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
     # The monitor ends a process whose watchdog is silent for minutes. Heartbeats detect that here.
     "TORCH_NCCL_ENABLE_MONITORING": "0",
@@ -69,8 +68,8 @@ _NUMBERS = (
     "TORCH_FR_BUFFER_SIZE",
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC",
 )
-"""Numbers that torch reads when it makes a group or a communicator. An invalid value would raise an
-error of NCCL in each generation, which looks like the loss of a peer."""
+"""Numbers that torch reads. An invalid value would raise an error of NCCL in each generation, which
+looks like the loss of a peer."""
 
 
 def require_survival(environment: MutableMapping[str, str]) -> None:

@@ -16,7 +16,7 @@ _HIDES_GPUS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVI
 
 @dataclass(frozen=True, kw_only=True)
 class LocalRank:
-    """Index of a worker among the workers that its launcher runs on this host."""
+    """Index of a worker among those of its launcher."""
 
     rank: int = 0
     world_size: int = 1
@@ -35,7 +35,7 @@ class LocalRank:
     ) -> None:
         """Raise InvalidSpec if the model's GPU, at `index`, is not this worker's GPU.
 
-        Raises also if the host has too few GPUs. Several workers may use a single visible GPU if a
+        Raises also if the host has too few GPUs. Several workers may use one visible GPU if a
         variable hides others, or if NCCL is configured to share it.
         """
         own = self.gpu(num_visible)

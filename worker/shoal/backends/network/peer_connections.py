@@ -1,8 +1,8 @@
 """Check if the other ranks of a Gloo group are still connected.
 
-After a write to a connection that was just reset, Gloo may wait until the collective's time limit,
-with no connection left to shut down. The end of the generation aborts such a wait in the trainer.
-Any other thread checks the connections itself while it waits.
+After a write to a connection that was just reset, Gloo may wait until the collective's time limit.
+The end of the generation aborts such a wait in the trainer. Any other thread checks the connections
+itself.
 """
 
 import threading

@@ -1,12 +1,10 @@
 """A Gloo group that is reconnected in each generation, by torch's own `reconfigure`.
 
-Each member writes its group's handle to the generation's store, and reconnects its group with all
-ranks' handles. Then each member writes its outcome to the store. If a member failed, all members
-make a new group.
+Members exchange handles, reconnect, and then exchange outcomes, through the generation's store. If
+a member failed, all members make a new group.
 
-torch's handle for Gloo is the rank and the number of the generation for which the group was last
-connected. Handles are unique within a generation because a new group is made with its member's rank
-in that generation.
+torch's handle for Gloo is the rank and the number of the group's last generation. Handles are
+unique because a new group is made with its member's rank.
 """
 
 import weakref
@@ -28,7 +26,7 @@ from shoal_proto.errors import GenerationBroken, ShoalError
 log = structlog.get_logger(__name__)
 
 RECONFIGURE_S = 15.0
-"""Time limit of a reconfiguration, in which all members are present."""
+"""Time limit of a reconfiguration."""
 MAX_REASON_CHARS = 300
 _READY, _FAILED = b"ready", b"failed: "
 
@@ -129,7 +127,6 @@ class _GroupMessages:
         self._store.set(key, value)  # type: ignore[arg-type]  # torch takes bytes too
 
     def exchange(self, what: str, value: bytes) -> list[bytes]:
-        """Publish `value`; return all ranks' values, by rank."""
         keys = [f"live/{what}/{rank}" for rank in range(self._seat.world_size)]
         self.set(keys[self._seat.rank], value)
         return [bytes(each) for each in self._store.multi_get(keys)]

@@ -1,7 +1,7 @@
 """Gloo groups of past generations, freed once no operation runs in them.
 
-Freeing a group waits for its operations. An operation that was cut in the middle of a write may
-never end, and nothing reports that. So a separate thread frees groups, without holding the GIL.
+Freeing a group waits for its operations, of which one that was cut in the middle of a write may
+never end. So a separate thread frees groups, without holding the GIL.
 """
 
 import atexit

@@ -1,8 +1,8 @@
 """Search for the sockets of this process that carry a group's connections.
 
-A connection belongs to a group if one of its ends is a listener that a member announced. A
-descriptor is inspected only through a duplicate: the owner may close it, and the kernel may reuse
-its number.
+A connection belongs to a group if one of its ends is a listener that a member announced.
+Descriptors are inspected through duplicates: the owner may close one, and the kernel may reuse its
+number.
 """
 
 import contextlib
@@ -71,7 +71,7 @@ def _internet_sockets() -> Iterator[socket.socket]:
                 continue
             duplicate = os.dup(int(entry.name))
         except OSError:
-            continue  # closed since it was listed
+            continue
         try:
             found = socket.socket(fileno=duplicate)
         except OSError:

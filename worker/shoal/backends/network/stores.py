@@ -101,8 +101,7 @@ class AddressStore(AnnouncingStore):
     """Store for Gloo's bring-up: one call waits for the addresses of all ranks.
 
     Gloo sets PREFIX/RANK, then waits for PREFIX/0, PREFIX/1, ... and reads each value. The first
-    wait is extended to all of these keys. An inner store that keeps awaited values then answers the
-    reads without calls.
+    wait is extended to all of these keys.
     """
 
     def __init__(

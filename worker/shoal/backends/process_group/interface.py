@@ -22,7 +22,6 @@ class Seat:
     address: str
     """IP address for the other members."""
     bring_up_s: float
-    """Limit for connecting the group."""
     collective_s: float
 
 
@@ -43,8 +42,8 @@ class Group(Protocol):
     def check(self) -> None:
         """Raise GenerationBroken if a collective may have ended with an incomplete result.
 
-        Called before results change the state permanently. On a device, an aborted collective ends
-        without an error: there this call waits for all queued work.
+        Called before results change the state permanently. On a device, this call waits for all
+        queued work.
         """
 
     def retire(self) -> None:

@@ -11,7 +11,7 @@ from shoal_proto.errors import InvalidSpec
 
 MANY_ELEMENTS = 1024
 """Number of elements from which `add_up` lets torch choose the order: that is faster."""
-_Op: Any = dist.ReduceOp.RedOpType  # the stub has no members
+_Op: Any = dist.ReduceOp.RedOpType
 _FOLDS: Mapping[Any, Callable[..., Tensor]] = {
     _Op.SUM: torch.add,
     _Op.AVG: torch.add,

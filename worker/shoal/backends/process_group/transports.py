@@ -30,6 +30,5 @@ def _host_transport(group: dist.ProcessGroup) -> str:
 
 @functools.cache
 def _transports(config: str) -> dict[str, str]:
-    """Parse a configuration such as "cpu:gloo,cuda:nccl"."""
     pairs = (each.partition(":") for each in config.split(","))
     return {device: transport for device, _, transport in pairs}

@@ -1,8 +1,7 @@
 """Connections between ranks that share memory: they notify a rank when another is lost.
 
-Each rank has a connection to rank 0, and a thread waits for its end. A rank that leaves in order
-sends `LEAVING` first. Without that message the end means a loss. Rank 0 then ends all its
-connections, which notifies the others.
+Each rank has a connection to rank 0, and sends `LEAVING` when it leaves in order. A connection's
+end without that message means a loss. Rank 0 then ends all its connections.
 """
 
 import os
@@ -22,12 +21,11 @@ class PeerSockets:
         self, connections: Sequence[socket.socket], on_lost: Callable[[str], None]
     ) -> None:
         """Start a thread that calls `on_lost` with the reason, at most once, when a rank is lost.
-        `on_lost` is a bound method. It is referred to weakly, so that the connections are closed
-        even if nobody calls `close`."""
+        The bound method `on_lost` is referred to weakly, so that the connections are closed even
+        without `close`."""
         self._connections = tuple(connections)
-        # Held while this rank sends LEAVING: a notified peer ends its connection at once, and
-        # `_watch` would then close the other connections. Reentrant: garbage collection may run the
-        # finalizer in the thread that holds the lock.
+        # Held while this rank sends LEAVING: `_watch` would close the other connections once one
+        # ends. Reentrant, as garbage collection may run the finalizer here.
         leaving = threading.RLock()
         self._finalizer = weakref.finalize(self, _leave, self._connections, leaving, os.getpid())
         for connection in self._connections:
@@ -54,7 +52,6 @@ def _watch(
     on_lost: "weakref.WeakMethod[Callable[[str], None]]",
     leaving: threading.RLock,
 ) -> None:
-    """Wait until a rank is lost or all have left, and close the sockets."""
     _await_lost(connections, on_lost)
     with leaving:
         for connection in connections:

@@ -101,9 +101,9 @@ class SharedMemory:
         """Complete the barrier that `arrive` began.
 
         `sign`: the word that every rank writes in this barrier; it differs from the sign two
-        barriers earlier. A rank that wakes up first may leave, which cuts the barrier for ranks
-        still asleep. Such a rank completes the barrier if it reads the sign from every rank and the
-        processor keeps stores in order.
+        barriers earlier. A rank that leaves cuts the barrier for ranks still asleep. Such a rank
+        completes the barrier if it reads the sign from every rank and the processor keeps stores in
+        order.
         """
         words = self._words[self._num_barriers % 2]
         self._num_barriers += 1
@@ -114,7 +114,6 @@ class SharedMemory:
                     self._post(number)
                 self._wait(semaphores[self.rank], deadline_s)
         except GenerationBroken:
-            # Stores are in order: earlier writes are visible once the sign is.
             if not (sign and _STORES_IN_ORDER) or any(word != sign for word in words):
                 raise
         return list(words)

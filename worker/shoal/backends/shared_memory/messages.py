@@ -1,7 +1,6 @@
 """Exchange of a few integers between all ranks.
 
-A collective of Gloo takes 0.2 ms with two ranks that have a core each. Shared memory with a barrier
-takes a tenth of that time.
+Shared memory takes a tenth of the time of a collective of Gloo, 0.2 ms with two ranks.
 """
 
 import ctypes
@@ -36,12 +35,10 @@ class SharedMessages:
         self._memory: SharedMemory | None = None
         self._values = memoryview(b"").cast("q")
         self.beside = memoryview(b"")
-        """The memory that the caller asked for in `enable_shared_memory`."""
         self._reason = ""
         self.may_share = self._world_size > 1 and can_be_cut(group)
         """True if `enable_shared_memory` may be called; the same on all ranks."""
         self.has_sent = False
-        """True if words were sent and are not received yet."""
 
     @property
     def is_shared(self) -> bool:

@@ -3,8 +3,7 @@
 Rank 0 announces the name of a Unix socket, which is also its key, in a collective. Over this socket
 it sends the memory's descriptors. Either all ranks share the memory or none does.
 
-Memory that all ranks kept from the previous generation is reused. The barriers' memory is always
-new: a late `cut` of a past generation posts to the old one.
+The barriers' memory is always new: a late `cut` of a past generation posts to the old one.
 """
 
 import hashlib
@@ -38,7 +37,7 @@ OPEN_S = 2.0
 DECISION_S = 10.0
 """Limit of a rank's wait for rank 0's decision. It is longer than rank 0 takes."""
 MAX_SILENT = 256
-"""Number of connections without a complete greeting at which the oldest is closed."""
+"""Limit of connections without a complete greeting; above it the oldest is closed."""
 _HOST_BYTES, _NAME_BYTES = 32, 32
 GREETING = struct.Struct("=I32s")
 """A rank's first message: its number, and the key."""
@@ -59,8 +58,8 @@ def share_memory(
 ) -> SharedMemory | None:
     """Return memory of this size that all ranks of the group share. Collective.
 
-    Returns None, on all ranks alike, if they are not on one machine, if they cannot share memory,
-    if not all have mapped it within OPEN_S, or if SHOAL_TRANSPORT excludes it.
+    Returns None, on all ranks alike, if they are not on one machine, if not all have mapped it
+    within OPEN_S, or if SHOAL_TRANSPORT excludes it.
 
     `limit_s`: time limit of each barrier. The first region in `kept` is reused, with its old
     contents, if all ranks have it, its size `fits` and no other process may write to it. `close`
@@ -233,7 +232,7 @@ class _Greetings:
         self._selector.register(connection, selectors.EVENT_READ)
 
     def _read(self, connection: socket.socket) -> bool:
-        """Return True if a greeting is complete."""
+        """Read from the connection; return True if its greeting is complete."""
         received = self._received[connection]
         try:
             piece = connection.recv(GREETING.size - len(received))
@@ -249,7 +248,7 @@ class _Greetings:
         return len(received) + len(piece) == GREETING.size
 
     def _refuse(self, connection: socket.socket, reason: str) -> None:
-        # If it was a rank's, the set-up ends without shared memory at the deadline.
+        # If this was a rank, the set-up ends without shared memory at the deadline.
         log.warning("greeting_refused", reason=reason)
         self._forget(connection)
         connection.close()
@@ -262,8 +261,8 @@ class _Greetings:
 def receive(name: bytes, rank: int, old: MemoryRegion | None) -> _Opened:
     """Map the memory that rank 0 sends. For all other ranks.
 
-    If rank 0 sends the region `old`, this rank's mapping of it is used. Raises OSError or _Refused
-    if no rank uses the memory, and RuntimeError if rank 0 does not decide within DECISION_S.
+    `old`: a region to reuse, if rank 0 sends it. Raises OSError or _Refused if no rank uses the
+    memory, and RuntimeError if rank 0 does not decide within DECISION_S.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         # With Python's timeout, `connect` would fail at once on a full backlog.
@@ -287,7 +286,6 @@ def receive(name: bytes, rank: int, old: MemoryRegion | None) -> _Opened:
             for descriptor in descriptors:
                 os.close(descriptor)
         connection.sendall(_DONE)
-        # Before its own deadline, rank 0 sends _AGREED or closes the connection.
         connection.settimeout(DECISION_S)
         try:
             decision = connection.recv(1)

@@ -1,11 +1,11 @@
 """Placement of ranks on processors: ranks that wait for each other do not share a processor.
 
-The kernel often wakes a rank on the waker's processor although another one is free, most of all in
-virtual machines. Both ranks then take turns for some milliseconds. A step of a two-stage pipeline
-took 17.5 ms with such wake-ups, and 15.5 ms without.
+The kernel often wakes a rank on the waker's processor although another one is free, and both ranks
+then take turns for some milliseconds. A step of a two-stage pipeline took 17.5 ms with such
+wake-ups, and 15.5 ms without.
 
 So each rank notes its processor, and moves if another rank has noted the same one. The rank is not
-pinned, and an affinity mask that the user has set is kept.
+pinned, and a user's affinity mask is kept.
 """
 
 import ctypes
@@ -75,5 +75,5 @@ def _note_of(number: int) -> int:
 
 
 def _next(number: int, free: Collection[int]) -> int:
-    """A processor with a near number is probably near."""
+    """Return the free processor with the next higher number: probably a near one."""
     return min(free, key=lambda each: (each < number, each))

@@ -1,11 +1,9 @@
 """Memory that the ranks of one machine share, and keep for the next generation.
 
-The kernel clears and maps new memory, which takes 22 ms of processor time for 38 MB, while all
-members wait. So members that survive a loss reuse theirs.
+New memory takes 22 ms of processor time for 38 MB, while all members wait.
 
 A stopped process of an old generation may continue to write later. So a process that may write
-holds a lock, and memory is reused only if no other process holds one. The kernel releases the locks
-of a process that has ended.
+holds a lock until it ends, and memory is reused only if no other process holds one.
 """
 
 import fcntl

@@ -1,11 +1,10 @@
 """Semaphores of the C library, in memory that processes of one machine share.
 
-Writes before a post are visible to reads after the wait, on any processor. A wait does not hold the
-GIL.
+Writes before a post are visible to reads after the wait. A wait does not hold the GIL.
 
-A rank that sleeps for a short time is often woken on its waker's processor, while another one is
-idle. A step of a two-stage pipeline took 9.2 ms on two processors, and 5.2 ms when both ranks
-polled before they slept. With more ranks than processors, polling would delay the other ranks.
+A sleeping rank is often woken on its waker's processor, while another one is idle. A step of a
+two-stage pipeline took 9.2 ms on two processors, and 5.2 ms when both ranks polled before they
+slept.
 """
 
 import ctypes

@@ -38,7 +38,6 @@ class HybridPlan:
     cut: tuple[Outline, Sequence[int]] | None
     """The traced forward pass, and the stage of each of its segments; None for one stage."""
     tensor: TensorPlan
-    """Plan of the whole model."""
     schedule: ScheduleSpec
 
 
@@ -127,7 +126,6 @@ class HybridLayout(Layout):
 
     @torch.no_grad()
     def _complete(self) -> None:
-        """Average gradients over ranks with the same stage and split."""
         self.world.exchanges.note_missing_gradients()
         self._inner.reduce()
         if self.plan.mesh.data > 1:
@@ -220,7 +218,7 @@ def plan_of_stage(stage: nn.Module, plan: TensorPlan) -> TensorPlan:
 
 
 def average_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Average each gradient over the group. It stays None only if no rank has one."""
+    """Average each gradient over the group. A gradient stays None only if no rank has it."""
     for bucket in buckets([p for p in parameters if p.requires_grad]):
         locals_ = [_local_gradient(parameter) for parameter in bucket]
         has_one = torch.tensor([parameter.grad is not None for parameter in bucket])

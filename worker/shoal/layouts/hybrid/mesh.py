@@ -12,11 +12,9 @@ class MeshShape:
     """Sizes of a mesh of ranks, which are numbered along `tensor` first, along `pipeline` last."""
 
     pipeline: int
-    """Number of stages."""
     data: int
     """Number of copies, which take different samples."""
     tensor: int
-    """Number of ranks that each layer is split over."""
 
     @property
     def world_size(self) -> int:
@@ -130,7 +128,6 @@ def _suits(mesh: MeshShape, facts: ModelFacts, fixed: FixedSizes) -> bool:
 
 
 def _preference(mesh: MeshShape, facts: ModelFacts, max_rank_bytes: int | None) -> tuple[int, ...]:
-    """Return a sort key."""
     evenness = sorted(mesh.sizes, reverse=True)
     if max_rank_bytes is None:
         return (*evenness, -mesh.data, -mesh.pipeline)

@@ -81,7 +81,6 @@ class SplitShardedLayout(ShardedLayout):
         super()._shard(model, options)
 
     def _chunk_of(self, parameter: nn.Parameter) -> Chunk:
-        """Return this rank's future chunk of a parameter."""
         offsets, sizes = [0] * parameter.ndim, list(parameter.shape)
         if isinstance(parameter, DTensor):
             (placement,) = parameter.placements
@@ -124,7 +123,8 @@ class SplitShardedLayout(ShardedLayout):
 
     @torch.no_grad()
     def _complete(self) -> None:
-        """Sum, over a tensor group, gradients of positions in the sequence."""
+        """Sum, over a tensor group, the gradients that each rank has for its positions of the
+        sequence only."""
         self.world.exchanges.note_missing_gradients()
         if self.plan.degree > 1:
             self._ranks.sum_packed(summands_of(self._parameters, self._summed))
