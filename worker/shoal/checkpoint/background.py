@@ -138,7 +138,7 @@ class Checkpoints:
             target=self._write,
             args=(copied_shard, peers or self._peers),
             name=f"shoal-checkpoint-{state_shard.step}",
-            # Storage that never answers must not keep the process alive.
+            # Storage may never answer.
             daemon=True,
         )
         self._until_s = time.monotonic() + self._limit_s

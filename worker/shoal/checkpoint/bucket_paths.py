@@ -18,7 +18,7 @@ from shoal_proto.names import BUCKET_KINDS
 _EXPECTED = "a directory, file:///directory, s3://bucket/prefix, gs://... or az://..."
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/")
 READ_AHEAD_BYTES = 16 * 1024 * 1024
-"""Block size of reads: entries are mostly read in sequence."""
+"""Block size of reads, mostly in sequence."""
 
 
 @dataclass(frozen=True)

@@ -152,7 +152,7 @@ class _Writer:
     def _stored(
         self, items: Sequence[Sequence[PlannedChunk]], located: Sequence[Sequence[FileSpan]]
     ) -> Iterator[tuple[CheckpointEntry, FileSpan]]:
-        """List all ranks' entries, a tied parameter under each of its names."""
+        """Yield all ranks' entries, a tied parameter under each of its names."""
         tied: Any = self._state_shard.values.get("tied", {})
         aliases: dict[names.Path, list[str]] = {}
         for alias, name in tied.items():

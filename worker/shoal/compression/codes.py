@@ -38,8 +38,8 @@ class Int8Code:
     def encode(self, values: Tensor, block: int) -> Tensor:
         blocks = values.view(-1, block)
         scales = blocks.abs().amax(1, keepdim=True) / LARGEST
-        # A block of zeros must not be divided by zero. A tiny scale is rounded, so a code may
-        # exceed the range.
+        # A block of zeros has the scale zero. A tiny scale is rounded, so a code may exceed the
+        # range.
         divisors = torch.where(scales == 0, 1.0, scales)
         codes = (blocks / divisors).round_().clamp_(-LARGEST, LARGEST)
         # The integer for NaN depends on the processor. The scale stays NaN.

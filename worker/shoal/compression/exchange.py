@@ -38,7 +38,7 @@ class CompressedExchange(GradientExchange):
         compressor: Compressor,
     ) -> None:
         super().__init__(group, name_of, traffic)
-        # A single rank needs the compressor too: it adds residuals of earlier steps.
+        # The compressor adds residuals of earlier steps.
         self._alone = False
         compressor.regroup()
         self._compressor = compressor

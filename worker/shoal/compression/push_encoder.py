@@ -21,7 +21,6 @@ class PushBlock:
 
     parameter: str
     offset: int
-    """Offset of the first element in the flattened parameter."""
     num_elements: int
     shape: torch.Size
 

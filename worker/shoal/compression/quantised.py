@@ -92,7 +92,7 @@ class QuantisedCompressor(Compressor):
         self._mean_errors.begin(step)
 
     def part(self, num_values: int, world_size: int) -> tuple[int, int]:
-        """Return the numbers of values that a rank serves, and in a block."""
+        """Return the number of values that each rank serves, and the block size."""
         share = -(-num_values // world_size)
         block = min(self._block, _round_up(share, 8))
         return _round_up(share, block), block
@@ -126,8 +126,8 @@ class QuantisedCompressor(Compressor):
     ) -> Tensor:
         """Return the kept mean errors of the values that this rank now serves, and clear them.
 
-        Another rank may now serve values that this rank served. Their errors are added to this
-        rank's own values, times the number of ranks by which the mean will be divided.
+        Errors of values that another rank now serves are added to this rank's own values,
+        multiplied by the number of ranks, by which the mean will divide them.
         """
         sums = torch.zeros(served.stop - served.start, dtype=torch.float32, device=values.device)
         for name, span in packed.slots():

@@ -13,7 +13,7 @@ Kept = TypeVar("Kept")
 class StepValues(Generic[Kept]):
     """Values by parameter name, discarded unless their step is committed.
 
-    Names are stable: DDP packs parameters in another order after its first step.
+    Keyed by name: DDP packs parameters in another order after its first step.
     """
 
     def __init__(self) -> None:

@@ -111,7 +111,6 @@ class Loader:
             self._samples = BatchLoader(samples, loading or Loading(), self._indices)
         self._epoch = -1
         self._origin = order.origin
-        """The object given to `begin_at`, compared by identity first."""
 
     @property
     def num_columns(self) -> int | None:
@@ -143,8 +142,9 @@ class Loader:
             self._samples.close()
 
     def synchronous(self, step: int, index: int, count: int) -> Batch:
-        """Return share `index` of `count` of a step of all members. Raises what `BatchLoader.take`
-        raises, and InvalidSpec if the dataset's length has changed."""
+        """Return share `index` of the `count` shares of a step that all members take together.
+        Raises what `BatchLoader.take` raises, and InvalidSpec if the dataset's length has
+        changed."""
         epoch, start, stop = self.order.span(step)
         own_start, own_stop = range_of_rank(start, stop, index, count)
 

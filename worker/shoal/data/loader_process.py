@@ -27,7 +27,6 @@ _PR_SET_PDEATHSIG = 1
 _SOCKET_PATH_BYTES = 107
 """Longest path of a socket on Linux (unix(7)); 103 on macOS."""
 _NAME_BYTES = len("/listener-01234567")
-"""Length of the name of multiprocessing's socket for tensors."""
 _SHORT_DIRECTORIES = ("/tmp", "/var/tmp", "/dev/shm")
 
 

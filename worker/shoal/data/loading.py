@@ -44,7 +44,6 @@ log = structlog.get_logger(__name__)
 ENDED_WITHIN_S = 2.0
 """Time within which a child's end is known."""
 LOOK_S = 1.0
-"""Interval of the checks of loading processes."""
 WORK_SHARE = 0.001
 """Share of a processor's time below which a process is idle."""
 
@@ -72,8 +71,9 @@ class Loading:
     """Seconds that the trainer waits for a batch before it raises LoadingFailed; checked about once
     a second. 0: no limit."""
     silence_s: float = 600.0
-    """Seconds without a begun sample or used processor time, while the trainer waits, after which
-    it raises LoadingFailed. 0: no limit. Detects a deadlock: a slow process is not silent."""
+    """Seconds in which the processes may begin no sample and use no processor time while the
+    trainer waits; then the trainer raises LoadingFailed. 0: no limit. Detects a deadlock: a slow
+    process is not silent."""
 
     def __post_init__(self) -> None:
         numbers = ("timeout", "silence_s")
@@ -159,7 +159,7 @@ def _processor_s(process: int) -> float:
 
 
 class _FetchWatch:
-    """Thread that ends a fetch that hangs, because the process that loaded the batch hangs."""
+    """Thread that ends a hanging fetch: the process that loaded the batch may hang."""
 
     def __init__(
         self, is_over: Callable[[LoadingProgress], bool], signs: Callable[[], LoadingProgress]
@@ -256,9 +256,9 @@ class BatchLoader:
         """Return the batch of a span; `after` yields the spans that are likely to follow.
 
         If a loading process ends, all processes are restarted, once for a batch. Raises
-        SampleFailed if a sample cannot be loaded or collated. Raises LoadingFailed if that was an
-        OSError or a lack of memory, or if processes cannot start, end again or are late. Raises the
-        errors of `on_wait`.
+        SampleFailed if a sample cannot be loaded or collated. Raises LoadingFailed for an OSError
+        or a lack of memory, and if processes cannot start, end again or are late. Raises the errors
+        of `on_wait`.
         """
         if span.epoch != self._epoch and not self._loading.persistent_workers:
             self.close()

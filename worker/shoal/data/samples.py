@@ -40,7 +40,6 @@ _TORCH_LACKS = (
     *("can't allocate memory", "Cannot allocate memory", "No space left on device"),
     *("Too many open files", "out of memory", "unable to resize file", "can't start new thread"),
 )
-"""Parts of the RuntimeErrors that report an exhausted resource."""
 
 
 def lacks_resources(error: BaseException) -> bool:

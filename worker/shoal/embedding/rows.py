@@ -141,8 +141,8 @@ class TableRows:
         return lookup.merged(received)
 
     def make_leaf(self, routed: RoutedIds, held: CachedRows, device: torch.device) -> Tensor:
-        """Return the rows' values on the device. If gradients are enabled, they are a leaf of the
-        graph for `gradients`."""
+        """Return the rows' values on the device. With gradients enabled, the values are a leaf of
+        the graph; `gradients` reads the leaf's gradient."""
         values = held.values.to(device)
         if torch.is_grad_enabled():
             values.requires_grad_()

@@ -128,7 +128,6 @@ class EmbeddingTable(nn.Module):
         self._connected().prefetch(self.name, self._checked(ids))
 
     def _look_up(self, ids: Tensor) -> tuple[Tensor, Tensor, int | None]:
-        """Return rows, each id's index among them, and the padding row's index."""
         host_ids = self._checked(ids)
         device = self.get_buffer("_device").device
         if self.padding_idx is None:

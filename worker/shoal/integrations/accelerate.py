@@ -116,8 +116,8 @@ class SessionAccelerator(Accelerator):
         self._session.backward(loss, **options)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-        """Clip the whole model's gradients to `max_norm` and return their norm; None except in a
-        step's last part."""
+        """Clip the whole model's gradients to `max_norm` in a step's last part, and return their
+        norm. Does nothing in other parts, and returns None."""
         if norm_type != 2:
             raise _refused("clip_grad_norm_", f"norm_type={norm_type}", "norm_type=2")
         return self._session.clip_grad_norm(max_norm) if self.sync_gradients else None

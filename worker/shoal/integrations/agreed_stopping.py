@@ -22,8 +22,8 @@ def agreed(session: Session, metric: Any) -> Tensor:
 
 
 class AgreedStopping:
-    """Gives the callback the same value on all members, so that all stop after the same step. As
-    registered state, it brings a member that joins the callback's counters."""
+    """Gives the callback the same value on all members, so that all stop after the same step. A
+    member that joins gets the callback's counters if this object is registered state."""
 
     def __init__(self, callback: EarlyStopping, session: Session) -> None:
         self._callback: Any = callback
@@ -52,8 +52,8 @@ class AgreedCheckpoints:
     """Makes the callback choose the same checkpoints on all members, as any of them may become rank
     0.
 
-    As registered state, it brings a member that joins the best checkpoints. Paths are relative to
-    the callback's folder, which may differ by member.
+    A member that joins knows the best checkpoints if this object is registered state. Paths are
+    relative to the callback's folder, which may differ by member.
     """
 
     def __init__(self, callback: ModelCheckpoint, session: Session) -> None:

@@ -27,8 +27,8 @@ _ELEMENTWISE = (
 
 
 class _Sharded:
-    """Mixin before a Keras optimizer's class: callers pass whole weights, and the optimizer updates
-    this rank's parts."""
+    """Mixin for a Keras optimizer: callers pass whole weights, and the optimizer updates this
+    rank's parts."""
 
     num_samples = 0
     """This rank's samples in the next step; 0 if all ranks have equally many."""

@@ -154,7 +154,7 @@ class KerasSteps(Optimizer):
 
 
 class _Bindable:
-    """Mixin before a Keras optimizer's class: records each part's state variables."""
+    """Mixin for a Keras optimizer that records each part's state variables."""
 
     def add_variable_from_reference(
         self: Any, reference_variable: Any, name: str | None = None, initializer: Any = "zeros"

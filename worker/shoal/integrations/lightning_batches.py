@@ -34,7 +34,6 @@ class LightningBatches:
         self._until = 0
         """The Trainer's `max_steps`, if it decides the number of epochs; else 0."""
         self.is_over = False
-        """True if all members have reached the end."""
 
     def decide(self, trainer: Trainer) -> int:
         """Decide and return the number of epochs. Raises what `epochs_of` raises."""

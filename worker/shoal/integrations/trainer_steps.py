@@ -39,7 +39,6 @@ class TrainerSteps:
         self.weight: float | None = None
         """Weight of the next loss; None: its number of samples."""
         self.is_over = False
-        """True if all members have reached the end."""
 
     @property
     def order(self) -> Order:

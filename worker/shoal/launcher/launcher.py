@@ -49,8 +49,7 @@ OUTPUT_S = 2.0
 KILLED_ANSWER_S = 0.5
 """Limit of the wait for the coordinator, which may say that the job is over."""
 WORKER_ADMISSION_S = 24 * 3600
-"""Time that a worker waits to be admitted. Long, as the address is known to be right, and other
-members train on without a coordinator."""
+"""Time that a worker waits to be admitted. Other members train on without a coordinator."""
 _COLOURS = (36, 33, 32, 35, 34, 31)
 
 

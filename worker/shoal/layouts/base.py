@@ -309,8 +309,8 @@ class Layout(ABC):
 
 
 LayOut = Callable[[nn.Module, World], Layout]
-"""Lay a model over a world. Parameters are on the meta device, and afterwards uninitialised;
-buffers are real."""
+"""Lay a model over a world. The model's parameters are on the meta device, its buffers are real.
+The layout's parameters are uninitialised."""
 
 
 def shard_of(tensor: Tensor) -> TensorShard:
@@ -358,7 +358,7 @@ def move_buffers(module: nn.Module, device: torch.device) -> None:
 
 
 def _tied(module: nn.Module) -> list[tuple[tuple[nn.Module, str], tuple[nn.Module, str]]]:
-    """List further (module, name) pairs of tied parameters, with the first pair."""
+    """List each further (module, name) of a tied parameter with its first one."""
     first: dict[int, tuple[nn.Module, str]] = {}
     further = []
     for part in module.modules():

@@ -41,7 +41,7 @@ UNKNOWN = -1
 """Value of `num_samples` for a script's own batches."""
 _MESSAGE_BYTES = 1024
 _TAGS_PER_CALL, _NUM_CALLS, _CALLS_PER_STEP = 3, 8000, 64
-"""Limits of tags, which MPI allows below 32767."""
+"""Limits that keep tags below 32767, which every MPI allows."""
 _MESSAGE, _ROWS, _GRADIENTS = 1, 2, 3
 _HALVES = (torch.float16, torch.bfloat16)
 

@@ -30,7 +30,7 @@ MAX_WORD_CHARS = 120
 DIGEST_BITS, FIRST_BITS = 38, 16
 """Bits of the parts of `LayerExchanges.summary`: digest, and lowest rank of the peers."""
 WORD_BITS = DIGEST_BITS + FIRST_BITS + 1
-"""Bits of `LayerExchanges.summary`, the highest always set."""
+"""Bits of `LayerExchanges.summary`; the highest is set if layers are split."""
 
 
 @dataclass(frozen=True, kw_only=True)

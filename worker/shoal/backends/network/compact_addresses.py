@@ -20,9 +20,9 @@ _REST = struct.Struct("<B")
 """Number of bytes before the first word. Words are aligned to the value's end."""
 _RUNS = np.dtype([("difference", "<i8"), ("count", "<u4")])
 _EDGE_WORDS = 32
-"""Number of words kept at each end of a run: more than a socket's address has."""
+"""Number of words kept at each end of a run."""
 MAX_WORDS = 1 << 20
-"""Limit of a value in words: enough for a million ranks."""
+"""Limit of a value in words."""
 
 
 def compact(value: bytes) -> bytes:

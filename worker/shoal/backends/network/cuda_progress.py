@@ -58,7 +58,7 @@ class DeviceProgress:
 
 
 class _CaptureLock:
-    """Mutual exclusion between captures of CUDA graphs and calls that would invalidate them."""
+    """Mutual exclusion of captures of CUDA graphs, and calls that invalidate one."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -31,7 +31,7 @@ from shoal_proto.errors import InvalidSpec
 
 log = structlog.get_logger(__name__)
 
-# Gloo's errors have no class of their own. Most begin with a path in its source.
+# Gloo's errors have no class of their own.
 _FAILURE_MARKS = ("gloo", "pair closure", "closed by peer", "connection reset", "timed out waiting")
 
 
@@ -64,8 +64,8 @@ class GlooGroup:
     def __init__(
         self, seat: Seat, store: Store, live: LiveGloo | None = None, *, beside: str = ""
     ) -> None:
-        """`beside`: an additional backend of the group, such as "cuda:nccl". The caller has to end
-        its operations: a cut does not."""
+        """`beside`: an additional backend, such as "cuda:nccl". A cut does not end its
+        operations."""
         self._backend = f"cpu:{PLUGIN},{beside}" if beside else PLUGIN
         self._seat = seat
         self._live = live
@@ -139,8 +139,7 @@ class GlooGroup:
     def retire_group(
         self, forget: Callable[[], None], also: Iterable[dist.ProcessGroup] = ()
     ) -> None:
-        """Retire the group. `forget` removes groups from torch. The groups in `also` are freed
-        too."""
+        """Retire the group. `forget` removes groups from torch. `also`: groups to free too."""
         # Without these, DDP's reducer may have the last reference, and wait for Gloo's threads with
         # the GIL.
         groups, self._groups = [*self._groups, *also], []
@@ -170,7 +169,7 @@ class GlooGroup:
     def _connect(self, rank: int, world_size: int, store: Store) -> Any:
         seat = self._seat
         make: Any = ProcessGroupGloo
-        # The group keeps this timeout for later operations. `_within_limit` limits the connecting.
+        # Not the limit for connecting: the group keeps it for later operations.
         options = gloo_options(seat.address, timeout_s=seat.collective_s)
         addresses = AddressStore(store, rank, world_size, limit_s=seat.bring_up_s)
         with self._within_limit():

@@ -66,7 +66,7 @@ class Cuda:
         connect(group, torch.device("cuda", torch.cuda.current_device()), waiter)
 
     def synchronise(self) -> None:
-        # All streams: a script may have run a collective on a stream of its own.
+        # All streams, also a script's own.
         torch.cuda.synchronize()
 
     def fault(self) -> str:
@@ -91,7 +91,7 @@ class NcclBackend:
         self._progress: DeviceProgress | None = None
 
     def group(self, seat: Seat, store: Store) -> "NcclGroup":
-        # The trainer calls this: its current device is the one to watch.
+        # The trainer's current device is the one to watch.
         device = torch.device("cuda", torch.cuda.current_device())
         self._progress = self._progress or cuda_progress(device)
         return NcclGroup(seat, store)
@@ -136,7 +136,7 @@ class NcclGroup:
         self._reason = self._reason or reason or "the group was cut"
         self._connecting.abort(self._reason)
         self._host.cut(self._reason)
-        # Also groups of device meshes: waits in them have to end too.
+        # Also groups of device meshes.
         self._aborts.begin(backends_on(self._kind))
 
     def check(self) -> None:

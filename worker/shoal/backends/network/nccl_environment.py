@@ -1,6 +1,7 @@
 """Environment variables of NCCL, above all those that decide what an error does to the process.
 
-Images and launchers export some for jobs that end with the first error. A member has to survive it.
+Images and launchers export some for jobs that end with the first error. A member has to survive the
+error.
 """
 
 import re
@@ -23,8 +24,7 @@ REQUIRED: Mapping[str, str] = {
     "TORCH_NCCL_EXTRA_DUMP_ON_EXEC": "0",
     # If on, all ranks report through the store before an abort.
     "TORCH_NCCL_DESYNC_DEBUG": "0",
-    # If on, the first NaN makes the GPU unusable for the process. With AMP, NaN gradients are
-    # normal.
+    # If on, the first NaN makes the GPU unusable. With AMP, NaN gradients are normal.
     "TORCH_NCCL_NAN_CHECK": "0",
     # If on, errors are sent to all ranks. Here the coordinator reports losses.
     "TORCH_NCCL_PROPAGATE_ERROR": "0",

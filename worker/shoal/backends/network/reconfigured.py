@@ -32,7 +32,7 @@ _READY, _FAILED = b"ready", b"failed: "
 
 
 class LiveGloo:
-    """The reconfigurable Gloo group of one process. For the trainer; one `GlooGroup` at a time."""
+    """The reconfigurable Gloo group of one process. For the trainer."""
 
     def __init__(self) -> None:
         self._store = _CurrentStore(HashStore())
@@ -75,7 +75,7 @@ class LiveGloo:
     def _handle(self, seat: Seat) -> str:
         address, timeout_s = seat.address, seat.collective_s
         if self._live:
-            # A listener for each generation, by which `cut` finds the generation's connections.
+            # `cut` finds the generation's connections by its listener.
             self._live[0].renew(address=address, timeout_s=timeout_s)
         else:
             group = ReconfigurableGloo(

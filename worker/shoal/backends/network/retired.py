@@ -16,7 +16,7 @@ import structlog
 log = structlog.get_logger(__name__)
 
 RETIRED_S = 1.0
-"""Delay before a group is freed: its threads are then idle, and its peers do not need it."""
+"""Delay before a group is freed: its peers do not need it then."""
 EXIT_S = 2.0
 """Time for which the process' exit waits for operations."""
 
@@ -56,7 +56,7 @@ def _free(groups: list[Any]) -> None:
 
 
 def _at_exit() -> None:
-    # The interpreter would free the remaining groups when it ends, and wait without a limit.
+    # The interpreter would wait without a limit.
     if not free_now(EXIT_S):
         log.warning("groups_not_freed", reason=f"an operation did not end within {EXIT_S:g} s")
 

@@ -23,7 +23,7 @@ class Count(NamedTuple):
     """Size of the tensors: of inputs, or of outputs for `all_gather` and `recv`."""
 
 
-# Untyped: torch's stubs lack the constructor without a store, and some names.
+# Untyped: torch's stubs are incomplete.
 _ProcessGroup: Any = dist.ProcessGroup
 
 
@@ -240,8 +240,7 @@ class CollectiveGroup(_ProcessGroup):  # type: ignore[misc]
 def counts(group: dist.ProcessGroup | None = None) -> dict[str, Count]:
     """Return this rank's calls and bytes in a group, or in all of its groups, by operation.
 
-    For example `{"all_gather": Count(calls=2, bytes=800)}`. A coalesced operation is one call. Only
-    groups of the backends `in-memory` and `mpi` count.
+    A coalesced operation is one call. Only groups of the backends `in-memory` and `mpi` count.
     """
     total: dict[str, Count] = {}
     for each in _counting(group):

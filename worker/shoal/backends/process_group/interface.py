@@ -20,7 +20,6 @@ class Seat:
     rank: int
     world_size: int
     address: str
-    """IP address for the other members."""
     bring_up_s: float
     collective_s: float
 

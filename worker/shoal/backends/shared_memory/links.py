@@ -24,8 +24,8 @@ class PeerSockets:
         The bound method `on_lost` is referred to weakly, so that the connections are closed even
         without `close`."""
         self._connections = tuple(connections)
-        # Held while this rank sends LEAVING: `_watch` would close the other connections once one
-        # ends. Reentrant, as garbage collection may run the finalizer here.
+        # Held while this rank sends LEAVING: once a notified peer ends its connection, `_watch`
+        # would close the others. Reentrant, as garbage collection may run the finalizer here.
         leaving = threading.RLock()
         self._finalizer = weakref.finalize(self, _leave, self._connections, leaving, os.getpid())
         for connection in self._connections:

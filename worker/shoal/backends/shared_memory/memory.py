@@ -126,7 +126,7 @@ class SharedMemory:
     def wait_for(self, semaphore: Semaphore) -> None:
         """Wait until another rank has posted the semaphore. Raises what `gather_words` raises."""
         self._wait(semaphore, time.monotonic() + self._limit_s)
-        # Counted for the hang detection, which checks if this rank advances.
+        # Counted for the hang detection.
         self._num_awaited += 1
 
     def _wait(self, semaphore: Semaphore, deadline_s: float) -> None:

@@ -25,7 +25,7 @@ class Processors:
         """`notes`: shared memory with 64 bits for each rank, 0 at first."""
         self._notes, self._rank = notes, rank
         self._last_alone = -1
-        """The last processor on which this rank was alone; its caches may be warm."""
+        """The last processor on which this rank was alone."""
         self._may_move = True
 
     def avoid_shared_processor(self) -> None:
