@@ -40,8 +40,9 @@ class SessionAccelerator(Accelerator):
     """An Accelerator for one member; see the module.
 
     `prepare` takes the model, the optimizer, the training DataLoader and any schedulers in one
-    call. Raises InvalidSpec for float16, a backward pass outside of `accumulate`, clipping other
-    than by 2-norm, `save_state`, `load_state`, `no_sync`, and calls that gather values.
+    call. Raises InvalidSpec for float16, several processes of accelerate, a backward pass outside
+    of `accumulate`, clipping other than by 2-norm, `save_state`, `load_state`, `no_sync`, and calls
+    that gather values.
     """
 
     def __init__(
@@ -54,11 +55,8 @@ class SessionAccelerator(Accelerator):
         seed: int | None = None,
         **options: Any,
     ) -> None:
-        """Pass `arguments` and `options` on to `accelerate.Accelerator`.
-
-        The other arguments are those of `Session.distribute` and `Session.batches`. Raises
-        InvalidSpec for float16, and if accelerate has several processes.
-        """
+        """Pass `arguments` and `options` on to `accelerate.Accelerator`. The other arguments are
+        those of `Session.distribute` and `Session.batches`."""
         super().__init__(*arguments, **options)
         if self.mixed_precision == "fp16" or self.num_processes != 1:
             raise InvalidSpec(

@@ -98,7 +98,7 @@ class TrainerSteps:
             raise StepRetaken from None
 
     def commit(self) -> None:
-        """Commit the step. Raises StepRetaken if that failed."""
+        """Commit the step. Raises StepRetaken if the step was not committed."""
         with self.watching():
             next(self._parts, None)
         step, self._step = self._step, None

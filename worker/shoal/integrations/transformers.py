@@ -66,8 +66,7 @@ class SessionTrainer(Trainer):
         **options: Any,
     ) -> None:
         """Pass `arguments` and `options` on to `transformers.Trainer`; `strategy` and `checkpoints`
-        to `Session.distribute`. Raises InvalidSpec for arguments that a session does not
-        support."""
+        to `Session.distribute`."""
         self._session = session
         self._strategy, self._checkpoints = strategy, checkpoints
         self._steps: TrainerSteps | None = None

@@ -9,8 +9,8 @@ A worker that was declared lost while it was halted is killed and replaced. A wo
 end within the grace time after the job's end is killed, unless its script has left the finished
 job. It is abandoned if it hangs in the kernel.
 
-A worker writes how its membership ended to the beat board. A fenced worker, and one that hit a time
-limit, is restarted whatever its error code.
+A worker writes how its membership ended to the beat board. Up to the number of restarts, a fenced
+worker, and one that hit a time limit, is restarted whatever its error code.
 """
 
 import math

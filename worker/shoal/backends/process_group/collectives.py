@@ -94,8 +94,8 @@ class CollectiveGroup(_ProcessGroup):  # type: ignore[misc]
     # --- torch's names ---
 
     def _get_backend(self, device: torch.device) -> Any:
-        """Return the backend for the device's tensors: torch 2.14 asks before a batch of sends and
-        receives."""
+        """Return the backend for the device's tensors. Since 2.14 torch asks before a batch of
+        sends and receives."""
         return self
 
     @property
