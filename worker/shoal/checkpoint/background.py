@@ -24,7 +24,6 @@ log = structlog.get_logger(__name__)
 
 
 LIMIT_S = 1800.0
-"""Default time limit of a checkpoint."""
 
 
 def _any(name: str) -> bool:
@@ -138,7 +137,7 @@ class Checkpoints:
             target=self._write,
             args=(copied_shard, peers or self._peers),
             name=f"shoal-checkpoint-{state_shard.step}",
-            # Storage may never answer.
+            # Storage that never answers must not keep the process alive.
             daemon=True,
         )
         self._until_s = time.monotonic() + self._limit_s

@@ -14,7 +14,6 @@ from shoal.backends.process_group.transports import can_be_cut
 from shoal_proto.errors import Overloaded
 
 MAX_MESSAGE_BYTES = 256 * 1024 * 1024
-"""Limit of one message."""
 _LENGTH_BYTES = 8
 
 

@@ -18,7 +18,6 @@ from shoal.torch_private.c10d import GradBucket
 class BucketAverage:
     averaging: Averaging
     completion: Completion
-    """DDP waits for this."""
 
 
 class CompressedExchange(GradientExchange):

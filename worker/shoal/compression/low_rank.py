@@ -69,7 +69,7 @@ class PowerSgdCompressor(Compressor):
         self._factors.begin(step)
 
     def regroup(self) -> None:
-        # A member that joins has no factors.
+        # All ranks must have the same factors, and a member that joins has none.
         self._factors.clear()
 
     def is_compressed(self, shape: torch.Size) -> bool:

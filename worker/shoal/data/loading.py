@@ -105,8 +105,6 @@ class _BatchRequest:
 
 
 class _BatchDataset(Dataset[Any]):
-    """The DataLoader's dataset: batches by request."""
-
     def __init__(self, samples: Samples, present_run: Tensor, num_begun: Tensor) -> None:
         self.samples = samples
         self._present_run = present_run
@@ -217,7 +215,6 @@ class BatchLoader:
         self._iterator: Iterator[Any] | None = None
         self._watch: _FetchWatch | None = None
         self._refusal: BaseException | None = None
-        """Error of the watch, which the fetch raises."""
         self._epoch = -1
         self._sockets: frozenset[str] = frozenset()
 
@@ -428,8 +425,6 @@ def _start_method() -> str | None:
 
 
 class _Endless:
-    """The DataLoader's sampler."""
-
     def __init__(self, make: Callable[[], Iterator[_BatchRequest | None]]) -> None:
         self._make = make
 

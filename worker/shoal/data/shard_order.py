@@ -8,8 +8,7 @@ each from a different stream, and `turns` batches in a row use different streams
     batch 0:  0  1  2  3      batch 1:  4  5  6  7      batch 2:  0  1  2  3   ...
 
 where each number is a stream, from which the next samples are taken. So a member with the first
-half of each batch reads half of the streams, and each of two processes that load its batches in
-turn reads a quarter. The sample at a position does not depend on the member that reads it.
+half of each batch reads half of the streams, and each of its two loading processes a quarter.
 """
 
 from dataclasses import dataclass

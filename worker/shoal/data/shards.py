@@ -86,7 +86,7 @@ class Shards(Dataset[Any]):
         for batch in session.batches(dataset, global_batch_size=256, epochs=10, num_workers=4):
 
     With shuffling, each epoch concatenates the shards in a new order, shuffles within windows, and
-    cuts the result into `columns` times `turns` streams; a member reads its share's streams."""
+    cuts the result into streams; a member reads its share's streams."""
 
     def __init__(
         self,
@@ -208,8 +208,6 @@ class _OpenShards:
 
 
 class _OpenShard:
-    """One shard, read up to the highest requested sample."""
-
     def __init__(self, shards: Shards, number: int, keep: int) -> None:
         self._name, self._length = shards.shard_name(number), shards.lengths[number]
         self._keep = keep

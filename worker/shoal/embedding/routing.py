@@ -21,7 +21,6 @@ class RoutedIds:
 
     ids: Ids
     shards: Ids
-    """Virtual shard of each id."""
 
     def spans(self) -> list[tuple[int, int, int]]:
         """Return (shard, start, stop) of each shard that has ids: `ids[start:stop]`."""

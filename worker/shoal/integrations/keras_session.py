@@ -6,9 +6,8 @@
         batches = SessionBatches(model, (x, y), global_batch_size=96, epochs=20)
         model.fit(batches, epochs=batches.epochs)
 
-Each member runs `fit`, and its logs cover its own samples. If a member is lost, the failed step and
-any rolled-back steps are trained again within Keras's current batch, so Keras counts each step of
-the job once."""
+Each member runs `fit`, and its logs cover its own samples. If a member is lost, steps are trained
+again within Keras's current batch, so Keras counts each step of the job once."""
 
 import types
 from collections.abc import Iterator

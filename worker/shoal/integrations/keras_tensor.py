@@ -139,8 +139,6 @@ def whole_value(variable: Any) -> Tensor:
 
 
 class _Split:
-    """Split of one layer."""
-
     def __init__(self, layer: Any, part: type, size: int, *, paired: bool = False) -> None:
         self.layer = layer
         self._part, self._size, self._paired = part, size, paired

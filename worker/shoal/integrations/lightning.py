@@ -1,7 +1,7 @@
 """Lightning's Trainer within a session: elastic, and exact when members join or leave.
 
-Scripts without Shoal code train under `torchrun --rdzv-backend=shoal`, where the loss of a worker
-restarts all workers. With this module the other workers keep running, and repeat one step:
+Under `torchrun --rdzv-backend=shoal` the loss of a worker restarts all workers. With this module
+the other workers keep running, and repeat one step:
 
     class Digits(LightningModule):
         def configure_optimizers(self):
@@ -253,7 +253,7 @@ class SessionStrategy(SingleDeviceStrategy):
                 seen=type(closure).__name__,
                 expected="the optimizer_step inherited from LightningModule",
             )
-        # The session zeroes gradients, and not between parts.
+        # The session zeroes gradients when the step begins.
         closure._zero_grad_fn = None
         result = None
         for part in self._present_batches().parts(self._num_parts):

@@ -461,8 +461,6 @@ class TrainerCounts:
 
 
 class _Position(TrainerCallback):
-    """Makes Trainer show the job's epoch."""
-
     def __init__(self, trainer: SessionTrainer) -> None:
         self._trainer = trainer
 

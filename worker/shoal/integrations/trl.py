@@ -153,7 +153,7 @@ class WeightTransferClient(_WeightTransfer):
         limit = self.weight_sync_timeout
         self.vllm.start_weight_update(timeout=limit)
         self.vllm.update_weights({"version": self.version.number}, timeout=limit)
-        # TRL's method sends no version.
+        # TRL's method sends no version: vLLM would label its outputs with the previous one.
         response = requests.post(
             f"{self.vllm.server_url}/finish_weight_update",
             json={"weight_version": str(self.version.number)},

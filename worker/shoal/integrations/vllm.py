@@ -39,7 +39,6 @@ log = structlog.get_logger(__name__)
 
 BACKEND = "shoal"
 COMMIT_S = 600.0
-"""Limit of the wait for a version's commit."""
 
 
 def register() -> None:
@@ -84,7 +83,7 @@ class ShoalWeightTransferEngine(WeightTransferEngine):
         super().__init__(*args, **kwargs)
         self._subscription: Subscription | None = None
         self._outline: dict[str, torch.Size] | None = None
-        """Names and shapes of the first checkpoint."""
+        """Names and shapes of the checkpoint that vLLM was started with."""
         self._serves: Load = self._from_checkpoint
         """Returns the weights that vLLM serves, to load them again after a failed update."""
 

@@ -70,7 +70,7 @@ def run(config: RunConfig) -> int:
             raise SystemExit(128 + number)
 
     with ExitStack() as stack:
-        # While the launcher's own handler is not installed.
+        # For signals while the launcher's own handler is not installed.
         stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, leave))
         if (file := config.restart.finished_file) is None:
             return _run_workers(config, orders)

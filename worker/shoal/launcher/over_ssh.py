@@ -52,7 +52,6 @@ INSISTED = 2
 """Number of signals that are passed on; the next one ends the connections."""
 DRAINED = 128 + signal.SIGTERM
 PASSED_ON = ("SHOAL_", "OMP_", "MKL_", "NCCL_", "GLOO_", "TORCH_", "PYTHON")
-"""Prefixes of variables that hosts get."""
 KEPT_BACK = {
     *(*VARIABLES, "SHOAL_TLS", "SHOAL_COORDINATOR", "SHOAL_HTTP"),
     *("SHOAL_MEMBER_ID", "SHOAL_ADDRESS", "SHOAL_LOG_DIR", "SHOAL_METRICS"),
@@ -66,8 +65,6 @@ _Message = HostGreeting | HostEnding | Process | int | str
 
 
 class _Connection:
-    """Connection to one host."""
-
     def __init__(self, host: RunHost) -> None:
         self.host = host
         self.process: Process | None = None

@@ -12,7 +12,6 @@ from shoal_proto.exit_codes import describe_exit
 from shoal_proto.secrets import new_secret
 
 DRAINED = 128 + signal.SIGTERM
-"""Exit code of a worker that was drained."""
 PASSING_PAUSE_S = 0.5
 MAX_PASSING_PAUSE_S = 30.0
 """Limits of the pause before the restart of a worker that failed by no fault of its script. The

@@ -32,7 +32,7 @@ class WorkerTermination:
 
     def order_stop(self) -> None:
         """Ask all workers to end within the grace time."""
-        # On SIGINT each script would end within its step.
+        # Not SIGINT: each script would end within its step.
         self.were_signalled = True
         self._kill_s = time.monotonic() + self._grace_s
         for slot in self.running:

@@ -340,7 +340,7 @@ def materialise(module: nn.Module, device: torch.device) -> None:
     module.to_empty(device=device)
     for (part, name), (first, first_name) in tied:
         parameter_table(part)[name] = parameter_table(first)[first_name]
-    # `to_empty` has replaced the real buffers.
+    # `to_empty` has replaced the real buffers: put them back.
     for part, name, buffer in real:
         buffer_table(part)[name] = buffer
     move_buffers(module, device)

@@ -4,10 +4,9 @@ Losses are weighted by shares before backward, and gradients averaged after it. 
 have the gradients of one process: a loss over all rows, the same on every member; and a mean over
 the member's own rows, each compared with all rows.
 
-Members first exchange descriptions of a call. These, and rows on the host, are messages with their
-own tags, so none is mixed up with another collective's message. A member with more calls than the
-others waits until hang detection ends the generation. Rows on a GPU are sent by a collective, once
-the descriptions agree.
+Members first exchange descriptions of a call. Descriptions, and rows on the host, are messages with
+their own tags, so none is mixed up with another collective's message. Rows on a GPU are sent by a
+collective, once the descriptions agree.
 """
 
 import json
@@ -58,8 +57,6 @@ class Share:
 
 @dataclass(frozen=True, kw_only=True)
 class _CallMessage:
-    """A member's description of a call."""
-
     call: str
     index: int
     num_samples: int
@@ -236,8 +233,6 @@ class RowGathers:
 
 
 class _RowRoutes:
-    """Routes of one call's rows, and of their gradients."""
-
     def __init__(
         self, gathers: RowGathers, messages: Sequence[_CallMessage], rank: int, num_calls: int
     ) -> None:

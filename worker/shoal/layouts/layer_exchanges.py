@@ -38,7 +38,6 @@ class ExchangeRecord:
     """Record of a rank's exchanges in a step. The last one may be in progress."""
 
     step: int
-    """Number of steps begun in the generation."""
     count: int
     last: Sequence[str]
 
@@ -88,7 +87,6 @@ class LayerExchanges:
         """Number and digest of exchanges that are not kept."""
         self._steps = 0
         self._has_ended = False
-        """True if nothing more is recorded in this step."""
         self._whole: dict[int, nn.Parameter] = {}
         """Parameters that each rank has whole, by the exchange that records a missing gradient."""
         self._without: set[int] | None = None

@@ -1,9 +1,8 @@
 """Gloo groups that can be cut: collectives on the CPU that end when a peer is lost.
 
-Gloo cannot abort an operation, and a group cannot be destroyed while an operation in it hangs. So
-`cut` shuts down the group's connections: waiting operations then raise within milliseconds. A group
-that is still connecting may have no connection yet. `cut` then connects to the member's own
-listener, and closes that connection.
+Gloo cannot abort an operation. So `cut` shuts down the group's connections: waiting operations then
+raise within milliseconds. A group that is still connecting may have no connection yet. `cut` then
+connects to the member's own listener, and closes that connection.
 """
 
 import socket

@@ -155,7 +155,7 @@ class NcclGroup:
         if not (self._reason or self._device.fault()):
             self._host.retire_group(dist.destroy_process_group, list(all_groups()))
             return
-        # Also groups made after the cut.
+        # Also groups made after the cut, or all groups if torch's watchdog aborted one.
         self._aborts.begin(backends_on(self._kind))
         if not self._aborts.wait(ABORTED_S):
             log.warning(

@@ -1,8 +1,7 @@
 """Placement of ranks on processors: ranks that wait for each other do not share a processor.
 
-The kernel often wakes a rank on the waker's processor although another one is free, and both ranks
-then take turns for some milliseconds. A step of a two-stage pipeline took 17.5 ms with such
-wake-ups, and 15.5 ms without.
+The kernel often wakes a rank on the waker's processor although another one is free: a step of a
+two-stage pipeline took 17.5 ms with such wake-ups, and 15.5 ms without.
 
 So each rank notes its processor, and moves if another rank has noted the same one. The rank is not
 pinned, and a user's affinity mask is kept.

@@ -167,8 +167,6 @@ class HybridLayout(Layout):
 
 
 class _OneStage(Layout):
-    """Layout of the whole model as one stage."""
-
     non_finite_check: NonFiniteCheck
 
     def __init__(

@@ -81,14 +81,12 @@ def mesh_for(world_size: int, facts: ModelFacts, fixed: FixedSizes) -> MeshShape
 
     Candidates use every rank, have the fixed sizes and suit the model. The choice among them:
 
-    1. with `max_rank_bytes`: a mesh within that limit, with the most copies (the fewest bytes sent
-       per step); if no mesh is within the limit, the mesh that exceeds it least;
-    2. without it: the most even mesh (4 ranks: two stages and two copies; 8 ranks: 2 x 2 x 2);
-    3. among equals: in case 1 the most even mesh, in case 2 the most copies; then the most stages,
-       as stages send less than split layers.
+    1. with `max_rank_bytes`: a mesh within that limit, with the most copies; if there is none, the
+       mesh that exceeds the limit least;
+    2. without it: the most even mesh (8 ranks: 2 x 2 x 2);
+    3. among equals: in case 1 the most even mesh, in case 2 the most copies; then the most stages.
 
-    A size that the user fixed is used even if it does not suit the model. If `data` is not fixed,
-    there is a mesh for each multiple of the product of the fixed sizes. Raises InvalidSpec if the
+    A size that the user fixed is used even if it does not suit the model. Raises InvalidSpec if the
     fixed sizes do not fit the world size, or leave sizes that do not suit the model.
     """
     if world_size % fixed.product or (fixed.is_complete and world_size != fixed.product):
