@@ -33,10 +33,10 @@ def _any(name: str) -> bool:
 class Checkpoints:
     """Writer of checkpoints into one directory: one at a time, on a background thread.
 
-    Each rank of a job has a `Checkpoints` with the same settings, for all generations. The
-    directory must be on storage that all ranks share; it may be the URL of a bucket, such as
-    `s3://bucket/prefix`. Memory: a copy of the shards that this rank writes, and a chunk of up to
-    64 MiB, or a row if that is larger.
+    Each rank of a job has a `Checkpoints` with the same settings. The directory must be on storage
+    that all ranks share; it may be the URL of a bucket, such as `s3://bucket/prefix`. Memory: a
+    copy of the shards that this rank writes, and a chunk of up to 64 MiB, or a row if that is
+    larger.
     """
 
     def __init__(

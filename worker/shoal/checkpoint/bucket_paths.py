@@ -79,8 +79,8 @@ class BucketPath:
             self.files.pipe_file(self.key, data)
 
     def copy(self, name: str) -> None:
-        """Copy this file within its folder, atomically, replacing an existing file of that name. A
-        late copy, when this file is gone, copies nothing."""
+        """Copy this file within its folder, atomically, replacing an existing file. A late copy,
+        when this file is gone, copies nothing."""
         with self._errors_as_os_error():
             self.files.cp_file(self.key, (self.parent / name).key)
 

@@ -69,8 +69,8 @@ def not_a_checkpoint(path: object, seen: str = "") -> InvalidSpec:
 def publish(partial: Path, path: Path) -> None:
     """Rename the complete `partial` to the checkpoint `path`, replacing an existing one.
 
-    The caller has synced the files. After an OSError `path` may have the new checkpoint, or none,
-    if the existing one is still at its `.replaced` path (see `sweep`).
+    The caller has synced the files. After an OSError `path` may have the new checkpoint, or none
+    until `sweep` restores the existing one.
     """
     synchronise(partial)
     replaced = _temporary_path(path, "replaced") if path.exists() else None
@@ -84,8 +84,8 @@ def publish(partial: Path, path: Path) -> None:
 
 
 def discard(path: Path) -> None:
-    """Delete a directory that may be a checkpoint. It is renamed first, so that no reader sees a
-    half-deleted checkpoint."""
+    """Delete a directory that may be a checkpoint. It is renamed first, so that no reader sees half
+    of it."""
     matched = _TEMPORARY.fullmatch(path.name)
     partial = path
     if not matched or matched[2] != "partial":
@@ -101,8 +101,8 @@ def discard(path: Path) -> None:
 def sweep(path: Path, keep: Path) -> None:
     """Remove leftovers of dead writers of `path`, except `keep`.
 
-    The caller must know that no other writer is alive. For the checkpoint of a step, removes the
-    leftovers of all steps in its directory. A replaced checkpoint without a successor is restored.
+    The caller must know that no other writer is alive. For the checkpoint of a step, removes
+    leftovers of all steps. A replaced checkpoint without a successor is restored.
     """
     for name, kind, leftover in _temporary_directories(path.parent):
         ours = name == path.name or (STEP.fullmatch(name) and STEP.fullmatch(path.name))

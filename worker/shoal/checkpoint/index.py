@@ -61,20 +61,16 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Properties(TensorProperties):
-    """Properties of a tensor, as written by any release of torch.
-
-    torch 2.15 writes a sixth one, strides, which releases up to 2.13 do not expect.
-    """
+    """Properties of a tensor. torch 2.15 writes a sixth one, which releases up to 2.13 do not
+    expect."""
 
     def __setstate__(self, state: Any) -> None:
         super().__setstate__(state[:5])  # type: ignore[no-untyped-call]
 
 
 def _enum_member(kind: Any, name: Any) -> enum.Enum:
-    """Return an enum's member by its name; `_MODULES` must allow the enum's class.
-
-    Some releases of Python (3.11.0 to 3.11.3 among them) pickle a member as a call of `getattr`.
-    """
+    """Return an enum's member by its name; `_MODULES` must allow the enum's class. Some releases of
+    Python, such as 3.11.0, pickle a member as a call of `getattr`."""
     if not isinstance(kind, enum.EnumMeta) or name not in kind.__members__:
         raise pickle.UnpicklingError(f"getattr of {kind!r:.100} is not allowed in an index")
     return kind.__members__[name]

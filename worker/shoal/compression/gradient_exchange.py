@@ -22,8 +22,7 @@ class GradientExchange:
     """Averages the gradients of one generation; `average` is its hook in DDP.
 
     DDP waits for completions made here, so that an abort of `waiter` frees the trainer. With NCCL a
-    completion is set before its average is complete: so the backward pass ends with a wait for the
-    works themselves.
+    completion is set early: so the backward pass ends with a wait for the works themselves.
     """
 
     aborts_for_good: ClassVar[bool] = False
@@ -100,10 +99,8 @@ class GradientExchange:
         return self._complete
 
     def begin_pass(self) -> None:
-        """Begin one more backward pass of the step, which must produce all gradients again.
-
-        DDP reduces gradients only in the first backward pass after a forward pass.
-        """
+        """Begin one more backward pass of the step, which must produce all gradients again. DDP
+        reduces only in the first backward pass after a forward pass."""
         self._complete = False
 
     def begin(self, step: int) -> None:

@@ -138,8 +138,7 @@ class PowerSgdCompressor(Compressor):
 
 
 class LowRankEncoder(PushEncoder):
-    """Encodes a parameter's rows that are whole in the shard as one matrix, if that is smaller.
-    Other values are sent unchanged."""
+    """Encodes a parameter's rows that are whole in the shard as one matrix, if that is smaller."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -198,8 +197,7 @@ class LowRankEncoder(PushEncoder):
 def low_rank_matrices(blocks: Sequence[PushBlock], rank: int) -> list[list[int]]:
     """Return the matrices to compress, each as the indices of its blocks.
 
-    A matrix has the rows of one parameter that are whole in their block, and is compressed if its
-    factors are smaller.
+    A matrix has the rows of one parameter that are whole in their block.
     """
     by_parameter: dict[str, list[int]] = {}
     for i, block in enumerate(blocks):

@@ -1,7 +1,7 @@
 """Encoding of one member's own gradients for a push to parameter servers.
 
-The server that holds the shard decodes them (`shoal_proto/v1/codec.proto`). The sender keeps
-residuals, as only the sender knows which pushes were applied.
+The server decodes them (`shoal_proto/v1/codec.proto`). The sender keeps residuals, as only the
+sender knows which pushes were applied.
 """
 
 from abc import ABC, abstractmethod

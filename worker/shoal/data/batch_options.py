@@ -34,8 +34,7 @@ class LoadingOptions(TypedDict, total=False):
     """Options for loading samples, most of them keywords of torch's DataLoader.
 
     An option that is not given is taken from the script's DataLoader, or else has `Loading`'s
-    default. `prefetch_factor` and `persistent_workers` are taken only from a DataLoader with
-    processes.
+    default.
     """
 
     num_workers: int

@@ -52,8 +52,8 @@ class Batch:
         """True if this batch has no samples of the step: the step has fewer samples than members,
         or the share fewer samples than parts.
 
-        `inputs` and `targets` then repeat the first sample of step or share, with weight 0: members
-        that compute together all need a forward pass.
+        `inputs` and `targets` then repeat a sample, with weight 0: members that compute together
+        all need a forward pass.
         """
         return not self.indices
 
@@ -248,8 +248,8 @@ def _rows(column: Tensor, indices: Tensor) -> Tensor:
 def _loaded(span: SampleRange, start: int) -> SampleRange:
     """Return the span to load for a share of the batch that begins at `start`.
 
-    A member without samples loads the batch's first sample: a sample of another batch could use
-    other parameters, and give them a gradient.
+    A member without samples loads the batch's first sample: another batch's sample could give
+    gradients to other parameters.
     """
     return span if span.stop > span.start else SampleRange(span.epoch, start, start + 1)
 
@@ -307,8 +307,8 @@ def _is_iterable(dataset: object) -> bool:
 def _misused_tensors(dataset: Any) -> str | None:
     """Describe tensors of a dict or short list that must be meant as columns, else None.
 
-    A dict without the key 0 cannot be indexed by number. Tensors of one length with different
-    numbers of dimensions cannot be collated as samples.
+    A dict without the key 0 has no samples by number. Tensors of one length with different numbers
+    of dimensions cannot be collated.
     """
     if isinstance(dataset, Mapping) and 0 not in dataset:
         named: Mapping[Any, Any] = dataset

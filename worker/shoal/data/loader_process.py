@@ -1,7 +1,7 @@
 """Preparation of a process that loads batches.
 
-A forked process inherits the trainer's connections. It must not hold them open: a closed connection
-shows peers that a trainer has died or left.
+A forked process inherits the trainer's connections, and must not hold them open: peers see a
+trainer's end by its closed connections.
 """
 
 import ctypes
@@ -55,7 +55,7 @@ class LoaderInit:
 
 
 def _end_with(trainer: multiprocessing.process.BaseProcess | None) -> None:
-    """End this process as soon as the trainer ends, for any reason.
+    """End this process as soon as the trainer ends.
 
     torch's loading processes check their parent only every five seconds, and with forkserver the
     parent is not the trainer.
@@ -82,7 +82,7 @@ def _unsent(loaded: Any, error: BaseException) -> Any:
 
 def keep_socket_paths_short() -> None:
     """Choose another directory for multiprocessing's sockets if TMPDIR is too long. Call it before
-    loading processes start, which inherit the directory.
+    loading processes start.
 
     Raises LoadingFailed if no path is short enough, or multiprocessing already uses a longer one.
     """

@@ -414,8 +414,8 @@ class BatchLoader:
 def _start_method() -> str | None:
     """Return the method by which loading processes start; None: the chosen one.
 
-    Linux's default from Python 3.14 on is forkserver: datasets would have to be picklable, and
-    scripts need `if __name__ == "__main__":`.
+    Linux's default from Python 3.14 on, forkserver, needs picklable datasets, and scripts with `if
+    __name__ == "__main__":`.
     """
     if sys.platform != "linux":
         return None

@@ -66,8 +66,8 @@ class Order:
     def rule(self) -> int:
         """Number of the rule that makes an order.
 
-        1: torch's permutation, kept as an array, or no shuffling. 2, for more than
-        `LARGEST_KEPT_ORDER` samples: a keyed permutation. 3: shards.
+        1: torch's permutation, or no shuffling. 2, for more than `LARGEST_KEPT_ORDER` samples: a
+        keyed permutation. 3: shards.
         """
         return 2 if self.shuffle and self.num_samples > LARGEST_KEPT_ORDER else 1
 
@@ -103,11 +103,8 @@ class Order:
         return (self.origin.epoch + 1) * self.steps_per_epoch - self._first_steps - self.origin.step
 
     def epoch_and_batch_index(self, step: int) -> tuple[int, int]:
-        """Return a step's epoch, and the index of its batch in that epoch.
-
-        The last step of each epoch has index `steps_per_epoch - 1`, also in the epoch of the
-        origin.
-        """
+        """Return a step's epoch, and the index of its batch in that epoch. The last step of each
+        epoch has index `steps_per_epoch - 1`."""
         return divmod(step + self.num_steps_more, self.steps_per_epoch)
 
     def position(self, step: int) -> SamplePosition:

@@ -95,7 +95,7 @@ def columns_marked(collated: Any, size: int, of_one: Callable[[], Any]) -> Any:
     """Mark tuples and lists in a collated batch that hold one item a sample, and lists of columns.
 
     In a batch of three images with three channels, `tuple(images)` looks like three columns.
-    `of_one()` returns the collated batch of one sample, in which the tuple has one image.
+    `of_one()` returns the collated batch of one sample, which decides.
     """
     if size < 2 or not _in_doubt(collated, size):
         return collated

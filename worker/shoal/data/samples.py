@@ -1,7 +1,7 @@
 """Loading of one batch's samples, in a process of the DataLoader or in the trainer.
 
 A dataset's random numbers from the global generators follow from seed, epoch and sample, unless
-`seed_samples` is False. So they do not depend on the loading process or the number of members.
+`seed_samples` is False.
 """
 
 import errno

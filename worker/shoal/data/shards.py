@@ -141,12 +141,8 @@ class Shards(Dataset[Any]):
         return self._ends[-1]
 
     def __getitem__(self, index: int) -> Any:
-        """Return a sample by its index over all shards.
-
-        Reads from the shard's start if the shard is not open, or if the sample was read before and
-        is not kept. Raises IndexError for an index out of range, and InvalidSpec if the shard has
-        another length.
-        """
+        """Return a sample by its index over all shards. Raises IndexError for an index out of
+        range, and InvalidSpec if the shard has another length."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         number = bisect_right(self._ends, index)

@@ -121,9 +121,9 @@ class EmbeddingTable(nn.Module):
     def prefetch(self, ids: Tensor) -> None:
         """Begin to look up rows for a later step, unless four prefetches are in progress.
 
-        The rows count as looked up now: with a `staleness_bound` of 0, a later step looks them up
-        again. Raises TypeError or IndexError for bad ids, and InvalidSpec if the table is not
-        connected yet. Errors of the lookup are dropped.
+        With a `staleness_bound` of 0, a later step looks the rows up again. Raises TypeError or
+        IndexError for bad ids, and InvalidSpec if the table is not connected yet. Errors of the
+        lookup are dropped.
         """
         self._connected().prefetch(self.name, self._checked(ids))
 

@@ -104,8 +104,8 @@ class SessionAccelerator(Accelerator):
         return result if len(result) > 1 else result[0]
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
-        """Return the context of one part of a step. The end of the last part commits the step, or
-        makes the loader return its samples again."""
+        """Return the context of one part of a step. The last part's end commits the step, or makes
+        the loader return its samples again."""
         return self._prepared("accumulate")
 
     def backward(self, loss: Tensor, **options: Any) -> None:

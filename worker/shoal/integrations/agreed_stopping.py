@@ -71,8 +71,8 @@ class AgreedCheckpoints:
         self._save_best(trainer, metrics)
 
     def exists(self, path: Any, trainer: Any) -> bool:
-        """True if rank 0 found the file, which another member may find only after rank 0 has
-        written it. A member whose training has raised uses its own result."""
+        """True if rank 0 found the file: another member may find what rank 0 has just written. A
+        member whose training has raised uses its own result."""
         found = self._exists(path, trainer)
         if sys.exception() is not None:
             return found  # this member has raised: no collectives

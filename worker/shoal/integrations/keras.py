@@ -225,8 +225,8 @@ class _Shares(Sampler[list[int]]):
 
 
 def _weight_by_samples(model: Any) -> None:
-    """Make `train_step` weight each rank's gradients by its number of samples, and average
-    non-trainable values, such as moving averages, over the ranks."""
+    """Make `train_step` weight each rank's gradients by its samples, and average non-trainable
+    values, such as moving averages."""
     plain_step = model.train_step
 
     def train_step(self: Any, data: Any) -> Any:

@@ -72,12 +72,12 @@ class SessionBatches(DataLoader[Any]):
         """True once all members have committed the job's last step."""
 
     def __len__(self) -> int:
-        """Return the number of steps of a whole epoch."""
+        """See `JobBatches.steps_per_epoch`."""
         return self._job.steps_per_epoch
 
     def __iter__(self) -> Iterator[tuple[Any, ...]]:  # type: ignore[override]
-        """Yield batches to the end of the job's epoch, beginning with an earlier batch on which
-        Keras did not train."""
+        """Yield batches to the end of the job's epoch, first a batch on which Keras did not train,
+        if there is one."""
         while (pair := self._present or self.take()) is not None:
             yield pair
             if self._job.epoch_is_done:
@@ -101,7 +101,7 @@ class SessionBatches(DataLoader[Any]):
 
     @property
     def last_is_done(self) -> bool:
-        """True if this member has committed the job's last step."""
+        """See `JobBatches.last_is_done`."""
         return self._job.last_is_done
 
 

@@ -1,7 +1,7 @@
 """A Keras optimizer as a torch optimizer: its rules, applied to the parts that a member holds.
 
-A strategy moves a torch optimizer's state by parameter name. In each generation a Keras optimizer
-is built whose variables share memory with that state.
+In each generation a Keras optimizer is built whose variables share memory with the torch
+optimizer's state.
 """
 
 import json
@@ -79,7 +79,7 @@ class KerasSteps(Optimizer):
 
     def _update_rate(self) -> None:
         """Use the rate of the parameter groups, which a member that joins gets, unless the script
-        has set another rate on the Keras optimizer."""
+        has set another."""
         if self._rate is None:
             return
         now = _rate_of(self._keras_optimizer)

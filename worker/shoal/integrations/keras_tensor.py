@@ -95,7 +95,7 @@ class LayerSplits:
     """Splits of a Keras model's layers, made again in each generation.
 
     Between `split_variables` and `undo` layers compute with parts, which the caller passes to each
-    call (`keras.StatelessScope`).
+    call.
     """
 
     def __init__(self, model: Any) -> None:

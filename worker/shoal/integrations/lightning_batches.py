@@ -65,8 +65,8 @@ class LightningBatches:
         self._counters.count_steps(self._job.step_number)
 
     def __len__(self) -> int:
-        """Return the number of steps of a whole epoch. Without a length, Lightning would fetch a
-        batch in advance."""
+        """Return the number of steps of a whole epoch. Without it, Lightning would fetch a batch in
+        advance."""
         return self._job.steps_per_epoch
 
     def __iter__(self) -> Iterator[Any]:
@@ -106,7 +106,7 @@ class LightningBatches:
 
     @property
     def epoch_is_done(self) -> bool:
-        """True if the last committed step ended its epoch."""
+        """See `JobBatches.epoch_is_done`."""
         return self._job.epoch_is_done
 
     @property
@@ -121,5 +121,5 @@ class LightningBatches:
 
     @property
     def last_is_done(self) -> bool:
-        """True if this member has committed the job's last step."""
+        """See `JobBatches.last_is_done`."""
         return self._job.last_is_done

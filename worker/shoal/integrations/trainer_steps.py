@@ -181,8 +181,7 @@ class NamedCollate:
 
 
 class WholeBatches(Dataset[list[Any]]):
-    """A data set with whole batches as items. A mean over tokens depends on the batch's samples, so
-    members measure the batches that one process would."""
+    """A data set with whole batches as items: a mean over tokens depends on the batch's samples."""
 
     def __init__(self, samples: Any, batch_size: int) -> None:
         self._samples, self._batch_size = samples, batch_size

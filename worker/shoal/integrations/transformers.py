@@ -268,11 +268,7 @@ class SessionTrainer(Trainer):
         self, epoch_iterator: Any, num_batches: int, device: torch.device
     ) -> tuple[list[Any], None]:
         """Begin the job's next step, and return an empty dict for each part, which `training_step`
-        fills.
-
-        Returns no dict for a committed step, and none after the last step, which ends Trainer's
-        loop.
-        """
+        fills. Returns no dict for a committed step, and after the last step."""
         steps = self._present()
         if steps.skip > 0:
             steps.skip -= 1

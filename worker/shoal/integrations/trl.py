@@ -69,7 +69,7 @@ class VLLMClient(_VLLMClient):
     """TRL's client of a vLLM server, with versions in place of NCCL broadcasts.
 
     `series`: JOB/NAME; None: the environment variable SHOAL_SERIES. Raises InvalidSpec without
-    either. An update raises DeadlineExceeded if its version is not committed within 600 s.
+    either. An update raises DeadlineExceeded after 600 s without a commit.
     """
 
     def __init__(

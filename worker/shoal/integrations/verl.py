@@ -76,8 +76,7 @@ class ShoalCheckpointEngine(CheckpointEngineWithCache):
     def init_process_group(self, *, receives: bool = False, **kwargs: Any) -> None:
         """Record the newest version, on rollouts: this synchronisation's version is higher.
 
-        verl calls this on all processes before an actor sends. A step does not identify a version,
-        as a restarted training repeats steps.
+        verl calls this on all processes before an actor sends.
         """
         if receives:
             newest = self._subscribed().newest()

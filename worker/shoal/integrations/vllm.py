@@ -1,8 +1,7 @@
 """Weight transfer engine for vLLM, which installs versions of a series.
 
 Enabled by `--weight-transfer-config '{"backend": "shoal"}'`, and found by the plug-in entry point
-`vllm.general_plugins`. Every worker stages and verifies a whole version before a weight changes. If
-one worker fails, none installs the version, and vLLM keeps serving the previous one.
+`vllm.general_plugins`. If one worker cannot stage and verify a version, none installs it.
 """
 
 from collections.abc import Callable, Iterable
@@ -143,7 +142,7 @@ class ShoalWeightTransferEngine(WeightTransferEngine):
     def _check_whole(self, weights: Weights) -> None:
         """Raise InvalidSpec for a version of another model, or of a part of this one.
 
-        vLLM would only log that a layer got no values, and serve old and new values together.
+        vLLM would serve old and new values together.
         """
         if self._outline is None:
             self._outline = {name: tensor.shape for name, tensor in self._serves()}
@@ -257,8 +256,8 @@ class ShoalTrainerEngine(TrainerWeightTransferEngine):
     def send_weights(self) -> None:
         """Publish the source's weights, and return once the engine serves them.
 
-        Iterating the source may be a collective of all ranks. Raises InvalidSpec without a source,
-        and DeadlineExceeded if the version is not committed within COMMIT_S.
+        Raises InvalidSpec without a source, and DeadlineExceeded if the version is not committed
+        within COMMIT_S.
         """
         if self.source is None:
             raise InvalidSpec("there is nothing to publish", expected="source=ModuleSource(model)")

@@ -92,8 +92,8 @@ class WorkerTermination:
                 slot.process.terminate()
 
     def _is_stuck(self, slot: WorkerSlot, over: str, board: BeatBoard) -> bool:
-        """True if a worker of an ended job is to be killed. A script that has left a finished job
-        may continue."""
+        """True if a worker of an ended job is to be killed; not for a script that has left a
+        finished job."""
         if over != "finished" or slot.halted:
             return True
         beat_slot = board.slots[slot.index]

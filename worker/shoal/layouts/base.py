@@ -58,9 +58,8 @@ class World:
     def axis(self, name: str) -> str:
         """Return the name of a DeviceMesh dimension in this generation.
 
-        DTensor caches a mesh's properties, with this process' coordinate, by ranks and names. With
-        equal names, the cache would answer for an old mesh (seen in torch 2.13: rows of another
-        rank).
+        DTensor caches a mesh's properties by ranks and names: with equal names, the cache would
+        answer for an old mesh (seen in torch 2.13).
         """
         return f"{name}{self.generation}"
 
@@ -161,7 +160,7 @@ class Layout(ABC):
 
     def is_lost_with_rank(self, name: str) -> bool:
         """True if the shard of this name, which begins with `model.` or `optim.`, is lost with this
-        rank: peers need a copy. By default True."""
+        rank, as by default: peers need a copy."""
         return True
 
     @property
@@ -256,7 +255,6 @@ class Layout(ABC):
 
         NonFiniteGradient is raised on the ranks at fault (if only a sum is not finite: on the ranks
         that see it), GenerationBroken on the others. Called after `reduce`; may communicate.
-        Default: `NonFiniteCheck.check`.
         """
         if self.non_finite_check is not None:
             self.non_finite_check.check(self.parameters, self.step)

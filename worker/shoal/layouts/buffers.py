@@ -20,7 +20,7 @@ values."""
 
 
 class BuffersBySamples:
-    """Detector of buffers that members compute from their own samples, in one generation.
+    """Detector of buffers that members compute from their own samples.
 
     The first member's buffers replace them, so the model depends on the number of members.
     BatchNorm's buffers are left out: see docs/strategies.md.

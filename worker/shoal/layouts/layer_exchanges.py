@@ -140,8 +140,8 @@ class LayerExchanges:
             self._forget(MAX_KEPT // 2)
 
     def stop_at_mismatch(self, size: int | None = None) -> None:
-        """End the record, as exchanges were found to differ. `size`: number of elements of this
-        rank's value, if only sizes differ."""
+        """End the record, as exchanges were found to differ. `size`: elements of this rank's value,
+        if only sizes differ."""
         if size is not None:
             self.note(_SIZES - min(size, -_SIZES_END + _SIZES))
         self._has_ended = True

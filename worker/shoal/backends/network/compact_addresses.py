@@ -1,7 +1,7 @@
 """Compact encoding of the addresses that Gloo's ranks announce: short for any number of ranks.
 
-A rank announces its listener and, for each peer, the 8-byte number of the connection to that peer.
-Most numbers are one more than the previous number, so they are stored as runs of equal differences.
+A rank announces its listener and, for each peer, the number of the connection to that peer. Runs of
+numbers with equal differences are stored together.
 """
 
 import struct
@@ -56,7 +56,7 @@ def expand(packed: bytes) -> bytes:
 
 
 def without_runs(value: bytes) -> bytes:
-    """Remove the middle of each long run of equal differences: a run is connection numbers.
+    """Remove the middle of each long run of connection numbers.
 
     A listener's address stays in one piece.
     """

@@ -22,13 +22,13 @@ class DeviceEvent(Protocol):
 class DeviceProgress:
     """Detector of a device that does not advance in the trainer's work. For one thread.
 
-    A collective that waits for a lost peer never ends. The trainer then hangs in any call that
-    waits for the device, such as `loss.item()`.
+    After a lost peer, the trainer may hang in any call that waits for the device, such as
+    `loss.item()`.
     """
 
     def __init__(self, record: Callable[[], DeviceEvent | None]) -> None:
-        """`record` returns an event after all work that the trainer has queued, or None if no event
-        can be recorded now."""
+        """`record` returns an event after all queued work, or None if no event can be recorded
+        now."""
         self._record = record
         self._event: DeviceEvent | None = None
         self._since_s = 0.0

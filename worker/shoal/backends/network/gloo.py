@@ -199,10 +199,8 @@ class GlooGroup:
             raise ended_in_bring_up(self._seat.generation, self._reason)
 
     def _end_accepting(self) -> None:
-        """Connect to this member's own listener as each peer would, and close the connections.
-
-        Gloo first reads the peer's rank.
-        """
+        """Connect to this member's own listener as each peer would, and close the connections. Gloo
+        first reads the peer's rank."""
         for address in listening(self._store.announced):
             for rank in range(self._seat.world_size):
                 try:

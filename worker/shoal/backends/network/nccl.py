@@ -132,7 +132,7 @@ class NcclGroup:
         return group
 
     def cut(self, reason: str) -> None:
-        # Set first: an aborted collective ends without an error, and `check` needs the reason.
+        # Set first: `check` needs the reason, as an aborted collective ends without an error.
         self._reason = self._reason or reason or "the group was cut"
         self._connecting.abort(self._reason)
         self._host.cut(self._reason)

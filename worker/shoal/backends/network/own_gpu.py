@@ -22,10 +22,8 @@ class LocalRank:
     world_size: int = 1
 
     def gpu(self, num_visible: int) -> int | None:
-        """Return the index of this worker's GPU; None if there are too few.
-
-        A worker uses a single visible GPU: its launcher has hidden the others.
-        """
+        """Return the index of this worker's GPU; None if there are too few. A single visible GPU is
+        this worker's."""
         if num_visible == 1:
             return 0
         return self.rank if num_visible >= max(self.world_size, self.rank + 1) else None
@@ -86,8 +84,8 @@ def check_unshared(gpus: Sequence[str], environment: Mapping[str, str] = os.envi
 
 @contextmanager
 def own_gpu_used(local_rank: LocalRank) -> Iterator[None]:
-    """Return a context in which "cuda" means this worker's GPU. Does nothing for a host's only
-    worker, and with fewer than two GPUs, or fewer than workers.
+    """Return a context in which "cuda" means this worker's GPU, if the host has a GPU for each of
+    several workers.
 
     The setting remains after the block, but is undone after an error.
     """

@@ -1,8 +1,7 @@
 """Check if the other ranks of a Gloo group are still connected.
 
 After a write to a connection that was just reset, Gloo may wait until the collective's time limit.
-The end of the generation aborts such a wait in the trainer. Any other thread checks the connections
-itself.
+The end of the generation aborts such a wait only in the trainer.
 """
 
 import threading

@@ -2,9 +2,6 @@
 
 Members exchange handles, reconnect, and then exchange outcomes, through the generation's store. If
 a member failed, all members make a new group.
-
-torch's handle for Gloo is the rank and the number of the group's last generation. Handles are
-unique because a new group is made with its member's rank.
 """
 
 import weakref

@@ -1,8 +1,7 @@
 """Search for the sockets of this process that carry a group's connections.
 
 A connection belongs to a group if one of its ends is a listener that a member announced.
-Descriptors are inspected through duplicates: the owner may close one, and the kernel may reuse its
-number.
+Descriptors are inspected through duplicates, as the kernel may reuse the number of a closed one.
 """
 
 import contextlib

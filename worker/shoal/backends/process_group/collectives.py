@@ -28,10 +28,11 @@ _ProcessGroup: Any = dist.ProcessGroup
 
 
 class CollectiveGroup(_ProcessGroup):  # type: ignore[misc]
-    """Base class of process groups in Python. Transport methods get tensors detached from autograd.
+    """Base class of process groups in Python.
 
-    A list with a tensor for each rank is indexed by rank. `all_reduce_each`, `reduce_each` and
-    `broadcast_each` get the tensors of one coalesced call.
+    Transport methods get tensors detached from autograd. Lists with a tensor for each rank are
+    indexed by rank. `all_reduce_each`, `reduce_each` and `broadcast_each` get the tensors of one
+    coalesced call.
     """
 
     def __init__(self, rank: int, size: int, name: str, timeout_s: float) -> None:

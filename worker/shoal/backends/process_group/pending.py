@@ -29,8 +29,7 @@ class Pending(dist.Work):
         return self._tensors
 
     def get_future(self) -> Any:
-        # A future's callbacks run on the thread that completes it, and may communicate. So the
-        # future is completed here, on this rank's thread.
+        # Completed here, so that callbacks, which may communicate, run on this rank's thread.
         future: Any = torch.futures.Future()
         self.finish(self._timeout_s)
         future.set_result(self._tensors)

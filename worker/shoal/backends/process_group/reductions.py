@@ -64,9 +64,8 @@ def reduced(parts: Sequence[Tensor], op: Any) -> Tensor:
 def add_up(parts: Tensor, total: Tensor) -> None:
     """Fill `total` with the sum of the parts, over their first dimension.
 
-    torch adds eight or more parts in several partial sums. Two of them may overflow to infinities
-    of different signs, and make NaN. A small total is added part by part instead: then an overflow
-    stays an infinity.
+    torch adds eight or more parts in several partial sums: two may overflow to infinities of
+    different signs, and make NaN. A small total is added part by part instead.
     """
     if total.numel() >= MANY_ELEMENTS:
         torch.sum(parts, dim=0, out=total)

@@ -52,9 +52,8 @@ def reduce_scatter_uneven(
 ) -> None:
     """Fill `output` with this rank's part of the tensor reduced over all ranks.
 
-    `sizes`: numbers of elements of the ranks' parts of the flat tensor; they may differ, and may be
-    0. Raises ShapeMismatch if they do not add up, or if the output has another size than this
-    rank's part.
+    `sizes`: numbers of elements of the ranks' parts; they may differ, and may be 0. Raises
+    ShapeMismatch if `sizes` do not add up, or if the output has another size than this rank's part.
     """
     rank, flat = dist.get_rank(group), tensor.reshape(-1)
     if sum(sizes) != flat.numel() or output.numel() != sizes[rank]:

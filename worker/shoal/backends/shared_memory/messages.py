@@ -88,8 +88,7 @@ class SharedMessages:
         """Wait for the words of all ranks; return them by rank.
 
         Raises GenerationBroken or RuntimeError if a rank dies before it has sent its words. If it
-        dies later, every rank still reads them in memory (on x86-64). Over Gloo only some ranks may
-        have received them.
+        dies later, every rank still reads them in memory (on x86-64).
         """
         self.has_sent = False
         memory, count = self._memory, self._num_words

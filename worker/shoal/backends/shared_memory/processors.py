@@ -57,8 +57,8 @@ def _move_within(allowed: set[int], to: int) -> None:
     try:
         os.sched_setaffinity(0, {to})
     finally:
-        # Since version 6.2 Linux keeps the mask that was asked for. Asking only for `allowed` would
-        # exclude processors that the thread's cpuset gets later.
+        # Since version 6.2 Linux keeps the mask that was asked for: asking only for `allowed` would
+        # exclude processors that the cpuset gets later.
         _ask_for_all()
         if os.sched_getaffinity(0) != allowed:
             os.sched_setaffinity(0, allowed)

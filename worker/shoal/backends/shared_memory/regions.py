@@ -30,8 +30,7 @@ class MemoryRegion:
         # Opened again: a lock belongs to a file description, so each process needs its own.
         self._descriptor = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
         self._finalizer = weakref.finalize(self, os.close, self._descriptor)
-        # mmap keeps a duplicate of its descriptor. A duplicate of the received descriptor would
-        # keep the sender's lock.
+        # mmap keeps a duplicate of its descriptor, which must not keep the sender's lock.
         self.mapped = mmap.mmap(self._descriptor, num_bytes)
         self.acquire()
 

@@ -1,7 +1,7 @@
 """FSDP and tensor parallelism: layers are split over a few ranks, and each part is cut by rows.
 
-Consecutive ranks are a tensor group: they work on the same samples, each with its part of every
-split layer. Ranks with the same index in their groups shard a part by rows.
+Consecutive ranks are a tensor group, which works on the same samples. Ranks with the same index in
+their groups shard a part by rows.
 """
 
 from collections.abc import Iterator, Sequence
@@ -36,7 +36,7 @@ from shoal.torch_private.fsdp import mesh_of_rows
 
 class SplitShardedLayout(ShardedLayout):
     """Layout in which a rank holds some rows of its part of each parameter. An unsplit parameter
-    has the same rows on all ranks of a tensor group."""
+    has the same rows on a whole tensor group."""
 
     non_finite_check: NonFiniteCheck
 
