@@ -1,5 +1,5 @@
-"""Checkpoints in the background: the trainer waits for the copy of its state, and before that for
-the previous checkpoint."""
+"""Checkpoints in the background: the trainer waits only for the copy of its state, and for the
+previous checkpoint."""
 
 import os
 import threading
@@ -24,7 +24,6 @@ log = structlog.get_logger(__name__)
 
 
 LIMIT_S = 1800.0
-"""Default time limit of a checkpoint: one that takes longer has failed."""
 
 
 def _any(name: str) -> bool:
@@ -34,10 +33,10 @@ def _any(name: str) -> bool:
 class Checkpoints:
     """Writer of checkpoints into one directory: one at a time, on a background thread.
 
-    Each rank of a job has a `Checkpoints` with the same settings, for all generations. The
-    directory must be on storage that all ranks share; it may be the URL of a bucket, such as
-    `s3://bucket/prefix`. Memory: one copy of the shards that this rank writes, and one chunk of up
-    to 64 MiB, or a row if that is larger.
+    Each rank of a job has a `Checkpoints` with the same settings. The directory must be on storage
+    that all ranks share; it may be the URL of a bucket, such as `s3://bucket/prefix`. Memory: a
+    copy of the shards that this rank writes, and a chunk of up to 64 MiB, or a row if that is
+    larger.
     """
 
     def __init__(
@@ -48,10 +47,11 @@ class Checkpoints:
         keep: int = 3,
         limit_s: float = LIMIT_S,
     ) -> None:
-        """Set up checkpoints every `every_steps` steps. `keep`: the number of complete checkpoints
-        to keep; older ones are deleted once a newer one is complete. A checkpoint that takes longer
-        than `limit_s` seconds has failed. Raises InvalidSpec for `every_steps` or `keep` below one,
-        a `limit_s` not above zero, and an unsupported URL.
+        """Set up checkpoints every `every_steps` steps.
+
+        `keep`: the number of complete checkpoints to keep. A checkpoint that takes longer than
+        `limit_s` seconds has failed. Raises InvalidSpec for `every_steps` or `keep` below one, a
+        `limit_s` not above zero, and an unsupported URL.
         """
         every_steps, keep = as_index("every_steps", every_steps), as_index("keep", keep)
         limit_s = as_number("limit_s", limit_s)
@@ -71,7 +71,7 @@ class Checkpoints:
         self._peers: Peers = ALONE
         self._complete: Mapping[int, CheckpointPath] = {}
         self.written: WrittenCheckpoint | None = None
-        """The newest checkpoint that this object has written; None: none. Thread-safe."""
+        """The newest checkpoint that this object has written, if there is any. Thread-safe."""
 
     # --- called by a strategy: see `shoal.checkpoint.interface` ---
 
@@ -101,8 +101,8 @@ class Checkpoints:
         return step > 0 and step % self.every_steps == 0
 
     def newest(self) -> CheckpointPath | None:
-        """Return the path of the newest complete checkpoint; None if there is none. Raises
-        InvalidSpec if listing fails."""
+        """Return the path of the newest complete checkpoint, if there is any. Raises InvalidSpec if
+        listing fails."""
         return storage.newest(self.directory)
 
     def begin_write(
@@ -111,32 +111,33 @@ class Checkpoints:
         peers: Peers | None = None,
         writes: Callable[[str], bool] = _any,
     ) -> None:
-        """Write a checkpoint of this rank's state shard in the background. The shard's tensors may
-        change as soon as this returns.
+        """Write a checkpoint of this rank's state shard in the background.
 
-        Call it on all ranks after the same step. First waits for the previous checkpoint: at most
-        one is in progress. `peers`: the ranks that write together; None: those of the last
-        `select_writers`, else this rank alone. A tensor shard for whose name `writes` returns False
-        is not copied: another rank must write it. One that several ranks have is written once.
+        Call it on all ranks after the same step. Waits for the previous checkpoint first. The
+        shard's tensors may change once this returns.
+
+        `peers`: the ranks that write together; None: those of the last `select_writers`, else this
+        rank alone. A tensor shard for whose name `writes` returns False is not copied: another rank
+        must write it.
 
         If the previous checkpoint failed, raises its error, on every rank at the same step, and
-        writes nothing. The error is CheckpointFailed (disk full, no permission), with path and
+        writes nothing; the next call tries again. The error is CheckpointFailed, with path and
         errno. Before the first success it is InvalidSpec if the ranks together did not hold a whole
-        state, or if later checkpoints exist. Raises CheckpointFailed, perhaps not on all ranks,
-        if the previous checkpoint is still being written after its limit. Training is unaffected,
-        and the next write tries again. If a rank was lost meanwhile, no error is raised; the
-        checkpoint may be complete or absent.
+        state, or if later checkpoints exist. Raises CheckpointFailed, perhaps not on all ranks, if
+        the previous checkpoint exceeds its limit.
+
+        If a rank was lost meanwhile, no error is raised; the checkpoint may be complete or absent.
         """
         self.finish_write()
         shards = {name: shard for name, shard in state_shard.shards.items() if writes(name)}
-        # Other ranks must write the shards that this rank leaves out: else the write fails.
+        # Other ranks must write what this rank leaves out: else the write fails.
         elsewhere = (state_shard.elsewhere | state_shard.shards.keys()) - shards.keys()
         copied_shard = replace(state_shard, shards=shards, elsewhere=elsewhere).copied()
         self._thread = threading.Thread(
             target=self._write,
             args=(copied_shard, peers or self._peers),
             name=f"shoal-checkpoint-{state_shard.step}",
-            # Storage that never answers must not keep the process from ending.
+            # Storage that never answers must not keep the process alive.
             daemon=True,
         )
         self._until_s = time.monotonic() + self._limit_s
@@ -159,8 +160,8 @@ class Checkpoints:
         self.finish_write()
 
     def finish_write(self) -> None:
-        """Wait for the checkpoint in progress until its limit. May be called twice. Raises what
-        `begin_write` raises."""
+        """Wait for the checkpoint in progress until its limit. Raises what `begin_write` raises.
+        May be called twice."""
         if self._thread:
             self._thread.join(max(0.0, self._until_s - time.monotonic()))
             if self._thread.is_alive():
@@ -183,18 +184,17 @@ class Checkpoints:
             self._continues = True
             self.written = WrittenCheckpoint(state_shard.step, num_bytes)
             first = peers.rank == writing.FIRST
-            # Log once for each checkpoint, not once for each member.
             (log.info if first else log.debug)(
                 "checkpoint_written", path=str(path), num_bytes=state_shard.num_bytes
             )
             if first:
                 self._retire(state_shard.step)
         except GenerationBroken as error:
-            # Other ranks may have completed the checkpoint: the next write must not refuse it.
+            # Other ranks may have completed it: the next write must not refuse it.
             self._continues = True
             log.warning("checkpoint_abandoned", path=str(path), reason=str(error))
         except InvalidSpec as error:
-            # After an earlier success, the storage may have failed: not the script's fault.
+            # After an earlier success, the storage may have failed.
             self._failure = _failed(path, error) if self._continues else error
         except BaseException as error:  # noqa: BLE001 - raised by `finish_write`
             self._failure = error
@@ -203,7 +203,7 @@ class Checkpoints:
         try:
             storage.retire(self.directory, step, self.keep)
         except (OSError, InvalidSpec) as error:
-            # The new checkpoint is complete; the next `_retire` tries again.
+            # The next `_retire` tries again.
             log.warning("checkpoint_not_retired", path=str(self.directory), error=str(error))
 
 

@@ -5,13 +5,12 @@
     step-00000120/<token>.begun                  marks a draft, even if its writer has died
     step-00000120/<token>.index                  the index of a draft, until it is published
 
-A folder with an index is a checkpoint, which consists of the files that the index names. To replace
-a checkpoint of the same step, a writer puts new files beside the old ones, under names with another
-token. Then it overwrites the index, and removes the files that the new index does not name.
+A checkpoint is a folder with an index, and the files that the index names. A writer replaces a
+checkpoint by new files with another token, and then overwrites the index.
 
-A storage may carry out a request after the client has given up on it. So a writer publishes by
-copying the draft's index to `.metadata`, and discards a draft by removing the draft's index before
-its other files. A late copy then finds nothing to copy: no index ever names removed files.
+A storage may carry out a request after the client has given up. So a writer publishes by copying
+the draft's index to `.metadata`, and discards a draft by removing the draft's index first. A late
+copy then finds nothing to copy: no index ever names removed files.
 """
 
 import re
@@ -37,7 +36,7 @@ _DRAFT_FILE = re.compile(r"[0-9a-f]{16}(__\d+_\d+\.distcp|\.begun|\.index)")
 
 
 def complete(root: BucketPath) -> dict[int, BucketPath]:
-    """Return all complete checkpoints by step. Raises InvalidSpec if `root` cannot be listed."""
+    """Return all complete checkpoints by step. Raises InvalidSpec if that fails."""
     try:
         return {
             int(matched[1]): root / matched[0]
@@ -53,13 +52,13 @@ def complete(root: BucketPath) -> dict[int, BucketPath]:
 
 
 def discard(path: BucketPath) -> None:
-    """Delete a folder that may be a checkpoint; its index is removed first."""
+    """Delete a folder that may be a checkpoint, its index first."""
     path.remove([METADATA])
     path.remove(path.names())
 
 
 class BucketDraft(Draft):
-    """Draft of a checkpoint in a bucket: files whose names begin with the draft's token."""
+    """Draft in a bucket: files whose names begin with the draft's token."""
 
     def __init__(self, path: BucketPath) -> None:
         self._path = path
@@ -86,7 +85,6 @@ class BucketDraft(Draft):
         return self.size(f"{self.name}{_BEGUN}") >= 0
 
     def write(self, rank: int, entries: Sequence[tuple[CheckpointEntry, object]]) -> list[FileSpan]:
-        # A file appears as a whole when it is closed: nothing needs to be synchronised.
         writer = FsspecWriter(str(self._path), per_thread_copy_ahead=0, sync_files=False)
         try:
             return write_files(writer, rank, entries, prefix=self.name)
@@ -105,7 +103,7 @@ class BucketDraft(Draft):
                 try:
                     self._sweep(path)
                 except ShoalError as error:
-                    # A damaged index does not say which files are leftovers: all stay.
+                    # A damaged index does not say which files are leftovers.
                     log.warning("leftover_not_removed", path=str(path), error=str(error))
 
     def _sweep(self, path: BucketPath) -> None:
@@ -130,7 +128,7 @@ class BucketDraft(Draft):
         try:
             self._path.remove(set(self._path.names()) - _files_of(self._path))
         except (OSError, ShoalError) as error:
-            # The checkpoint is complete, and the next `sweep` tries again.
+            # The next `sweep` tries again.
             log.warning("leftover_not_removed", path=str(self._path), error=str(error))
 
     def discard(self) -> None:
@@ -146,7 +144,6 @@ class BucketDraft(Draft):
             log.warning("leftover_not_removed", path=str(self._path), error=str(error))
 
     def _was_published(self) -> bool:
-        """True if the index was copied, and only the storage's answer was lost."""
         try:
             return bool(self._index) and (self._path / METADATA).read_bytes() == self._index
         except FileNotFoundError:
@@ -154,7 +151,6 @@ class BucketDraft(Draft):
 
 
 def _files_of(path: BucketPath) -> set[str]:
-    """Return the names of the files of a complete checkpoint, its index included."""
     index = read_index(path)
     spans = [span for stored in index.tensors.values() for span in stored.chunks.values()]
     return {METADATA} | {file for file, _, _ in (*spans, *index.objects.values())}

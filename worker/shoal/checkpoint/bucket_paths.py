@@ -1,4 +1,4 @@
-"""Locations of checkpoints by URL: paths in a bucket, with methods like pathlib's, by fsspec."""
+"""Paths in a bucket, with methods like pathlib's, by fsspec."""
 
 import os
 import re
@@ -18,13 +18,13 @@ from shoal_proto.names import BUCKET_KINDS
 _EXPECTED = "a directory, file:///directory, s3://bucket/prefix, gs://... or az://..."
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/")
 READ_AHEAD_BYTES = 16 * 1024 * 1024
-"""Block size of reads: entries of a file are mostly read in sequence."""
+"""Block size of reads, mostly in sequence."""
 
 
 @dataclass(frozen=True)
 class BucketPath:
-    """File or folder in a bucket. Its own methods, unlike those of an opened file, raise all errors
-    of the storage as OSError."""
+    """File or folder in a bucket. Its methods raise all errors of the storage as OSError, unlike
+    those of an opened file."""
 
     url: str
     """URL without a trailing slash."""
@@ -63,7 +63,7 @@ class BucketPath:
         return int(info["size"]) if info["type"] == "file" else -1
 
     def open(self, mode: str = "rb") -> BinaryIO:
-        """Open the file, for reading by default."""
+        """Open the file."""
         with self._errors_as_os_error():
             opened = self.files.open(self.key, mode, block_size=READ_AHEAD_BYTES)
         return cast(BinaryIO, opened)
@@ -79,13 +79,13 @@ class BucketPath:
             self.files.pipe_file(self.key, data)
 
     def copy(self, name: str) -> None:
-        """Copy this file within its folder, atomically, replacing an existing file of that name. If
-        the storage executes the request late, when this file is gone, it copies nothing."""
+        """Copy this file within its folder, atomically, replacing an existing file. A late copy,
+        when this file is gone, copies nothing."""
         with self._errors_as_os_error():
             self.files.cp_file(self.key, (self.parent / name).key)
 
     def folders(self) -> list[str]:
-        """Return the names of the folders in this folder; empty if this one does not exist."""
+        """Return the names of the folders in this folder; empty if there is no such folder."""
         with self._errors_as_os_error():
             self.files.invalidate_cache()
             try:
@@ -96,7 +96,7 @@ class BucketPath:
         return sorted(path.rstrip("/").rpartition("/")[2] for path in paths)
 
     def names(self) -> list[str]:
-        """Return the paths of all files below this folder, relative to it."""
+        """Return the relative paths of all files below this folder."""
         with self._errors_as_os_error():
             self.files.invalidate_cache()
             try:
@@ -107,7 +107,7 @@ class BucketPath:
         return sorted(path[start:] for path in paths)
 
     def remove(self, names: Iterable[str]) -> None:
-        """Remove files of this folder; missing ones are ignored."""
+        """Remove files of this folder, if they exist."""
         keys = [(self / name).key for name in names]
         with self._errors_as_os_error():
             try:
@@ -119,7 +119,8 @@ class BucketPath:
                         self.files.rm_file(key)
 
     def probe(self) -> None:
-        """Write, copy, read and remove a file in the folder. Raises InvalidSpec if that fails."""
+        """Check that files can be written, copied, read and removed here. Raises InvalidSpec if
+        not."""
         probe = self / f".probe-{secrets.token_hex(8)}"
         copy = self / f"{probe.name}-copy"
         try:
@@ -151,8 +152,8 @@ CheckpointPath = Path | BucketPath
 
 
 def located(location: str | os.PathLike[str] | BucketPath) -> CheckpointPath:
-    """Return the path of a directory or of a URL. Raises InvalidSpec for an unsupported URL, or if
-    no installed package can reach it."""
+    """Return the path of a directory or URL. Raises InvalidSpec for a URL that is unsupported or
+    for which no package is installed."""
     if isinstance(location, BucketPath):
         return location
     name = os.fspath(location)

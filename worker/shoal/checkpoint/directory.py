@@ -5,8 +5,7 @@
                                            has died
     .step-00000120.<token>.replaced        a checkpoint while a new one of its step replaces it
 
-A rename is atomic: while a checkpoint is replaced, there is always a complete one under the first
-or the third name.
+A rename is atomic: there is always a complete checkpoint under the first or the third name.
 """
 
 import os
@@ -28,12 +27,12 @@ _TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{16}\.(partial|replaced)")
 
 
 def name_of_step(step: int) -> str:
-    """Return the name of the checkpoint after `step` committed steps; names sort as steps do."""
+    """Return the name of a step's checkpoint; names sort as steps do."""
     return f"step-{step:08d}"
 
 
 def complete(directory: Path) -> dict[int, Path]:
-    """Return all complete checkpoints by step. Raises InvalidSpec if listing fails."""
+    """Return all complete checkpoints by step. Raises InvalidSpec if that fails."""
     checkpoints: dict[int, Path] = {}
     for name, kind, path in _temporary_directories(directory):
         matched = STEP.fullmatch(name)
@@ -47,8 +46,8 @@ def complete(directory: Path) -> dict[int, Path]:
 
 
 def begin(path: Path) -> Path:
-    """Create a directory in which to write the future content of `path`. Raises InvalidSpec if
-    `path` exists and is not a checkpoint, and the system's OSError."""
+    """Create a directory for the future content of `path`. Raises InvalidSpec if `path` exists and
+    is not a checkpoint, and OSError."""
     if path.exists() and not (path / METADATA).is_file():
         raise not_a_checkpoint(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -58,7 +57,7 @@ def begin(path: Path) -> Path:
 
 
 def not_a_checkpoint(path: object, seen: str = "") -> InvalidSpec:
-    """Return the error for a path that a checkpoint must not replace. `seen`: a file there."""
+    """Return the error for a path that a checkpoint must not replace."""
     return InvalidSpec(
         f"{path} exists already and is not a checkpoint",
         seen=seen,
@@ -68,23 +67,25 @@ def not_a_checkpoint(path: object, seen: str = "") -> InvalidSpec:
 
 
 def publish(partial: Path, path: Path) -> None:
-    """Rename `partial`, which is complete, to the checkpoint `path`, replacing an existing one. The
-    caller has synced the files. Raises OSError; `path` may then have the new checkpoint already, or
-    none, if the existing one is still at its `.replaced` path (see `sweep`)."""
+    """Rename the complete `partial` to the checkpoint `path`, replacing an existing one.
+
+    The caller has synced the files. After an OSError `path` may have the new checkpoint, or none
+    until `sweep` restores the existing one.
+    """
     synchronise(partial)
     replaced = _temporary_path(path, "replaced") if path.exists() else None
     if replaced:
         path.rename(replaced)
     partial.rename(path)
-    # Make the new name durable before any rank is notified and the replaced checkpoint is deleted.
+    # Durable before any rank is notified and the replaced checkpoint is deleted.
     synchronise(path.parent)
     if replaced:
         discard(replaced)
 
 
 def discard(path: Path) -> None:
-    """Delete a directory that may be a checkpoint. First renames it to a partial one, so that no
-    reader sees a half-deleted checkpoint."""
+    """Delete a directory that may be a checkpoint. It is renamed first, so that no reader sees half
+    of it."""
     matched = _TEMPORARY.fullmatch(path.name)
     partial = path
     if not matched or matched[2] != "partial":
@@ -93,14 +94,16 @@ def discard(path: Path) -> None:
     try:
         shutil.rmtree(partial)
     except OSError as error:
-        # The directory is no longer a checkpoint; the next `sweep` tries again.
+        # The next `sweep` tries again.
         log.warning("leftover_not_removed", path=str(partial), error=str(error))
 
 
 def sweep(path: Path, keep: Path) -> None:
-    """Remove leftovers of dead writers of `path`, except `keep`. If `path` is the checkpoint of a
-    step, removes the leftovers of all steps in its directory. A replaced checkpoint without a
-    successor is restored. The caller must know that no other writer is alive."""
+    """Remove leftovers of dead writers of `path`, except `keep`.
+
+    The caller must know that no other writer is alive. For the checkpoint of a step, removes
+    leftovers of all steps. A replaced checkpoint without a successor is restored.
+    """
     for name, kind, leftover in _temporary_directories(path.parent):
         ours = name == path.name or (STEP.fullmatch(name) and STEP.fullmatch(path.name))
         if not ours or leftover == keep:
@@ -114,7 +117,7 @@ def sweep(path: Path, keep: Path) -> None:
 
 
 def synchronise(directory: Path) -> None:
-    """Make the names in the directory durable: after this they survive a loss of power."""
+    """Make the names in the directory durable."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -127,7 +130,6 @@ def _temporary_path(path: Path, kind: str) -> Path:
 
 
 def _temporary_directories(directory: Path) -> Iterator[tuple[str, str, Path]]:
-    """Yield (name of the checkpoint, kind, path) of each partial or replaced directory."""
     for path in _entries(directory):
         matched = _TEMPORARY.fullmatch(path.name)
         if matched:

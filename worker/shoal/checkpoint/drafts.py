@@ -1,4 +1,4 @@
-"""Drafts: checkpoints that are being written, invisible to readers until they are published."""
+"""Drafts: checkpoints that are being written, invisible to readers."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
@@ -13,13 +13,13 @@ from shoal.checkpoint.reading import check_written
 
 
 class Draft(ABC):
-    """Draft of the checkpoint at a path. The first rank begins the draft and sends its name to the
-    other ranks, which join it. Methods raise OSError and InvalidSpec."""
+    """Draft of the checkpoint at a path. The first rank begins the draft, and the other ranks join
+    it by its name. Methods raise OSError and InvalidSpec."""
 
     @property
     @abstractmethod
     def name(self) -> str:
-        """Name of the draft; empty before it is begun or joined."""
+        """Name of the draft; empty before it is begun."""
 
     @abstractmethod
     def begin(self) -> None:
@@ -31,19 +31,19 @@ class Draft(ABC):
 
     @abstractmethod
     def shares_storage(self) -> bool:
-        """True if this rank sees the first rank's draft, and so shares its storage."""
+        """True if this rank sees the first rank's draft."""
 
     @abstractmethod
     def write(self, rank: int, entries: Sequence[tuple[CheckpointEntry, object]]) -> list[FileSpan]:
-        """Write the rank's file durably; return the span of each entry, in the given order."""
+        """Write the rank's file durably; return the entries' spans, in the given order."""
 
     @abstractmethod
     def size(self, file: str) -> int:
-        """Return the size of a file of the draft in bytes; -1 if there is none."""
+        """Return the size of a file in bytes; -1 if there is none."""
 
     @abstractmethod
     def sweep(self) -> None:
-        """Remove leftovers of dead writers. The caller must know that no other writer is alive."""
+        """Remove leftovers of dead writers, when no other writer is alive."""
 
     @abstractmethod
     def publish(self, stored: Iterable[tuple[CheckpointEntry, FileSpan]]) -> None:
@@ -56,7 +56,7 @@ class Draft(ABC):
 
 
 class LocalDraft(Draft):
-    """Draft in a directory of its own, which `publish` renames to the checkpoint."""
+    """Draft in its own directory, which `publish` renames."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -81,7 +81,6 @@ class LocalDraft(Draft):
         return self._folder.is_dir()
 
     def write(self, rank: int, entries: Sequence[tuple[CheckpointEntry, object]]) -> list[FileSpan]:
-        # All tensors are on the host already: nothing has to be copied ahead.
         return write_files(FileSystemWriter(self._folder, per_thread_copy_ahead=0), rank, entries)
 
     def size(self, file: str) -> int:

@@ -1,4 +1,4 @@
-"""Entries of a checkpoint in DCP's format: the files of the ranks, and the index of all entries."""
+"""Entries of a checkpoint in DCP's format, and their index."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,16 +32,15 @@ from shoal.state.shards import Chunk
 from shoal.torch_private.checkpoint import StorageInfo, StoragePrefix
 
 FileSpan = tuple[str, int, int]
-"""Location of an entry: name of the file in the checkpoint, offset and length in bytes."""
+"""Location of an entry: name of the file, offset and length in bytes."""
 
 
 @dataclass(frozen=True)
 class CheckpointEntry:
-    """Entry of a checkpoint: one chunk of a tensor, or one object."""
+    """One chunk of a tensor, or one object."""
 
     path: names.Path
     data: TensorWriteData | None = None
-    """Tensor and chunk; None for an object."""
 
     @classmethod
     def of_item(cls, item: PlannedChunk) -> "CheckpointEntry":
@@ -75,8 +74,6 @@ def _data(shape: tuple[int, ...], dtype: torch.dtype, chunk: Chunk) -> TensorWri
 
 
 class _GivenPlanner(DefaultSavePlanner):
-    """DCP's planner for values that are given at construction."""
-
     def __init__(self, given: Mapping[MetadataIndex, object]) -> None:
         super().__init__()
         self._given = given
@@ -92,8 +89,10 @@ def write_files(
     *,
     prefix: str = "",
 ) -> list[FileSpan]:
-    """Write the rank's file, whose name begins with `prefix`; return the span of each entry, in the
-    given order."""
+    """Write the rank's file; return the entries' spans, in the given order.
+
+    `prefix`: the beginning of the file's name.
+    """
     if not entries:
         return []
     items = [entry.item for entry, _ in entries]
@@ -113,7 +112,7 @@ def index_of(stored: Iterable[tuple[CheckpointEntry, FileSpan]]) -> bytes:
 
 
 def write_index(directory: Path, stored: Iterable[tuple[CheckpointEntry, FileSpan]]) -> None:
-    """Write `.metadata` durably; with it, the directory is a checkpoint for DCP."""
+    """Write `.metadata` durably, which makes the directory a checkpoint for DCP."""
     tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     paths: dict[str, names.Path] = {}
     results: list[WriteResult] = []

@@ -1,7 +1,6 @@
 """Reader of `.metadata`, the index of a checkpoint, which DCP pickles.
 
-A pickle can run any code. The unpickler here creates only the classes of DCP's index: at worst, a
-checkpoint from an untrusted source fails to load.
+A pickle can run any code, so the unpickler creates only the classes of DCP's index.
 """
 
 import enum
@@ -42,7 +41,6 @@ _MODULES: Mapping[str, frozenset[str]] = {
     ),
     "torch.distributed.checkpoint.filesystem": frozenset({"_StorageInfo"}),
     "torch.serialization": frozenset({"_get_layout"}),
-    # Replaced by `_enum_member`.
     "builtins": frozenset({"getattr"}),
     "__builtin__": frozenset({"getattr"}),
     "pathlib": frozenset({"PosixPath"}),
@@ -63,8 +61,8 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Properties(TensorProperties):
-    """Properties of a tensor, as written by any release of torch. torch 2.15 writes a sixth one,
-    strides, which releases up to 2.13 do not expect; Shoal needs only the dtype."""
+    """Properties of a tensor. torch 2.15 writes a sixth one, which releases up to 2.13 do not
+    expect."""
 
     def __setstate__(self, state: Any) -> None:
         super().__setstate__(state[:5])  # type: ignore[no-untyped-call]
@@ -72,8 +70,7 @@ class _Properties(TensorProperties):
 
 def _enum_member(kind: Any, name: Any) -> enum.Enum:
     """Return an enum's member by its name; `_MODULES` must allow the enum's class. Some releases of
-    Python (3.11.0 to 3.11.3 among them) pickle a member as a call of `getattr`, others as a call of
-    its class."""
+    Python, such as 3.11.0, pickle a member as a call of `getattr`."""
     if not isinstance(kind, enum.EnumMeta) or name not in kind.__members__:
         raise pickle.UnpicklingError(f"getattr of {kind!r:.100} is not allowed in an index")
     return kind.__members__[name]
@@ -86,24 +83,23 @@ class IndexedTensor:
     shape: tuple[int, ...]
     dtype: torch.dtype
     chunks: Mapping[Chunk, FileSpan]
-    """Chunks in the index, each with its span; they may not cover the whole tensor."""
+    """Chunks with their spans; they may not cover the whole tensor."""
 
 
 @dataclass(frozen=True)
 class CheckpointIndex:
-    """Contents of a checkpoint: its tensors with their chunks, and the spans of its objects."""
+    """Tensors of a checkpoint with their chunks, and spans of its objects."""
 
     tensors: Mapping[names.Path, IndexedTensor]
     objects: Mapping[names.Path, FileSpan]
 
 
 def read_index(path: CheckpointPath, content: bytes | None = None) -> CheckpointIndex:
-    """Read the index of the checkpoint at `path`. `content`: the index itself, if it is not
-    published yet.
+    """Read the index of the checkpoint at `path`.
 
-    Raises InvalidSpec if there is no checkpoint, or if a later version of DCP wrote it;
-    MalformedMessage if the index is damaged or refers to bytes that the files do not have; OSError
-    if the storage fails.
+    `content`: the index, if it is not published yet. Raises InvalidSpec if there is no checkpoint,
+    or if a later version of DCP wrote it. Raises MalformedMessage if the index is damaged or refers
+    to bytes that the files do not have, and OSError if the storage fails.
     """
     if content is None and size_of(path / METADATA) < 0:
         raise InvalidSpec(
@@ -132,7 +128,7 @@ def read_index(path: CheckpointPath, content: bytes | None = None) -> Checkpoint
 
 def _metadata(path: CheckpointPath, content: bytes | None) -> Metadata:
     if content is None:
-        # Read first: an error of the storage does not mean that the index is damaged.
+        # An error of the storage does not mean that the index is damaged.
         content = (path / METADATA).read_bytes()
     try:
         metadata = _Unpickler(io.BytesIO(content)).load()
@@ -152,11 +148,10 @@ def _metadata(path: CheckpointPath, content: bytes | None) -> Metadata:
 
 
 def _path(metadata: Metadata, key: str) -> names.Path:
-    """Return the path that DCP flattened into this key."""
     paths = metadata.planner_data or {}
     if key in paths:
         return tuple(paths[key])
-    # The state was saved flat, with keys that look like flattened paths.
+    # The state was saved flat, with keys that look flattened.
     return tuple(key.split(".", 1))
 
 

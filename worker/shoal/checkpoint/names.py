@@ -1,8 +1,8 @@
 """Paths of the parts of a state in a checkpoint.
 
-DCP flattens nested dictionaries; an entry's key is its path joined by dots. The paths here are
-those of `{"model": model.state_dict(), "optim": get_optimizer_state_dict(model, optimizer)}`, so
-that plain torch can read the checkpoint. Left: the part's name in a `StateShard`; right: its path:
+Plain torch can read the checkpoint: the paths are those of
+`{"model": model.state_dict(), "optim": get_optimizer_state_dict(model, optimizer)}`.
+Left: the part's name in a `StateShard`; right: its path:
 
     model.<parameter>               ("model", <parameter>)
     optim.<parameter>/<key>         ("optim", "state", <parameter>, <key>)
@@ -29,12 +29,12 @@ from shoal.torch_private.checkpoint import flatten_state_dict
 from shoal_proto.errors import InvalidSpec, MalformedMessage
 
 FORMAT = 1
-"""Version of the content of `OWN`; a reader refuses a higher version."""
+"""Version of `OWN`; a reader refuses a higher one."""
 
 OWN = ("shoal", "state")
 
 STEP = ("step",)
-"""Path at which plain torch may have saved the number of steps."""
+"""Plain torch's path for the number of steps."""
 
 Path = tuple[str | int, ...]
 
@@ -44,7 +44,7 @@ def key_of(path: Path) -> str:
 
 
 def path_of(name: str) -> Path:
-    """Return the path of the shard of this name."""
+    """Return the path of a shard."""
     if name.startswith(MODEL):
         return ("model", name.removeprefix(MODEL))
     if name.startswith(REGISTERED):
@@ -57,16 +57,16 @@ def path_of(name: str) -> Path:
 
 
 def _key_parts(dotted: str) -> Path:
-    """Split a dotted path into torch's flattened path, in which list indices are numbers."""
     key, *inner = dotted.split(".")
     return (key, *(int(each) if each.isdecimal() else each for each in inner))
 
 
 def name_of_tensor(path: Path, slots: Mapping[str, Any]) -> str | None:
-    """Return the name of the shard at this path; None if the entry is not part of a state. `slots`:
-    those plain values of the optimizer's state that the checkpoint stores in several entries, one
-    for each part. Raises InvalidSpec for an entry that torch can save and that Shoal's state cannot
-    hold."""
+    """Return the name of the shard at this path; None if it is not part of a state.
+
+    `slots`: plain values of the optimizer's state that are stored in several entries. Raises
+    InvalidSpec for an entry that Shoal's state cannot hold.
+    """
     match path:
         case ("model", *rest):
             return MODEL + key_of(tuple(rest))
@@ -89,7 +89,7 @@ def name_of_tensor(path: Path, slots: Mapping[str, Any]) -> str | None:
 
 
 def is_inside(path: Path, slots: Mapping[str, Any]) -> bool:
-    """True if the entry at this path is a part of one of the values in `slots`."""
+    """True if this entry is a part of a value in `slots`."""
     match path:
         case ("optim", "state", str(parameter), *rest) if len(rest) > 1:
             # A key may contain dots.
@@ -99,9 +99,8 @@ def is_inside(path: Path, slots: Mapping[str, Any]) -> bool:
 
 
 def slots_of(entries: Mapping[Path, object], slots: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the plain values of the optimizer's state, by parameter: the values in `slots`, and
-    the entries that are not parts of such a value. Raises InvalidSpec for an entry that a state
-    cannot hold."""
+    """Return the plain values of the optimizer's state, by parameter. Raises InvalidSpec for an
+    entry that a state cannot hold."""
     plain_values = {parameter: dict(values) for parameter, values in slots.items()}
     for path, value in entries.items():
         if path[:2] != ("optim", "state") or is_inside(path, slots):
@@ -116,7 +115,7 @@ def slots_of(entries: Mapping[Path, object], slots: Mapping[str, Any]) -> dict[s
 
 def is_read(path: Path) -> bool:
     """True if Shoal reads the entry at this path, which is not a tensor. Raises InvalidSpec for
-    such an entry of the model: a state has only tensors of a model."""
+    such an entry of the model."""
     if path[0] == "model":
         raise _not_representable(path, "an extra state that is no tensor")
     return path[0] == "optim" or path in {OWN, STEP}
@@ -135,7 +134,7 @@ def _not_representable(path: Path, seen: str) -> InvalidSpec:
 
 
 def entries_of(step: int, values: Mapping[str, Any]) -> dict[Path, object]:
-    """Return the entries of a checkpoint for a state's step and values: all but its shards."""
+    """Return a checkpoint's entries for step and values."""
     entries: dict[Path, object] = {}
     for index, group in enumerate(values.get("groups", [])):
         for setting, value in group.items():
@@ -160,11 +159,10 @@ def entries_of(step: int, values: Mapping[str, Any]) -> dict[Path, object]:
 
 
 def _flattened_parts(key: str, value: Json) -> dict[Path, object] | None:
-    """Return the parts into which torch flattens a value, by path, except tensors; None if torch
-    does not flatten it."""
+    """Return the parts into which torch flattens a value, by path, except tensors; None if it does
+    not."""
     if not isinstance(value, list | dict):
         return None
-    # Tensors within the value are shards of their own: empty tensors replace them here.
     native = join_state(value, defaultdict(lambda: torch.empty(0)))
     flat, paths = flatten_state_dict({key: native})
     if paths.keys() == {key}:
@@ -173,8 +171,7 @@ def _flattened_parts(key: str, value: Json) -> dict[Path, object] | None:
 
 
 def groups_of(entries: Mapping[Path, object]) -> list[Json]:
-    """Return the optimizer's groups, from the entries under ("optim", "param_groups"). Raises
-    InvalidSpec if the groups do not list their parameters by name."""
+    """Return the optimizer's groups. Raises InvalidSpec if they do not list parameters by name."""
     groups: dict[int, dict[str, Json]] = {}
     for path, value in entries.items():
         match path:
@@ -197,8 +194,8 @@ def groups_of(entries: Mapping[Path, object]) -> list[Json]:
 
 
 def own_state(text: object) -> Mapping[str, Any]:
-    """Parse the content of `OWN`: step, values, checksums. Raises InvalidSpec if a later version of
-    Shoal wrote it, and MalformedMessage if it is damaged."""
+    """Parse `OWN`: step, values, checksums. Raises InvalidSpec if a later version of Shoal wrote
+    it, and MalformedMessage if it is damaged."""
     try:
         content: Any = json.loads(text if isinstance(text, str) else "")
         written, step = int(content["format"]), int(content["step"])

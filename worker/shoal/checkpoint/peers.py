@@ -1,9 +1,7 @@
 """Messages between the ranks that write one checkpoint: each rank gets the messages of all.
 
-Ranks could not just wait for each other's files: on a shared file system, caches decide when a file
-of one machine appears on another, so ranks would have to poll. And a missing file would not show
-that its writer has died. A rank sends its message after it has written and synchronised the files
-that the message reports.
+A rank sends its message once it has synchronised the files that the message reports. Waiting for
+files instead would not show that a writer has died.
 """
 
 from typing import Protocol
@@ -16,24 +14,25 @@ from shoal.backends.process_group.transports import can_be_cut
 from shoal_proto.errors import Overloaded
 
 MAX_MESSAGE_BYTES = 256 * 1024 * 1024
-"""Limit of one message; the outline of a state takes about 150 bytes for each tensor."""
 _LENGTH_BYTES = 8
 
 
 class Peers(Protocol):
-    """Connection of a rank to the ranks that write a checkpoint together."""
+    """Ranks that write a checkpoint together."""
 
     @property
     def rank(self) -> int: ...
 
     def gather(self, message: bytes) -> list[bytes]:
-        """Return the messages of all ranks, by rank. Collective, on a background thread. Raises
-        RuntimeError or GenerationBroken, in bounded time, if a peer is lost, and Overloaded on all
-        ranks if a message is longer than `MAX_MESSAGE_BYTES`."""
+        """Return the messages of all ranks, by rank. Collective, on a background thread.
+
+        Raises RuntimeError or GenerationBroken, in bounded time, if a peer is lost. Raises
+        Overloaded, on all ranks, for a message longer than `MAX_MESSAGE_BYTES`.
+        """
 
 
 class SinglePeer:
-    """The only rank, which writes the whole checkpoint."""
+    """A rank that writes the whole checkpoint."""
 
     rank = 0
 
@@ -43,11 +42,11 @@ class SinglePeer:
 
 class GroupPeers:
     """Ranks of a process group that has no other use: a checkpoint's collectives run concurrently
-    with training's collectives, in an order that differs from rank to rank."""
+    with training's."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        # Unlike the trainer, this thread has to check by itself if its peers are connected.
+        # Unlike the trainer, this thread checks by itself if peers are connected.
         self._wait = PeerConnections(group).wait if can_be_cut(group) else None
         self.rank = group.rank()
 

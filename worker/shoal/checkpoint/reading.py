@@ -1,5 +1,5 @@
-"""Reader of the chunks of a checkpoint that one rank needs. The checkpoint may be of any world size
-and layout, or of plain torch. Ranks read independently, without communication."""
+"""Reader of the chunks of a checkpoint that one rank needs, without communication. The checkpoint
+may be of any world size and layout, or of plain torch."""
 
 import io
 import os
@@ -24,13 +24,12 @@ from shoal_proto.errors import CheckpointFailed, ChecksumMismatch, MalformedMess
 def read(path: str | os.PathLike[str] | BucketPath, needs: Needs) -> StateShard:
     """Read the chunks that `needs` asks for into host memory, in the dtypes they were saved in.
 
-    Of the tensors, reads only stored chunks that overlap the needed ones, one at a time. The step
-    of a checkpoint of plain torch is its entry `step`, beside `model` and `optim`; 0 without this
-    entry, or if it is not an int.
+    Reads only stored chunks that overlap the needed ones, one at a time. The step of plain torch's
+    checkpoint is its entry `step`; 0 if that is no int.
 
     Raises InvalidSpec if there is no checkpoint, if a later version of Shoal or DCP wrote it, or if
-    it has an entry that Shoal's state cannot hold; MalformedMessage if it is damaged or truncated;
-    ChecksumMismatch if its bytes have changed; OSError if the storage fails.
+    it has an entry that Shoal's state cannot hold. Raises MalformedMessage if it is damaged or
+    truncated, ChecksumMismatch if its bytes have changed, and OSError if the storage fails.
     """
     path = located(path)
     index = read_index(path)
@@ -40,9 +39,10 @@ def read(path: str | os.PathLike[str] | BucketPath, needs: Needs) -> StateShard:
 
 
 def check_written(path: CheckpointPath, index: bytes) -> None:
-    """Raise CheckpointFailed if `read` would refuse a checkpoint whose files are written and whose
-    index is not published yet. `index`: the index's bytes. Reads all objects and settings, and one
-    tensor chunk of each dtype. Checksums cover the contents of the other chunks."""
+    """Raise CheckpointFailed if `read` would refuse a checkpoint that is not published yet.
+
+    `index`: the index's bytes. Reads all objects and settings, and one tensor chunk of each dtype.
+    """
     try:
         with ExitStack() as stack:
             _Reader(path, read_index(path, index), stack).check()
@@ -88,7 +88,7 @@ class _Reader:
         return StateShard(step=step if type(step) is int else 0, shards=shards, values=values)
 
     def check(self) -> None:
-        """Raise the errors of `state_shard`, but read only one tensor chunk of each dtype."""
+        """Raise the errors of `state_shard`, from one tensor chunk of each dtype."""
         self.state_shard(_no_chunk)
         seen: set[torch.dtype] = set()
         for path, stored in self._index.tensors.items():
@@ -98,7 +98,6 @@ class _Reader:
                     self._chunk(names.key_of(path), stored.dtype, chunk, span)
 
     def _own(self) -> Mapping[str, Any] | None:
-        """Return Shoal's own entry; None if Shoal did not write the checkpoint."""
         span = self._index.objects.get(names.OWN)
         if span is None:
             return None
@@ -114,7 +113,6 @@ class _Reader:
                 yield name, self._piece(names.key_of(path), stored, chunk)
 
     def _settings(self) -> dict[names.Path, object]:
-        """Read the settings of the optimizer's groups that are tensors."""
         return {
             path: self._piece(names.key_of(path), stored, Chunk.whole(stored.shape)).tensor
             for path, stored in self._index.tensors.items()
@@ -155,7 +153,7 @@ class _Reader:
         return tensor
 
     def _object(self, span: FileSpan) -> Any:
-        """Load the object that torch.save wrote to this span: tensors and plain values, no code."""
+        """Load tensors and plain values, no code."""
         file, offset, length = span
         if file not in self._files:
             self._files[file] = self._stack.enter_context((self._path / file).open("rb"))
@@ -189,7 +187,7 @@ class _Reader:
         except Exception as error:  # damaged bytes make torch.load raise anything
             spans = self._index.objects.items()
             keys = [names.key_of(path) for path, span in spans if span[:2] == (file, offset)]
-            # torch's message begins with long advice to disable the safe unpickler.
+            # torch's message begins with advice to disable the safe unpickler.
             reason = str(error).rpartition("WeightsUnpickler error: ")[2]
             raise MalformedMessage(
                 f"the checkpoint {self._path} cannot be read",

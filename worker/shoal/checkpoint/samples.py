@@ -1,8 +1,7 @@
 """Check that a run continues a checkpoint with the same samples, in the same order.
 
-A step is a position in the order of samples. The order follows from the fields that are compared
-here. With another batch size the same number of steps covers other samples: such a run continues
-at the checkpoint's next sample, and records the position at which the size changed.
+A run with another batch size continues at the checkpoint's next sample, and records where the size
+changed.
 """
 
 from collections.abc import Iterable, Mapping
@@ -18,20 +17,19 @@ from shoal_proto.errors import InvalidSpec
 log = structlog.get_logger(__name__)
 
 SAMPLES = "samples"
-"""Key of the fields about the samples in a state's values."""
 ORIGIN = "origin"
-"""Key of the position from which batches have their present size, if the size has changed."""
+"""Key of the position from which batches have their present size."""
 MUST_MATCH = ("dataset", "seed", "shuffle", "order")
-"""Fields that must match. The number of epochs need not: it does not change an epoch's order."""
+"""Fields that must match. The number of epochs does not change an epoch's order."""
 BATCH_SIZE = ("global_batch", "drop_last")
 
 
 class TrainedSamples:
-    """The samples that a run trains on, as recorded in its state."""
+    """The samples that a run trains on."""
 
     def __init__(self, samples: Mapping[str, str], order: Order | None, *, moves: bool) -> None:
-        """`samples`: the fields, the same on all members; empty if the script makes its own
-        batches. `moves`: True if the run may continue a checkpoint of another batch size."""
+        """`samples`: the fields; empty if the script makes its own batches. `moves`: True if the
+        batch size may change."""
         self._samples = samples
         self._order = order
         self._moves = moves
@@ -44,7 +42,7 @@ class TrainedSamples:
         return bool(self._samples)
 
     def add_to_shard(self, state_shard: StateShard) -> StateShard:
-        """Return the state shard with the fields and the position added to its values."""
+        """Return the state shard with fields and position in its values."""
         if not self._samples:
             return state_shard
         return self.add_position(
@@ -52,7 +50,7 @@ class TrainedSamples:
         )
 
     def add_position(self, state_shard: StateShard) -> StateShard:
-        """Return the state shard, with the position at which the batch size changed, if it did."""
+        """Return the state shard with the position of a change of batch size, if there was any."""
         if self.origin == SamplePosition():
             return state_shard
         origin: list[Json] = list(astuple(self.origin))
@@ -63,8 +61,8 @@ class TrainedSamples:
         self.origin = _origin_of(state_shard.values)
 
     def resume(self, path: str, state_shard: StateShard) -> None:
-        """Continue from a checkpoint, at its next sample. Raises InvalidSpec if the checkpoint was
-        written with other samples, or if its position in the samples cannot be read."""
+        """Continue from a checkpoint, at its next sample. Raises InvalidSpec for other samples, or
+        a position that cannot be read."""
         must_match = MUST_MATCH if self._moves else (*MUST_MATCH, *BATCH_SIZE)
         check_samples(path, state_shard, self._samples, must_match)
         try:
@@ -92,7 +90,7 @@ class TrainedSamples:
         log.info("batch_size_changed", path=path, was=before["global_batch"], **vars(self.origin))
 
     def _warn_of_other_content(self, path: str, written: object) -> None:
-        # Different content is no error: a script may continue with corrected labels.
+        # No error: a script may continue with corrected labels.
         before = written.get(CONTENT_FIELD) if isinstance(written, dict) else None
         now = self._samples.get(CONTENT_FIELD)
         if before and now and before != now:
@@ -123,9 +121,8 @@ def check_samples(
     samples: Mapping[str, str],
     must_match: Iterable[str],
 ) -> None:
-    """Raise InvalidSpec if the state read from `path` was written with other samples. A checkpoint
-    of plain torch has no fields to compare, and neither has a run whose script makes its own
-    batches (`samples` is empty)."""
+    """Raise InvalidSpec if the state was written with other samples. Nothing is compared for a
+    checkpoint of plain torch, or without `samples`."""
     written: Any = state_shard.values.get(SAMPLES)
     if not isinstance(written, dict):
         if state_shard.step and samples:

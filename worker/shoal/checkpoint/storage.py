@@ -1,4 +1,4 @@
-"""Storage of checkpoints in a directory or a bucket: lists, creates and deletes checkpoints."""
+"""Storage of checkpoints in a directory or a bucket."""
 
 from collections.abc import Mapping
 
@@ -13,21 +13,21 @@ log = structlog.get_logger(__name__)
 
 
 def complete(location: CheckpointPath) -> Mapping[int, CheckpointPath]:
-    """Return complete checkpoints by step. Raises InvalidSpec if `location` cannot be listed."""
+    """Return complete checkpoints by step. Raises InvalidSpec if that fails."""
     if isinstance(location, BucketPath):
         return bucket.complete(location)
     return directory.complete(location)
 
 
 def newest(location: CheckpointPath) -> CheckpointPath | None:
-    """Return the complete checkpoint of the highest step; None if there is none. Raises what
-    `complete` raises."""
+    """Return the complete checkpoint of the highest step, if there is any. Raises what `complete`
+    raises."""
     checkpoints = complete(location)
     return checkpoints[max(checkpoints)] if checkpoints else None
 
 
 def path_of_step(location: CheckpointPath, step: int) -> CheckpointPath:
-    """Return the path of the checkpoint after `step` committed steps; names sort as steps do."""
+    """Return the path of a step's checkpoint."""
     return location / directory.name_of_step(step)
 
 
@@ -37,15 +37,13 @@ def draft_of(path: CheckpointPath) -> Draft:
 
 
 def check(location: CheckpointPath) -> None:
-    """Raise InvalidSpec for a bucket that cannot store checkpoints. Called before the first
-    checkpoint is due."""
+    """Raise InvalidSpec for a bucket that cannot store checkpoints."""
     if isinstance(location, BucketPath):
         location.probe()
 
 
 def refuse_later(location: CheckpointPath, step: int) -> None:
-    """Raise InvalidSpec if there are checkpoints of later steps. A run that does not continue from
-    the newest checkpoint would mix checkpoints of two runs."""
+    """Raise InvalidSpec if there are checkpoints of later steps, which belong to another run."""
     last = max(complete(location), default=step)
     if last > step:
         raise InvalidSpec(
@@ -57,8 +55,7 @@ def refuse_later(location: CheckpointPath, step: int) -> None:
 
 
 def retire(location: CheckpointPath, step: int, keep: int) -> None:
-    """Delete complete checkpoints of this step and earlier ones, except the newest `keep`.
-    Checkpoints of later steps belong to another run, and are neither counted nor deleted."""
+    """Delete complete checkpoints of this step and earlier ones, except the newest `keep`."""
     checkpoints = complete(location)
     for old in sorted(each for each in checkpoints if each <= step)[:-keep]:
         path = checkpoints[old]

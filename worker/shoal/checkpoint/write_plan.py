@@ -1,5 +1,5 @@
-"""Plan of the parts of a state that each rank writes. Pure: each rank computes the same plan from
-the outlines of all ranks, which name their shards without contents."""
+"""Plan of the parts of a state that each rank writes. Each rank computes the same plan from the
+outlines of all ranks."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from shoal.state.shards import Chunk, StateShard
 from shoal_proto.errors import DtypeMismatch, InvalidSpec, ShapeMismatch
 
 CHUNK_BYTES = 64 * 1024 * 1024
-"""Limit of a chunk of several rows: a reader loads one whole chunk at a time."""
+"""Limit of a chunk of several rows: a reader loads whole chunks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,6 @@ def items_of(state_shard: StateShard) -> list[PlannedChunk]:
     return [
         PlannedChunk(name=name, shape=shard.shape, dtype=shard.tensor.dtype, chunk=shard.chunk)
         for name, shard in state_shard.shards.items()
-        # A mark stands for plain values, which are written as objects.
         if not is_mark(name)
     ]
 
@@ -62,13 +61,11 @@ def from_json(entries: Sequence[Any]) -> list[PlannedChunk]:
 def plan_writes(
     held: Sequence[Sequence[PlannedChunk]], known: Iterable[str] = ()
 ) -> list[list[PlannedChunk]]:
-    """Return the chunks that each rank writes, given the chunks that each rank holds. Every element
-    is written exactly once.
+    """Return the chunks that each rank writes, given the chunks that each rank holds.
 
-    A chunk that several ranks hold is written by the lowest of these ranks, so that a replicated
-    state comes from one rank. `known`: names of tensors that some rank must hold. Raises
-    InvalidSpec if elements or known tensors are missing or chunks overlap, and ShapeMismatch or
-    DtypeMismatch if ranks differ.
+    The lowest rank that holds a chunk writes it. `known`: names of tensors that some rank must
+    hold. Raises InvalidSpec if elements or known tensors are missing or chunks overlap, and
+    ShapeMismatch or DtypeMismatch if ranks differ.
     """
     first: dict[str, PlannedChunk] = {}
     chunks: dict[str, set[Chunk]] = {}
@@ -124,7 +121,6 @@ def _check_same(first: PlannedChunk, item: PlannedChunk, rank: int) -> None:
 
 
 def _check_whole(name: str, whole: Chunk, chunks: Sequence[Chunk]) -> None:
-    """Raise InvalidSpec unless `chunks`, sorted by offsets, cover `whole` and do not overlap."""
     open_boxes: list[Chunk] = []
     for chunk in chunks:
         start = chunk.offsets[:1]

@@ -5,7 +5,7 @@
     first rank writes .metadata and publishes    -> gather: done
 
 DCP's own coordination unpickles objects that peers send. Here ranks exchange JSON, and each rank
-computes the same plan from it. DCP's FileSystemWriter or FsspecWriter writes the files.
+computes the same plan from it.
 """
 
 import errno
@@ -42,14 +42,16 @@ def write(
     *,
     continues: bool = True,
 ) -> int:
-    """Write the checkpoint at `path`; return the number of bytes of its entries, on every rank,
-    once it is complete.
+    """Write the checkpoint at `path`; return the bytes of its entries, on every rank, once it is
+    complete.
 
     `state_shard` must not change meanwhile. An error on one rank is raised on all, and the draft is
-    removed: CheckpointFailed for an error of the system, or files that cannot be read back;
-    InvalidSpec, ShapeMismatch or DtypeMismatch if the ranks do not hold a whole state; InvalidSpec
-    if checkpoints of later steps exist and no rank `continues` their run. Raises GenerationBroken
-    if a peer is lost: the checkpoint may be complete then, and the next writer removes leftovers.
+    removed. Raises CheckpointFailed for an error of the system, or files that cannot be read back.
+    Raises InvalidSpec, ShapeMismatch or DtypeMismatch if the ranks do not hold a whole state, and
+    InvalidSpec if checkpoints of later steps exist and no rank `continues` their run.
+
+    Raises GenerationBroken if a peer is lost: then the checkpoint may be complete, and the next
+    writer removes leftovers.
     """
     writer = _Writer(located(path), state_shard, peers)
     try:
@@ -65,7 +67,7 @@ def write(
 
 
 class _Writer:
-    """Steps in which one rank writes its part of a checkpoint. The methods are called in order."""
+    """Steps in which one rank writes its part, to be called in order."""
 
     def __init__(self, path: CheckpointPath, state_shard: StateShard, peers: Peers) -> None:
         self._path = path
@@ -75,9 +77,8 @@ class _Writer:
         self._first = peers.rank == FIRST
         self._continues = True
         self._opened: Sequence[Mapping[str, Any]] = ()
-        """The answers of all ranks in `open`, by rank."""
         self._values: Mapping[names.Path, object] = {}
-        """Entries that are not shards, on the first rank."""
+        """Entries that are not shards; empty on other ranks than the first."""
 
     def open(self, continues: bool) -> list[list[PlannedChunk]]:
         """Agree on a draft; return the chunks that each rank writes."""
@@ -107,15 +108,14 @@ class _Writer:
         )
 
     def write_share(self, items: Sequence[PlannedChunk]) -> list[list[FileSpan]]:
-        """Write this rank's share; return the file spans of each rank's `_entries`, by rank."""
+        """Write this rank's share; return the spans of each rank's `_entries`."""
 
         def act() -> Any:
             if self._first:
                 if not self._continues:
                     storage.refuse_later(self._path.parent, self._state_shard.step)
-                # All ranks have reached this point, so none still writes an earlier checkpoint.
                 self._draft.sweep()
-                # Within `act`, so that an error on this rank is raised on all ranks.
+                # Within `act`: an error here is raised on all ranks.
                 known = {**self._state_shard.values, SLOTS: merged(self._opened)}
                 self._values = names.entries_of(self._state_shard.step, known)
             elif not self._draft.shares_storage():
@@ -134,7 +134,6 @@ class _Writer:
         return shard.tensor.detach()[item.chunk.slices_in(shard.chunk)]
 
     def _entries(self, items: Sequence[PlannedChunk], first: bool) -> list[CheckpointEntry]:
-        """Return the entries that a rank writes: its items and, on the first rank, the values."""
         entries = [CheckpointEntry.of_item(item) for item in items]
         values = self._values.items() if first else ()
         return entries + [CheckpointEntry.of_value(path, value) for path, value in values]
@@ -142,8 +141,6 @@ class _Writer:
     def publish(
         self, items: Sequence[Sequence[PlannedChunk]], located: Sequence[Sequence[FileSpan]]
     ) -> None:
-        """Publish the checkpoint; return once it is complete."""
-
         def act() -> Any:
             if self._first:
                 stored = list(self._stored(items, located))
@@ -155,7 +152,7 @@ class _Writer:
     def _stored(
         self, items: Sequence[Sequence[PlannedChunk]], located: Sequence[Sequence[FileSpan]]
     ) -> Iterator[tuple[CheckpointEntry, FileSpan]]:
-        """Yield all entries of all ranks. A tied parameter is listed under each of its names."""
+        """Yield all ranks' entries, a tied parameter under each of its names."""
         tied: Any = self._state_shard.values.get("tied", {})
         aliases: dict[names.Path, list[str]] = {}
         for alias, name in tied.items():
@@ -167,13 +164,12 @@ class _Writer:
                     yield CheckpointEntry(("model", alias), entry.data), span
 
     def give_up(self) -> None:
-        """Discard the draft. All ranks have failed at the same point, so none still writes."""
+        """Discard the draft. All ranks have failed here, so none still writes."""
         if self._first:
             self._draft.discard()
 
     def _on_all_ranks(self, stage: str, act: Callable[[], Any]) -> list[Any]:
-        """Run `act` on all ranks and return all results; if it fails on a rank, raise its error on
-        all ranks."""
+        """Return the results of `act` on all ranks, or raise one rank's error on all."""
         failure: ShoalError | None = None
         try:
             message: dict[str, Any] = {"done": act()}
@@ -213,14 +209,13 @@ class _Writer:
 
 
 def _from_system(error: BaseException | None) -> OSError | None:
-    """Return the underlying OSError, if any: torch raises its own error while it cleans up."""
+    """Return the underlying OSError, if there is any."""
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__ or error.__context__
     return error
 
 
 def _check_files(draft: Draft, spans: Sequence[FileSpan]) -> None:
-    """Raise InvalidSpec unless the first rank sees all files: ranks may write to separate disks."""
     ends: dict[str, int] = {}
     for file, offset, length in spans:
         ends[file] = max(ends.get(file, 0), offset + length)

@@ -1,4 +1,4 @@
-"""Compression of gradients for slow networks: fp16, bf16, int8, one-bit, top-k, PowerSGD."""
+"""Compression of gradients for slow networks."""
 
 from collections.abc import Mapping
 from importlib import import_module
@@ -6,7 +6,7 @@ from importlib import import_module
 from shoal.compression.base import Compression
 from shoal_proto.errors import InvalidSpec
 
-# Module and class by name; a module is imported when its compression is used.
+# A module is imported when its compression is used.
 COMPRESSIONS: Mapping[str, tuple[str, str]] = {
     "bf16": ("shoal.compression.half", "BF16"),
     "fp16": ("shoal.compression.half", "FP16"),
@@ -19,9 +19,7 @@ COMPRESSIONS: Mapping[str, tuple[str, str]] = {
 
 def find_compression(compression: str | Compression) -> Compression:
     """Return the compression of this name with its default options; an object is returned as is.
-
-    Raises InvalidSpec, which lists the names, for an unknown name.
-    """
+    Raises InvalidSpec for an unknown name."""
     if isinstance(compression, Compression):
         return compression
     if compression not in COMPRESSIONS:

@@ -1,7 +1,7 @@
 """Interface of every compression, and its guarantees.
 
-A `Compression` is a user's choice: a name and options, the same on all members. The `Compressor`
-that it makes belongs to one member and holds the state that is kept between steps.
+A `Compression` has a name and options, the same on all members. A member's
+`Compressor`, which it makes, holds the state that is kept between steps.
 
 Every compressor promises:
 
@@ -27,7 +27,7 @@ from shoal.model.several import SeveralModels
 from shoal_proto.errors import InvalidSpec
 
 Averaging = Generator[dist.Work, None, None]
-"""An average in progress: yields each collective, and is resumed when the collective has ended."""
+"""An average in progress: yields each collective, and is resumed at its end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,20 +38,20 @@ class Compression(ABC):
 
     @abstractmethod
     def compressor(self) -> "Compressor":
-        """Make a member's compressor; it lives as long as the member trains."""
+        """Make a member's compressor, for all its steps."""
 
     @abstractmethod
     def push_encoder(self) -> PushEncoder:
-        """Make a member's encoder for gradients that are pushed to parameter servers."""
+        """Make a member's encoder for pushes to parameter servers."""
 
     def __str__(self) -> str:
-        """Return the name and every option; members compare this text."""
+        """Return name and options, a text that members compare."""
         options = ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in fields(self))
         return f"{self.name}({options})"
 
 
 def refuse_loss_weights(compression: Compression | None) -> None:
-    """Raise InvalidSpec for losses with weights of their own if gradients are compressed."""
+    """Raise InvalidSpec for weighted losses with compressed gradients."""
     if compression is not None:
         raise InvalidSpec(
             "losses with weights of their own are not trained with compressed gradients",
@@ -62,7 +62,7 @@ def refuse_loss_weights(compression: Compression | None) -> None:
 
 
 def refuse_several_models(compression: Compression | None, model: nn.Module) -> None:
-    """Raise InvalidSpec for several models if gradients are compressed."""
+    """Raise InvalidSpec for several models with compressed gradients."""
     if compression is not None and isinstance(model, SeveralModels):
         raise InvalidSpec(
             "several models are not trained with compressed gradients",
@@ -76,12 +76,11 @@ class PackedTensors:
     """Several tensors concatenated into a flat one."""
 
     flat: Tensor
-    """This rank's values, later replaced by the averages."""
     names: Sequence[str]
     shapes: Sequence[torch.Size]
 
     def slots(self) -> Iterator[tuple[str, slice]]:
-        """Yield each name with the slice of its values in `flat`."""
+        """Yield each name with its slice in `flat`."""
         start = 0
         for name, shape in zip(self.names, self.shapes, strict=True):
             yield name, slice(start, start + shape.numel())
@@ -89,13 +88,13 @@ class PackedTensors:
 
 
 class Compressor(ABC):
-    """Averages compressed gradients over a group. See the head of this module."""
+    """Averages compressed gradients over a group; see the module."""
 
     def averaging(self, packed: PackedTensors, wire: Wire) -> Averaging:
         """Replace the values in `packed` by their mean over the ranks of `wire`.
 
-        All ranks call this for the same names and shapes in the same order. On a single rank
-        nothing is compressed: the residuals of earlier steps are added to the values.
+        All ranks call this for the same names and shapes in the same order. A single rank
+        compresses nothing, and adds the residuals of earlier steps.
         """
         wire.traffic.count_plain(packed.flat, wire.world_size)
         if wire.world_size == 1:
@@ -104,9 +103,9 @@ class Compressor(ABC):
         yield from self._average(packed, wire)
 
     def average(self, values: Mapping[str, Tensor], wire: Wire) -> dict[str, Tensor]:
-        """Compute the means of `values` over the ranks and return them as new tensors.
+        """Return the means of `values` over the ranks.
 
-        All tensors have one dtype and device; all ranks call this with the same names and shapes.
+        All tensors have one dtype and device. All ranks call this with the same names and shapes.
         """
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in values.values()])
         packed = PackedTensors(flat, list(values), [tensor.shape for tensor in values.values()])
@@ -116,7 +115,7 @@ class Compressor(ABC):
 
     @abstractmethod
     def _average(self, packed: PackedTensors, wire: Wire) -> Averaging:
-        """Average as `averaging` does, for two ranks or more."""
+        """Average over two ranks or more."""
 
     def _release(self, packed: PackedTensors) -> None:  # noqa: B027 - not all keep residuals
         """Add the residuals to the values, and clear them."""
@@ -124,9 +123,8 @@ class Compressor(ABC):
     def begin(self, step: int) -> None:  # noqa: B027 - not all keep state between steps
         """Begin the next step; `step` steps are committed.
 
-        State that the previous step left is kept if that step is committed. Otherwise the state is
-        discarded: the step is computed again.
+        The previous step's state is kept only if that step is committed.
         """
 
     def regroup(self) -> None:  # noqa: B027 - not all share state with other ranks
-        """Discard state that must be the same on all ranks: the set of ranks has changed."""
+        """Discard state that all ranks must have alike: the set of ranks has changed."""

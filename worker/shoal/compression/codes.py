@@ -1,7 +1,6 @@
 """Codes for values in blocks: a scale for each block, and a byte or a bit for each value.
 
-P: parts, one for each rank. N: values of a part. K: blocks of a part. B: bytes of a coded part,
-its K scales in fp32 first.
+P: parts, one for each rank. N: values of a part. B: bytes of a coded part, its fp32 scales first.
 """
 
 from typing import Protocol
@@ -11,31 +10,27 @@ from torch import Tensor
 
 LARGEST = 127
 SCALE_BYTES = 4
-# A factor that packs eight bytes of 0 or 1 into the highest byte of the product, the first byte's
-# bit highest: term i of the factor shifts the bit of byte i there, and no two terms share a bit.
+# Factor that packs eight bytes of 0 or 1 into the product's highest byte. Term i shifts the bit of
+# byte i there, and no two terms share a bit.
 _GATHER_BITS = sum(1 << (63 - 9 * byte) for byte in range(8)) - (1 << 64)
 
 
 class Code(Protocol):
-    """Encodes blocks of values as bytes; decoding returns approximate values."""
+    """Encodes blocks of values approximately as bytes."""
 
     def num_bytes(self, num_values: int, block: int) -> int:
-        """Return B, the bytes of `num_values` values. `num_values` must be a multiple of `block`,
-        and `block` a multiple of eight."""
+        """Return B for `num_values` values: a multiple of `block`, which is a multiple of eight."""
 
     def encode(self, values: Tensor, block: int) -> Tensor:
-        """Encode P x N values in fp32 as P x B bytes. A NaN or an infinity makes every decoded
-        value of its block NaN or infinite."""
+        """Encode P x N fp32 values as P x B bytes. A NaN or an infinity makes its whole block NaN
+        or infinite."""
 
     def decode(self, codes: Tensor, block: int) -> Tensor:
-        """Decode the bytes into P x N values, in fp32."""
+        """Decode into P x N values, in fp32."""
 
 
 class Int8Code:
-    """A byte for each value: the nearest multiple of 1/127 of the block's largest magnitude.
-
-    The error of a value is at most 1/254 of that magnitude, except for rounding.
-    """
+    """A byte for each value: the nearest multiple of 1/127 of the block's largest magnitude."""
 
     def num_bytes(self, num_values: int, block: int) -> int:
         return num_values // block * SCALE_BYTES + num_values
@@ -43,11 +38,11 @@ class Int8Code:
     def encode(self, values: Tensor, block: int) -> Tensor:
         blocks = values.view(-1, block)
         scales = blocks.abs().amax(1, keepdim=True) / LARGEST
-        # A block of zeros must not be divided by its scale. In a block of tiny numbers the scale
-        # is rounded, so a code may exceed the range.
+        # A block of zeros has the scale zero. A tiny scale is rounded, so a code may exceed the
+        # range.
         divisors = torch.where(scales == 0, 1.0, scales)
         codes = (blocks / divisors).round_().clamp_(-LARGEST, LARGEST)
-        # The integer value of NaN depends on the processor. The block's scale stays NaN.
+        # The integer for NaN depends on the processor. The scale stays NaN.
         codes = codes.nan_to_num_(0.0).to(torch.int8)
         return _joined(scales, codes.view(torch.uint8), values.shape[0])
 
@@ -58,7 +53,7 @@ class Int8Code:
 
 
 class OneBitCode:
-    """A bit for each value, its sign; decoded as the sign times the block's mean absolute value."""
+    """A bit for each value: its sign, decoded as plus or minus the block's mean absolute value."""
 
     def num_bytes(self, num_values: int, block: int) -> int:
         return num_values // block * SCALE_BYTES + num_values // 8
@@ -81,7 +76,6 @@ def _joined(scales: Tensor, codes: Tensor, num_parts: int) -> Tensor:
 
 
 def _parted(codes: Tensor, num_blocks: int) -> tuple[Tensor, Tensor]:
-    """Split coded bytes into the scales, one in each row, and the remaining bytes."""
     cut = num_blocks * SCALE_BYTES
     scales = codes[:, :cut].reshape(-1).view(torch.float32).view(-1, 1)
     return scales, codes[:, cut:].reshape(-1)
@@ -91,7 +85,6 @@ _tables: dict[torch.device, Tensor] = {}
 
 
 def _signs(device: torch.device) -> Tensor:
-    """Return a table of the eight signs of each byte, highest bit first."""
     if device not in _tables:
         codes = torch.arange(256, device=device).unsqueeze(1)
         bits = (codes >> torch.arange(7, -1, -1, device=device)) & 1

@@ -16,19 +16,15 @@ from shoal.torch_private.c10d import GradBucket
 
 @dataclass(frozen=True)
 class BucketAverage:
-    """A bucket whose average has begun."""
-
     averaging: Averaging
     completion: Completion
-    """Completion that DDP waits for."""
 
 
 class CompressedExchange(GradientExchange):
     """Exchange in which `compressor` compresses each bucket.
 
-    A bucket's first collective begins as soon as its gradients are complete, during backward. Each
-    later collective depends on the result of the previous one, and all ranks must begin them in the
-    same order. So they begin when backward has reached the last bucket, in the order of buckets.
+    A bucket's first collective begins during backward. All ranks must begin the later ones in the
+    same order. So these begin when backward has reached the last bucket, in the order of buckets.
     """
 
     aborts_for_good = True
@@ -41,7 +37,7 @@ class CompressedExchange(GradientExchange):
         compressor: Compressor,
     ) -> None:
         super().__init__(group, name_of, traffic)
-        # A single rank uses the compressor too, which adds the residuals of earlier steps.
+        # The compressor adds residuals of earlier steps.
         self._alone = False
         compressor.regroup()
         self._compressor = compressor
@@ -73,7 +69,6 @@ class CompressedExchange(GradientExchange):
 
     @torch.no_grad()
     def _begin_next(self, index: int) -> None:
-        """Begin the bucket's next collective; after the last, set its completion."""
         average = self._averages[index]
         work = next(average.averaging, None)
         if work is None:
@@ -82,8 +77,7 @@ class CompressedExchange(GradientExchange):
             self._works[index] = self.waiter.begin(work)
 
     def _finish(self) -> None:
-        """Finish the averages of all buckets. Each round waits for one collective of each bucket,
-        in the order of buckets, and begins the bucket's next collective."""
+        """Each round waits for one collective of each bucket, and begins the bucket's next one."""
         while self._works:
             for index in sorted(self._works):
                 try:
@@ -106,7 +100,7 @@ def exchange_for(
     traffic: Traffic,
     compressor: Compressor | None,
 ) -> GradientExchange:
-    """Return the exchange of a generation, compressed if there is a compressor."""
+    """Return the exchange of a generation."""
     if compressor is None:
         return GradientExchange(group, name_of, traffic)
     return CompressedExchange(group, name_of, traffic, compressor)

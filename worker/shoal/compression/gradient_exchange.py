@@ -1,4 +1,4 @@
-"""Averages of gradients over the members, with a check for values that are not finite."""
+"""Averages of gradients over the members, checked for values that are not finite."""
 
 import math
 from collections.abc import Callable
@@ -21,13 +21,12 @@ from shoal.torch_private.tensors import after_backward, foreach_norm
 class GradientExchange:
     """Averages the gradients of one generation; `average` is its hook in DDP.
 
-    DDP waits for completions made here, so that an abort of `waiter` frees the trainer. With NCCL
-    a completion is set before its average is complete. So the backward pass ends with a wait for
-    the works themselves, and gradients read after the pass are averages.
+    DDP waits for completions made here, so that an abort of `waiter` frees the trainer. With NCCL a
+    completion is set early: so the backward pass ends with a wait for the works themselves.
     """
 
     aborts_for_good: ClassVar[bool] = False
-    """True if an abort must last, as another thread may still begin collectives after it."""
+    """True if another thread may begin collectives after an abort, which then must last."""
 
     def __init__(
         self,
@@ -39,17 +38,16 @@ class GradientExchange:
         self._group = group
         self._world_size = group.size()
         self._alone = self._world_size == 1
-        """True if this member's gradients are the averages already, without a collective."""
+        """True if this member's gradients are the averages already."""
         self._name_of = name_of
         self._traffic = traffic or Traffic()
         self._averaged: list[Tensor] = []
         self._in_progress: list[OngoingCollective] = []
-        """Collectives that the backward pass has begun and not waited for yet."""
         self.losses = PendingLosses()
-        """Losses of this member. If one is not finite, the averages are not finite either."""
+        """Losses of this member. If one is not finite, no average is."""
         self._fault = ""
         self._norms: list[tuple[Tensor, Tensor]] = []
-        """Parameters on a GPU, each with the largest magnitude in this member's own gradient."""
+        """Parameters on a GPU, each with its own gradient's largest magnitude."""
         self._complete = False
 
     def average(self, state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -57,7 +55,7 @@ class GradientExchange:
         self._check_own(bucket)
         if self.losses.excess is not None:
             gradients[:1].add_(self.losses.excess)
-        # DDP sends its buckets in order, the last one only after all others.
+        # DDP sends its buckets in order.
         self._complete = self._complete or bucket.is_last()
         if self._alone:
             done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
@@ -70,10 +68,9 @@ class GradientExchange:
         return completion.then(partial(_averaged, gradients))
 
     def _check_own(self, bucket: GradBucket) -> None:
-        """Check if this member's own gradients are finite; on a GPU, only begin the check."""
         gradients = bucket.buffer()
         if not is_on_host(gradients):
-            # Reading a norm now would make the backward pass wait for the GPU at each bucket.
+            # Reading a norm would make the backward pass wait for the GPU.
             norms = foreach_norm(bucket.gradients(), math.inf)
             self._norms.extend(zip(bucket.parameters(), norms, strict=True))
         elif not self._fault and not is_finite(gradients):
@@ -81,13 +78,11 @@ class GradientExchange:
             self._fault = next(self._name_of(p) for p, g in pairs if not is_finite(g))
 
     def _await_averages(self) -> None:
-        """Wait for the averages, so that code after the backward pass reads them."""
         in_progress, self._in_progress = self._in_progress, []
         for each in in_progress:
             each.wait()
 
     def _begin_average(self, bucket: GradBucket) -> Completion:
-        """Begin to average the bucket in place; the completion is set at its end or failure."""
         gradients = bucket.buffer()
         self._traffic.count_plain(gradients, self._world_size)
         self._traffic.count_all_reduce(gradients, self._world_size)
@@ -104,15 +99,12 @@ class GradientExchange:
         return self._complete
 
     def begin_pass(self) -> None:
-        """Begin one more backward pass of the step, which must produce all gradients again.
-
-        DDP reduces gradients in the first backward pass after a forward pass, and in no other.
-        """
+        """Begin one more backward pass of the step, which must produce all gradients again. DDP
+        reduces only in the first backward pass after a forward pass."""
         self._complete = False
 
     def begin(self, step: int) -> None:
-        """Begin a step; `step` steps are committed. Discards the averages and losses of the last
-        step."""
+        """Begin a step; `step` steps are committed."""
         self._traffic.begin_step()
         self._averaged.clear()
         self._in_progress.clear()
@@ -123,13 +115,13 @@ class GradientExchange:
         self._complete = False
 
     def has_finite_averages(self) -> bool:
-        """True if all averages are finite; the same on all ranks. Used in place of `check` with a
-        GradScaler, which skips a step whose averages are not finite."""
+        """True if all averages are finite; the same on all ranks. For a GradScaler, which skips a
+        step otherwise."""
         self._traffic.end_step()
         return are_finite(self._averaged) and not (self._alone and self._own_fault())
 
     def check(self, step: int) -> None:
-        """Raise unless the averages are finite. If they are not, every rank raises.
+        """Raise on every rank unless the averages are finite.
 
         Raises NonFiniteGradient on members whose own gradient or loss is not finite, and on all
         members if only the sum is not. Raises GenerationBroken on the other members, as the members
@@ -138,7 +130,7 @@ class GradientExchange:
         if are_finite(self._averaged) and not (self._alone and self._own_fault()):
             self._traffic.end_step()
             return
-        # The averages are the same on all ranks, so all ranks begin this collective, or none does.
+        # Averages are the same on all ranks, so all of them begin this collective.
         faults = torch.zeros(self._world_size, dtype=torch.int64)
         faults[self._group.rank()] = int(bool(self._own_fault()))
         self.waiter.wait(dist.all_reduce(faults, group=self._group, async_op=True))
@@ -150,8 +142,8 @@ class GradientExchange:
         raise others_not_finite(faults.tolist(), step)
 
     def _own_fault(self) -> str:
-        """Return the parameter whose gradient is not finite on this member, or "the loss"; empty if
-        all are finite."""
+        """Return the parameter whose own gradient is not finite, or "the loss"; empty if all are
+        finite."""
         if self._norms:
             norms, self._norms = self._norms, []
             if not self._fault and not are_finite([norm for _, norm in norms]):

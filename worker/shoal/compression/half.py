@@ -1,4 +1,4 @@
-"""Gradients in 16 bits. No residuals are kept: rounding errors are lost."""
+"""Gradients in 16 bits, without residuals: rounding errors are lost."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from shoal.compression.wire import Wire
 
 @dataclass(frozen=True, kw_only=True)
 class FP16(Compression):
-    """Half precision: 11 significant bits, at most 65,504. Bytes per step: half of fp32's."""
+    """Half precision: 11 significant bits, at most 65,504. Half of fp32's bytes."""
 
     name: ClassVar[str] = "fp16"
 
@@ -27,7 +27,7 @@ class FP16(Compression):
 
 @dataclass(frozen=True, kw_only=True)
 class BF16(Compression):
-    """bfloat16: 8 significant bits, the range of fp32. Bytes per step: half of fp32's."""
+    """bfloat16: 8 significant bits, the range of fp32. Half of fp32's bytes."""
 
     name: ClassVar[str] = "bf16"
 
@@ -46,7 +46,7 @@ class HalfCompressor(Compressor):
         self._dtype = dtype
 
     def _average(self, packed: PackedTensors, wire: Wire) -> Averaging:
-        # Divided first: the sum may exceed fp16's range even if the mean does not.
+        # The sum may exceed fp16's range even if the mean does not.
         values = (packed.flat / wire.world_size).to(self._dtype)
         yield wire.all_reduce(values)
         packed.flat.copy_(values)

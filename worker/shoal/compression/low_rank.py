@@ -1,9 +1,9 @@
 """Gradients of matrices as products of two thin matrices.
 
-Vogels et al., PowerSGD, arXiv:1905.13727: one step of the power method from the factors of the
-previous step. For gradients G (M x N) and rank R: the left factor P = G Q (M x R) is averaged and
-made orthonormal, the right factor Q = G^T P (N x R) is averaged, and P Q^T approximates the mean
-of all G.
+Vogels et al., PowerSGD, arXiv:1905.13727: one step of the power method from the previous step's
+factors. For gradients G (M x N) and rank R, the left factor P = G Q (M x R) is averaged and made
+orthonormal, the right factor Q = G^T P (N x R) is averaged, and P Q^T approximates the mean of all
+G.
 """
 
 from collections.abc import Sequence
@@ -28,8 +28,7 @@ class PowerSGD(Compression):
     """Matrices as products of two factors, each with `rank` columns.
 
     A tensor of more dimensions is a matrix with its first dimension as rows. Vectors, and matrices
-    whose two factors would not be smaller, are sent uncompressed. Raises InvalidSpec for a `rank`
-    below 1.
+    that would not become smaller, are sent uncompressed. Raises InvalidSpec for a `rank` below 1.
     """
 
     name: ClassVar[str] = "powersgd"
@@ -49,7 +48,7 @@ class PowerSGD(Compression):
 
 @dataclass(frozen=True)
 class Matrix:
-    """One parameter's gradient plus residual, as a matrix: a view of the values to be averaged."""
+    """One parameter's gradient plus residual: a view of the values to average."""
 
     name: str
     gradient: Tensor
@@ -57,8 +56,8 @@ class Matrix:
 
 
 class PowerSgdCompressor(Compressor):
-    """Averages by one or two all-reduces. A rank sends 2 (n-1) / n times 4 V bytes for V values:
-    (M + N) R for each matrix, and all values of the tensors that are not compressed."""
+    """Averages by one or two all-reduces. A rank sends 2 (n-1) / n times 4 V bytes for V values: (M
+    + N) R for each matrix, and all other values."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -110,7 +109,6 @@ class PowerSgdCompressor(Compressor):
     def _multiply(
         self, mean: Tensor, matrices: list[Matrix], lefts: list[Tensor], rights: Tensor
     ) -> None:
-        """Write the products into `mean`, and keep the right factors for the next step."""
         sizes = [matrix.gradient.shape[1] * self._rank for matrix in matrices]
         for matrix, left, right in zip(matrices, lefts, torch.split(rights, sizes), strict=True):
             factor = right.view(-1, self._rank)
@@ -122,7 +120,6 @@ class PowerSgdCompressor(Compressor):
         self._residuals.release(packed)
 
     def _parted(self, packed: PackedTensors, values: Tensor) -> tuple[list[Matrix], list[slice]]:
-        """Split the values into matrices to compress, and slices of the rest."""
         matrices, plain = [], []
         for (name, span), shape in zip(packed.slots(), packed.shapes, strict=True):
             if self.is_compressed(shape):
@@ -132,8 +129,7 @@ class PowerSgdCompressor(Compressor):
         return matrices, plain
 
     def _factor(self, matrix: Matrix) -> Tensor:
-        """Return the right factor of the previous step; at first random numbers, the same on all
-        ranks."""
+        """Return the previous right factor; at first random numbers, the same on all ranks."""
         factor = self._factors.get(matrix.name)
         if factor is None:
             columns = matrix.gradient.shape[1]
@@ -142,19 +138,17 @@ class PowerSgdCompressor(Compressor):
 
 
 class LowRankEncoder(PushEncoder):
-    """Encodes the rows of a parameter that are whole in the shard as one matrix, if that makes them
-    smaller. All other values are sent unchanged."""
+    """Encodes a parameter's rows that are whole in the shard as one matrix, if that is smaller."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._factors: dict[tuple[str, int], Tensor] = {}
         """Factors by parameter and offset of its first block. A factor is kept even if its push was
-        not applied: it is an equally good start for the next push."""
+        not applied."""
 
     def encode(self, values: Tensor, blocks: Sequence[PushBlock]) -> EncodedBlocks:
         decoded = values.clone()
         spans = self._spans(blocks)
-        # For each block: the values before its whole rows, their left factor, the values after.
         sent = [[values[span]] for span in spans.values()]
         codec = GradientCodec(kind=PowerSGD.name, rank=self._rank)
         codec.low_rank.extend(LowRankRows() for _ in blocks)
@@ -182,7 +176,6 @@ class LowRankEncoder(PushEncoder):
         return EncodedBlocks(codec=codec, data=data, decoded=decoded)
 
     def _spans(self, blocks: Sequence[PushBlock]) -> dict[int, slice]:
-        """Return the slice of each block in the values, by index of the block."""
         spans, start = {}, 0
         for i, block in enumerate(blocks):
             spans[i] = slice(start, start + block.num_elements)
@@ -202,10 +195,9 @@ class LowRankEncoder(PushEncoder):
 
 
 def low_rank_matrices(blocks: Sequence[PushBlock], rank: int) -> list[list[int]]:
-    """Return the matrices to compress, each as the indices of the blocks that make it up.
+    """Return the matrices to compress, each as the indices of its blocks.
 
-    A matrix has the rows of one parameter that are whole in their block. It is compressed if its
-    factors are smaller.
+    A matrix has the rows of one parameter that are whole in their block.
     """
     by_parameter: dict[str, list[int]] = {}
     for i, block in enumerate(blocks):
@@ -215,14 +207,14 @@ def low_rank_matrices(blocks: Sequence[PushBlock], rank: int) -> list[list[int]]
     def shrinks(members: list[int]) -> bool:
         columns = blocks[members[0]].columns
         rows = sum(rows_of(blocks[i], 0).rows for i in members)
-        # The left factor has `rank` columns that are orthonormal.
+        # The left factor has `rank` orthonormal columns.
         return rank <= rows and rank * (rows + columns) < rows * columns
 
     return [members for members in by_parameter.values() if shrinks(members)]
 
 
 def rows_of(block: PushBlock, matrix: int) -> LowRankRows:
-    """Return the rows of the parameter that are whole in the block; none for a vector."""
+    """Return the parameter's rows that are whole in the block; none for a vector."""
     if len(block.shape) < 2 or not block.shape.numel():
         return LowRankRows()
     lead = -block.offset % block.columns
@@ -231,14 +223,14 @@ def rows_of(block: PushBlock, matrix: int) -> LowRankRows:
 
 
 def _multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
-    """Compute P Q^T term by term, bit for bit as a server does."""
+    """Compute P Q^T bit for bit as a server does."""
     torch.mul(left[:, :1], right[:, 0], out=out)
     for i in range(1, left.shape[1]):
         out.add_(left[:, i : i + 1] * right[:, i])
 
 
 def _random_factor(name: str, columns: int, rank: int) -> Tensor:
-    """Return random numbers that depend on the name alone, so they are the same on all ranks."""
+    """Return random numbers that depend only on the name."""
     generator = torch.Generator().manual_seed(crc32(name.encode()))
     return torch.randn((columns, rank), generator=generator)
 
@@ -248,8 +240,8 @@ def _joined(tensors: list[Tensor], world_size: int) -> Tensor:
 
 
 def _orthonormal(left: Tensor) -> Tensor:
-    """Return orthonormal columns that span the given columns; arbitrary columns for zeros."""
-    # Scaled first, as the squares of a vanishing gradient would underflow to zero.
+    """Return orthonormal columns that span the given ones."""
+    # The squares of a vanishing gradient would underflow.
     scale = left.abs().amax()
     orthonormal: Tensor = torch.linalg.qr(left / torch.where(scale == 0, 1.0, scale)).Q
     return orthonormal

@@ -1,8 +1,7 @@
 """Encoding of one member's own gradients for a push to parameter servers.
 
-Members do not average these gradients: an encoder encodes the gradients of a shard, and the server
-that holds the shard decodes them (`shoal_proto/v1/codec.proto`). Residuals are kept by the sender
-and not by the encoder, as only the sender knows which pushes were applied.
+The server decodes them (`shoal_proto/v1/codec.proto`). The sender keeps residuals, as only the
+sender knows which pushes were applied.
 """
 
 from abc import ABC, abstractmethod
@@ -18,18 +17,16 @@ from shoal_proto.v1.codec_pb2 import GradientCodec
 
 @dataclass(frozen=True, kw_only=True)
 class PushBlock:
-    """A contiguous range of one parameter's elements, within a shard."""
+    """A range of one parameter's elements, within a shard."""
 
     parameter: str
     offset: int
-    """Offset of the block's first element in the flattened parameter."""
     num_elements: int
     shape: torch.Size
-    """Shape of the parameter."""
 
     @property
     def columns(self) -> int:
-        """Columns of the parameter as a matrix, with its first dimension as rows."""
+        """Columns of a matrix with the first dimension as rows."""
         return self.shape.numel() // self.shape[0]
 
 
@@ -37,23 +34,22 @@ class PushBlock:
 class EncodedBlocks:
     codec: GradientCodec
     data: Tensor
-    """The encoded values to send, a flat tensor."""
     decoded: Tensor
     """The values as the server decodes them, in fp32; NaN or infinite if out of the codec's
     range."""
 
 
 class PushEncoder(ABC):
-    """Encoder of one member; it lives as long as the member trains."""
+    """Encoder of one member, for all its steps."""
 
     keeps_residuals: ClassVar[bool] = True
     """True if the sender is to add what the codec leaves out to the next gradients."""
 
     @abstractmethod
     def encode(self, values: Tensor, blocks: Sequence[PushBlock]) -> EncodedBlocks:
-        """Encode the values of the blocks, concatenated; they are fp32, on the CPU and finite."""
+        """Encode the concatenated values of the blocks: fp32, on the CPU, finite."""
 
 
 def codec_of(kind: str, data: Tensor) -> GradientCodec:
-    """Return a codec for the encoded data; the caller sets its options."""
+    """Return a codec without options."""
     return GradientCodec(kind=kind, num_bytes=data.nbytes)

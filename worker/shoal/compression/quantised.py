@@ -1,9 +1,8 @@
 """Gradients in 8 bits or 1 bit for each value.
 
-Coded values cannot be summed without decoding, so a ring all-reduce would have to carry the values
-of every rank. Instead each rank serves one part of the values: it receives that part from all
-ranks, computes the mean, and sends the mean, coded again, to all ranks. The serving rank keeps the
-error of this second coding and sends it in a later step. Tang et al., 1-bit Adam, arXiv:2102.02888.
+Each rank receives one part of the values from all ranks, and sends the mean, coded again, to all
+ranks. It keeps the error of the second coding for a later step. Tang et al., 1-bit Adam,
+arXiv:2102.02888.
 """
 
 from collections.abc import Sequence
@@ -24,7 +23,7 @@ from shoal_proto.numbers_given import convert_fields
 
 @dataclass(frozen=True, kw_only=True)
 class Int8(Compression):
-    """A byte for each value and a scale for each block of `block` values. About 1/4 of fp32's
+    """A byte for each value and a scale for each block of `block` values: about 1/4 of fp32's
     bytes. Raises InvalidSpec if `block` is not a positive multiple of 8."""
 
     name: ClassVar[str] = "int8"
@@ -43,7 +42,7 @@ class Int8(Compression):
 
 @dataclass(frozen=True, kw_only=True)
 class OneBit(Compression):
-    """A sign for each value and a scale for each block of `block` values. About 1/25 of fp32's
+    """A sign for each value and a scale for each block of `block` values: about 1/25 of fp32's
     bytes. Raises InvalidSpec if `block` is not a positive multiple of 8."""
 
     name: ClassVar[str] = "one-bit"
@@ -69,18 +68,17 @@ def _check_block(block: int) -> None:
 
 @dataclass(frozen=True)
 class MeanError:
-    """Coding error in the mean of a range of a parameter's values, kept by the serving rank."""
+    """Coding error in the mean of a range of a parameter, kept by the serving rank."""
 
     start: int
-    """Index of the first value within the parameter."""
     values: Tensor
 
 
 class QuantisedCompressor(Compressor):
     """An all-to-all and an all-gather of coded parts.
 
-    S values on n ranks take 2 (n-1) B bytes. B is the size of one coded part: ceil(S / n) values,
-    rounded up to whole blocks. Blocks are shorter if a part is smaller than a block.
+    S values on n ranks take 2 (n-1) B bytes, where B is the size of a coded part: ceil(S / n)
+    values, in whole blocks.
     """
 
     def __init__(self, code: Code, block: int) -> None:
@@ -94,7 +92,7 @@ class QuantisedCompressor(Compressor):
         self._mean_errors.begin(step)
 
     def part(self, num_values: int, world_size: int) -> tuple[int, int]:
-        """Return the number of values that each rank serves, and the number in a block."""
+        """Return the number of values that each rank serves, and the block size."""
         share = -(-num_values // world_size)
         block = min(self._block, _round_up(share, 8))
         return _round_up(share, block), block
@@ -126,11 +124,10 @@ class QuantisedCompressor(Compressor):
     def _collect_mean_errors(
         self, packed: PackedTensors, values: Tensor, served: slice, num_ranks: int
     ) -> Tensor:
-        """Return the kept mean errors of the values that this rank serves now, and clear them.
+        """Return the kept mean errors of the values that this rank now serves, and clear them.
 
-        After a change of the roster or of the order of parameters, another rank may serve values
-        that this rank served. Errors of such values are added to this rank's own values, multiplied
-        by the number of ranks, by which the mean will divide them.
+        Other errors are added to this rank's own values, multiplied by the number of ranks, by
+        which the mean will divide them.
         """
         sums = torch.zeros(served.stop - served.start, dtype=torch.float32, device=values.device)
         for name, span in packed.slots():
@@ -158,7 +155,7 @@ class QuantisedCompressor(Compressor):
 
 
 class QuantisedEncoder(PushEncoder):
-    """Encodes a shard's blocks as one row of values, padded with zeros."""
+    """Encodes blocks as one row, padded with zeros."""
 
     def __init__(self, name: str, code: Code, block: int) -> None:
         self._name = name

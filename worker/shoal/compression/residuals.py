@@ -1,4 +1,4 @@
-"""State kept from one step to the next, by parameter, and only if the step was committed."""
+"""State by parameter, kept from one committed step to the next."""
 
 from typing import Generic, TypeVar
 
@@ -11,9 +11,9 @@ Kept = TypeVar("Kept")
 
 
 class StepValues(Generic[Kept]):
-    """Values by parameter name; values put in a step that is not committed are discarded.
+    """Values by parameter name, discarded unless their step is committed.
 
-    Keyed by name, as the order in which DDP packs parameters changes after its first step.
+    Keyed by name: DDP packs parameters in another order after its first step.
     """
 
     def __init__(self) -> None:
@@ -22,8 +22,8 @@ class StepValues(Generic[Kept]):
         self._step = 0
 
     def begin(self, step: int) -> None:
-        """Begin the next step; `step` steps are committed. A member that failed in the last step
-        and received the state as of its end keeps its values too: it took part in that step."""
+        """Begin the next step; `step` steps are committed. A member that received the state after a
+        failure keeps its values too: it took part in that step."""
         if self._step < step:
             self._committed |= self._pending
         self._pending = {}
@@ -52,7 +52,7 @@ class Residuals:
         self._carry.begin(step)
 
     def compensate(self, packed: PackedTensors, length: int | None = None) -> Tensor:
-        """Return the values plus their residuals, in fp32, padded with zeros up to `length`."""
+        """Return the values plus residuals, in fp32, padded with zeros up to `length`."""
         size = packed.flat.numel()
         total = torch.empty(length or size, dtype=torch.float32, device=packed.flat.device)
         total[:size] = packed.flat
@@ -64,7 +64,7 @@ class Residuals:
         return total
 
     def keep(self, packed: PackedTensors, errors: Tensor) -> None:
-        """Keep `errors`, the errors of the values being sent, as the new residuals."""
+        """Keep the errors of the values sent as the new residuals."""
         for name, span in packed.slots():
             self._carry.put(name, errors[span])
 

@@ -1,7 +1,6 @@
 """Top-k sparsification: only the largest values are sent; the others accumulate as residuals.
 
-Selection and accumulation follow Lin et al., Deep Gradient Compression, arXiv:1712.01887. Momentum
-is left to the optimizer.
+Lin et al., Deep Gradient Compression, arXiv:1712.01887, without its momentum.
 """
 
 from collections.abc import Sequence
@@ -20,14 +19,13 @@ from shoal_proto.errors import InvalidSpec
 from shoal_proto.numbers_given import convert_fields
 
 SAMPLE = 1 << 14
-"""Minimum size of the sample that estimates the threshold. Up to this many values, all values are
-examined, without an estimate."""
+"""Minimum size of the sample that estimates the threshold."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TopK(Compression):
-    """The largest values of a bucket or shard, a fraction `ratio` of all, with their indices.
-    Raises InvalidSpec if `ratio` is not above 0 and at most 1."""
+    """The largest values of a bucket or shard, a fraction `ratio`, with their indices. Raises
+    InvalidSpec if `ratio` is not above 0 and at most 1."""
 
     name: ClassVar[str] = "top-k"
     ratio: float = 0.01
@@ -68,7 +66,7 @@ class TopKCompressor(Compressor):
         yield wire.all_gather(received, sent)
 
         mean = torch.zeros_like(values)
-        # One rank after another, in the same order on all ranks. An index occurs once in each row.
+        # The same order on all ranks. An index occurs once in each row.
         for row in received:
             numbers, at = row.chunk(2)
             mean[at.to(torch.int64)] += numbers.view(torch.float32) / wire.world_size
@@ -94,12 +92,12 @@ class TopKEncoder(PushEncoder):
 
 
 def largest_indices(magnitudes: Tensor, number: int) -> Tensor:
-    """Return the indices of the `number` largest values, in any order; NaN counts as largest."""
+    """Return the indices of the `number` largest values, in any order; NaN is largest."""
     size = magnitudes.numel()
     if size <= SAMPLE or number * 4 > size:
         return magnitudes.topk(number, sorted=False).indices
     sample = magnitudes[:: size // SAMPLE]
-    # Generous: if too few candidates remain, all values must be examined.
+    # Generous: with too few candidates, all values must be examined.
     rank = min(ceil(1.5 * number / size * sample.numel()) + 16, sample.numel())
     candidates = (~(magnitudes <= sample.topk(rank).values[-1])).nonzero().squeeze(1)
     if candidates.numel() < number:

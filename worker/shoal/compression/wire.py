@@ -7,17 +7,16 @@ from shoal.torch_private.c10d import all_gather_single
 
 
 class Traffic:
-    """Bytes that one rank has sent for its averages, without headers of the transport.
+    """Bytes that one rank has sent for its averages, without the transport's headers.
 
-    With n ranks an all-reduce of b bytes is counted as 2 b (n-1) / n, an all-to-all of b bytes as
-    b (n-1) / n and an all-gather of b bytes of this rank's own as b (n-1). Ring algorithms, such as
-    Gloo's, send that much.
+    Counted as ring algorithms, such as Gloo's, send them. With n ranks, an all-reduce of b bytes is
+    2 b (n-1) / n, an all-to-all b (n-1) / n, and an all-gather of b bytes of this rank b (n-1).
     """
 
     def __init__(self) -> None:
         self.sent_bytes = 0
         self.plain_bytes = 0
-        """Bytes that all-reduces of the same values would have sent, uncompressed."""
+        """Bytes of uncompressed all-reduces of the same values."""
         self._before = (0, 0)
         self._step = (0, 0)
 
@@ -28,16 +27,16 @@ class Traffic:
         self.sent_bytes += _all_reduce_bytes(values, world_size)
 
     def begin_step(self) -> None:
-        """Begin the count of the next step."""
+        """Begin to count a step."""
         self._before = (self.sent_bytes, self.plain_bytes)
 
     def end_step(self) -> None:
-        """End the count of the step. May be called more than once in a step."""
+        """End the count of the step. May be called again in a step."""
         now = (self.sent_bytes, self.plain_bytes)
         self._step = (now[0] - self._before[0], now[1] - self._before[1])
 
     def metrics(self) -> dict[str, float]:
-        """Return the bytes sent in the last step and in total, and the last step's compression."""
+        """Return the last step's bytes and compression, and all bytes."""
         sent, plain = self._step
         return {
             "bytes_per_step": float(sent),
@@ -61,12 +60,12 @@ class Wire:
         return _begun(dist.all_reduce(values, group=self._group, async_op=True))
 
     def all_to_all(self, received: Tensor, sent: Tensor) -> dist.Work:
-        """Send row p of `sent` to rank p, and receive row p of `received` from rank p."""
+        """Send row p of `sent` to rank p; receive row p of `received` from it."""
         self.traffic.sent_bytes += sent.nbytes * (self.world_size - 1) // self.world_size
         return _begun(dist.all_to_all_single(received, sent, group=self._group, async_op=True))
 
     def all_gather(self, received: Tensor, own: Tensor) -> dist.Work:
-        """Receive each rank's `own`: row p of `received` is rank p's."""
+        """Receive rank p's `own` in row p of `received`."""
         self.traffic.sent_bytes += own.nbytes * (self.world_size - 1)
         return _begun(
             all_gather_single(received.view(-1), own.view(-1), group=self._group, async_op=True)

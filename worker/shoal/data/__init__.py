@@ -1,1 +1,1 @@
-"""Selection and loading of a step's samples, in an order common to all members."""
+"""Selection and loading of a step's samples."""

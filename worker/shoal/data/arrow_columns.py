@@ -1,9 +1,7 @@
-"""Contents of the columns of Hugging Face's `datasets.Dataset`, read without loading a sample.
+"""Contents of the columns of Hugging Face's `datasets.Dataset`, without loading a sample.
 
-Loading a sample would decode and format it and run the script's transform. The data set's own
-fingerprint cannot be compared: even for the same samples it depends on the age of the files, and
-on whether functions could be pickled. Its Arrow table is in memory, or is a memory-mapped file,
-and single rows of the table can be read.
+Loading a sample would run the script's transform. The data set's own fingerprint depends on the age
+of its files.
 """
 
 import sys
@@ -11,16 +9,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 MAX_BYTES = 4096
-"""Limit of the bytes read of a text or of bytes. Of longer values only the end is read."""
+"""Limit of a text or bytes, of which the end is read."""
 MAX_ELEMENTS = 4
-"""Limit of the elements read of a list within a row."""
 MAX_DEPTH = 4
 _ROWS = "_indices"
-"""Attribute of a `datasets.Dataset`: the table's rows that are its samples; None: all rows."""
+"""Attribute of a `datasets.Dataset`: the table rows of its samples; None: all rows."""
 
 
 def is_arrow(dataset: object) -> bool:
-    """True if this is a `datasets.Dataset` whose rows can be read."""
+    """True for a `datasets.Dataset` with readable rows."""
     library = sys.modules.get("datasets")
     kind = getattr(library, "Dataset", None)
     if not isinstance(kind, type) or not isinstance(dataset, kind):
@@ -37,7 +34,7 @@ def selected_rows(dataset: Any, positions_of: Callable[[int], Sequence[int]]) ->
 
 
 def columns_at(dataset: Any, rows: Sequence[int]) -> Iterator[tuple[str, list[object]]]:
-    """Yield the name of each column, and its values in these rows; long values are cut."""
+    """Yield each column's name, and its values in these rows; long values are cut."""
     table = dataset.data.fast_gather(rows)
     for name, column in zip(table.column_names, table.columns, strict=True):
         yield name, [_value(each, 0) for each in column]
@@ -55,7 +52,6 @@ def _value(scalar: Any, depth: int) -> object:
         inner = [] if depth >= MAX_DEPTH else values.slice(0, MAX_ELEMENTS)
         return [len(values), *(_value(each, depth + 1) for each in inner)]
     if hasattr(scalar, "value"):
-        # The storage of an extension type, or the number of a timestamp.
         stored = scalar.value
         return _value(stored, depth + 1) if hasattr(stored, "is_valid") else stored
     plain: object = scalar.as_py()
@@ -63,7 +59,6 @@ def _value(scalar: Any, depth: int) -> object:
 
 
 def _end_of(scalar: Any) -> object:
-    """Return the last MAX_BYTES of a text or of bytes."""
     content = scalar.as_buffer()
     end = content.slice(max(0, content.size - MAX_BYTES)).to_pybytes()
     is_text = "string" in str(scalar.type)

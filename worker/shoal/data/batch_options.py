@@ -1,4 +1,4 @@
-"""Options of a script's batches, from keywords or from the script's DataLoader."""
+"""Options of a script's batches."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -28,13 +28,13 @@ _HINTS = {
     " in docs/data.md.",
     "num_epochs": "epochs= is the number of epochs.",
 }
-"""Hints for keywords of torch and others that have another name here, by keyword."""
 
 
 class LoadingOptions(TypedDict, total=False):
-    """Options for loading samples, most of them keywords of torch's DataLoader. An option that is
-    not given is taken from the script's DataLoader (`prefetch_factor` and `persistent_workers` only
-    if it has processes), or else has the default of `shoal.data.loading.Loading`.
+    """Options for loading samples, most of them keywords of torch's DataLoader.
+
+    An option that is not given is taken from the script's DataLoader, or else has `Loading`'s
+    default.
     """
 
     num_workers: int
@@ -48,15 +48,15 @@ class LoadingOptions(TypedDict, total=False):
     collate_fn: Collate | None
     """Another name of the option `collate`, as in torch."""
     drop_last: bool
-    """Leave out the samples at an epoch's end that do not fill a global batch."""
+    """Leave out an epoch's last samples if they do not fill a global batch."""
     seed_samples: bool
-    """Seed the generators for each sample; True by default. False is for a dataset that draws no
-    random numbers, or draws them from generators of its own."""
+    """Seed the generators for each sample (default). False: for a dataset without random numbers,
+    or with its own generators."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchOptions:
-    """The options that the script has given; None: not given."""
+    """A script's options; None: not given."""
 
     global_batch_size: int | None = None
     epochs: int = 1
@@ -108,8 +108,9 @@ class BatchOptions:
         """Make the loader. `together`: True if members share each batch, False if each member takes
         whole batches.
 
-        Raises InvalidSpec if the dataset, the DataLoader or the options do not determine the
-        samples of each step, and for options out of range."""
+        Raises InvalidSpec if the samples of each step are not determined, and for options out of
+        range.
+        """
         if isinstance(dataset, DataLoader):
             dataset_size(dataset.dataset)
             return _completed(self, dataset).loader(dataset.dataset, together=together)
@@ -132,20 +133,19 @@ class BatchOptions:
             order = Order(num_samples=num_samples, **order_options)
         loading = Loading(**self.loading)
         if isinstance(dataset, tuple):
-            # Items of the TensorDataset are samples, for code that loads them one by one.
             dataset = TensorDataset(*dataset)
         return Loader(
             dataset,
             order,
             self.collate,
-            # None lets the Loader index whole tensors in place.
+            # With None the Loader indexes whole tensors in place.
             loading=None if loading == Loading() else loading,
             seed_samples=self.seed_samples,
         )
 
 
 def fields_of(dataset: "Dataset | DataLoader[Any]", order: Order) -> dict[str, str]:
-    """Return the proposal's fields about the samples, which must be the same on all members."""
+    """Return the proposal's fields about the samples."""
     samples = dataset.dataset if isinstance(dataset, DataLoader) else dataset
     fields = {
         "global_batch": str(order.global_batch_size),
@@ -162,7 +162,6 @@ def fields_of(dataset: "Dataset | DataLoader[Any]", order: Order) -> dict[str, s
 
 
 def _completed(options: BatchOptions, loader: "DataLoader[Any]") -> BatchOptions:
-    """Return the options, with those that the script did not give taken from its DataLoader."""
     if loader.batch_size is None:
         seen = type(loader.batch_sampler).__name__
         raise _unkept("batch_sampler", seen, "batch_size=..., and no batch_sampler")
@@ -170,7 +169,6 @@ def _completed(options: BatchOptions, loader: "DataLoader[Any]") -> BatchOptions
     seed: int | None = None
     generator = loader.generator
     if isinstance(sampler, DistributedSampler):
-        # The session replaces the sampler's padding and shares, and keeps its shuffle and seed.
         shuffle, seed = sampler.shuffle, sampler.seed
         if sampler.drop_last:
             raise _unkept("sampler", "DistributedSampler(drop_last=True)", "drop_last=False")
@@ -210,7 +208,7 @@ def _loading_of(loader: "DataLoader[Any]") -> dict[str, Any]:
     names = (field.name for field in fields(Loading) if hasattr(loader, field.name))
     options = {name: getattr(loader, name) for name in names}
     if not loader.num_workers:
-        # Without processes, a DataLoader has torch's values for these, not the script's.
+        # Without processes, these values are torch's, not the script's.
         del options["prefetch_factor"], options["persistent_workers"]
     return options
 

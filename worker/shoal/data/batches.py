@@ -1,4 +1,4 @@
-"""Batches of a data set: one member's share of each step, in the order of `shoal.data.order`."""
+"""Batches of a data set: one member's share of each step."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
@@ -16,34 +16,31 @@ from shoal_client.progress.ranges import SampleRange
 from shoal_proto.errors import InvalidSpec, SampleFailed
 
 MAX_SAMPLES_NAMED = 8
-"""Number of samples named in the error for a batch that could not be made."""
 MAX_COLUMNS_IN_LIST = 8
-"""Longest list of tensors that may be meant as columns. In a longer list each is a sample."""
+"""Longest list of tensors that may be meant as columns; in a longer one each is a sample."""
 
 Dataset = MapDataset | tuple[Tensor, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Share of one member in one step. `inputs, targets = batch` unpacks it; if samples are dicts,
+    """Share of one member in one step. `inputs, targets = batch` unpacks it. If samples are dicts,
     `batch["x"]` is their entry "x"."""
 
     inputs: Any
-    """All parts of the collated samples except the last, as a tuple if there are several. If the
-    samples have only one part, that part. Collated samples that are not a tuple, such as a dict,
-    are the inputs as a whole."""
+    """All parts of the collated samples except the last, as a tuple if there are several. A single
+    part, and collated samples that are no tuple, such as a dict, are inputs."""
     targets: Any
     """The last part; None if the collated samples are no tuple, or have one part."""
     indices: list[int]
-    """Indices of these samples in the dataset; empty if this member has no samples in the step: see
-    `is_stand_in`."""
+    """Indices of these samples in the dataset; empty for a stand-in."""
     weight: float
-    """Size of this share relative to the mean size of all shares of the global batch."""
+    """Size of this share relative to the mean share of the global batch."""
     step: int
     """Number of optimizer steps before this one."""
     epoch: int
     first: int = 0
-    """Position of the first of these samples in the global batch."""
+    """Position of the first sample in the global batch."""
 
     @property
     def num_samples(self) -> int:
@@ -52,11 +49,12 @@ class Batch:
 
     @property
     def is_stand_in(self) -> bool:
-        """True if this batch has no samples of the step, because the step has fewer samples than
-        members, or the share fewer samples than parts.
+        """True if this batch has no samples of the step: the step has fewer samples than members,
+        or the share fewer samples than parts.
 
-        `inputs` and `targets` then repeat the first sample of the step or of the share, with
-        weight 0: members that compute together all need a forward pass."""
+        `inputs` and `targets` then repeat a sample, with weight 0: members that compute together
+        all need a forward pass.
+        """
         return not self.indices
 
     def __iter__(self) -> Iterator[Any]:
@@ -91,7 +89,7 @@ class Batch:
 
 
 class Loader:
-    """Loader of batches of a dataset, in a given order."""
+    """Loader of batches of a dataset."""
 
     def __init__(
         self,
@@ -103,7 +101,7 @@ class Loader:
         seed_samples: bool = True,
     ) -> None:
         """`loading`: options as in a DataLoader; None: the trainer loads, and without `collate`
-        indexes a dataset of whole tensors by row."""
+        indexes whole tensors by row."""
         self._dataset = dataset
         self.order = order
         self._columns = None if collate or loading else _columns(dataset)
@@ -113,11 +111,10 @@ class Loader:
             self._samples = BatchLoader(samples, loading or Loading(), self._indices)
         self._epoch = -1
         self._origin = order.origin
-        """The object last given to `begin_at`, which compares by identity first."""
 
     @property
     def num_columns(self) -> int | None:
-        """Number of tensors whose rows are the samples; None if samples are collated."""
+        """Number of tensors with the samples as rows; None if samples are collated."""
         return None if self._columns is None else len(self._columns)
 
     def begin_at(self, origin: SamplePosition) -> None:
@@ -129,13 +126,13 @@ class Loader:
             self._origin = origin
 
     def start(self) -> None:
-        """Start the loading processes, if there are any. Call it before connections exist: the
-        processes would inherit them. Raises LoadingFailed."""
+        """Start the loading processes. Call it before connections exist: the processes would
+        inherit them. Raises LoadingFailed."""
         if self._samples is not None:
             self._samples.start()
 
     def set_wait_callback(self, callback: Callable[[float], None]) -> None:
-        """Set the function to call repeatedly while a batch is late: see `BatchLoader.on_wait`."""
+        """Set `BatchLoader.on_wait`."""
         if self._samples is not None:
             self._samples.on_wait = callback
 
@@ -182,10 +179,11 @@ class Loader:
         *,
         after: Callable[[], Iterator[SampleRange]] = lambda: iter(()),
     ) -> Batch:
-        """Return a batch of this member alone: the samples at [start, stop) of an epoch's order.
+        """Return a batch of this member alone: samples [start, stop) of an epoch's order.
 
         `after` yields the spans that are likely to be requested next. Raises what `synchronous`
-        raises."""
+        raises.
+        """
         indices = self._indices(epoch, start, stop)
         inputs, targets = self._load(SampleRange(epoch, start, stop), indices, after)
         return Batch(
@@ -200,7 +198,6 @@ class Loader:
     def _load(
         self, span: SampleRange, indices: Tensor, after: Callable[[], Iterator[SampleRange]]
     ) -> tuple[Any, Any]:
-        """Return inputs and targets of the span. `indices`: the indices of its samples."""
         if span.epoch != self._epoch:
             self._check_size()
             self._epoch = span.epoch
@@ -225,7 +222,6 @@ class Loader:
 
 
 def _not_collated(failed: SampleFailed, step: int, indices: Sequence[int]) -> SampleFailed:
-    """Return the failure if it names a sample, else one that names the step and its samples."""
     if "index" in failed.details:
         return failed
     named = ", ".join(map(str, indices[:MAX_SAMPLES_NAMED]))
@@ -245,21 +241,21 @@ def _not_collated(failed: SampleFailed, step: int, indices: Sequence[int]) -> Sa
 
 
 def _rows(column: Tensor, indices: Tensor) -> Tensor:
-    # `index_select` is twice as fast, but needs the indices on the tensor's device.
+    # `index_select` is twice as fast, but needs indices on the tensor's device.
     return column.index_select(0, indices) if column.is_cpu else column[indices]
 
 
 def _loaded(span: SampleRange, start: int) -> SampleRange:
     """Return the span to load for a share of the batch that begins at `start`.
 
-    A model need not handle an empty batch, so a member without samples loads the batch's first
-    sample, with weight 0. A sample of another batch could use parameters that this batch does not
-    use, and so give them a gradient."""
+    A member without samples loads the batch's first sample: another batch's sample could give
+    gradients to other parameters.
+    """
     return span if span.stop > span.start else SampleRange(span.epoch, start, start + 1)
 
 
 def dataset_size(dataset: Dataset) -> int:
-    """Return the number of samples. Raises InvalidSpec if the dataset has no length or no indexing,
+    """Return the number of samples. Raises InvalidSpec for a dataset without length or indexing,
     and for tensors that differ in length or would be misread as samples."""
     columns = _columns(dataset)
     if columns is not None:
@@ -305,14 +301,15 @@ def describe(dataset: Dataset) -> str:
 
 
 def _is_iterable(dataset: object) -> bool:
-    """True for torch's IterableDataset, whose inherited `__getitem__` raises."""
     return isinstance(dataset, IterableDataset)
 
 
 def _misused_tensors(dataset: Any) -> str | None:
-    """Describe the tensors of a dict or short list that must be meant as columns; None for any
-    other dataset. A dict without the key 0 cannot be indexed by number. Tensors of one length and
-    different numbers of dimensions cannot be collated as samples."""
+    """Describe tensors of a dict or short list that must be meant as columns, else None.
+
+    A dict without the key 0 has no samples by number. Tensors of one length with different numbers
+    of dimensions cannot be collated.
+    """
     if isinstance(dataset, Mapping) and 0 not in dataset:
         named: Mapping[Any, Any] = dataset
     elif isinstance(dataset, list) and len(dataset) <= MAX_COLUMNS_IN_LIST:
@@ -329,8 +326,6 @@ def _misused_tensors(dataset: Any) -> str | None:
 
 
 def _columns(dataset: Dataset) -> Sequence[Tensor] | None:
-    """Return the tensors of a dataset that consists of whole tensors, else None. With such a
-    dataset, a batch takes one index operation for each tensor."""
     columns: Any = dataset.tensors if isinstance(dataset, TensorDataset) else dataset
     if not isinstance(columns, tuple) or not columns:
         return None
@@ -347,8 +342,7 @@ def _columns(dataset: Dataset) -> Sequence[Tensor] | None:
 
 
 def _split(parts: Any) -> tuple[Any, Any]:
-    """Split into (inputs, targets). Only a tuple of several parts has targets, its last part. A
-    list is inputs as a whole: its length may be the number of samples."""
+    """Split into (inputs, targets). Only a tuple of several parts has targets."""
     if not isinstance(parts, tuple):
         return parts, None
     if len(parts) == 1:

@@ -1,17 +1,13 @@
 """Digest of a data set's contents, with which members check that they train on the same samples.
 
-Each member makes its own data set. If a split or sampler is not seeded, the members' data sets have
-the same type, size and dtypes but different samples.
+The digest covers a few values, at positions that depend on sizes alone. No item is loaded: that may
+be slow, random, or have side effects. For unknown classes, the digest covers public attributes
+(torchvision's: all) that have one entry for each sample or are data sets.
 
-The digest covers a few values, at positions that depend on sizes alone. No item of a data set is
-loaded: that may be slow, random, or have side effects. The contents of torch's and Hugging Face's
-data sets are read directly. For other classes, the digest covers the public attributes
-(torchvision's: all attributes) that have one entry for each sample or are data sets.
-
-Only the last part of a text with slashes counts: hosts may keep a data set in different folders.
-
-Floating-point values count only by sign and magnitude, in steps of about a factor e: a column that
-each member computes, such as a normalised one, may differ in the last bits between hosts."""
+Only the last part of a text with slashes counts: folders may differ between hosts. Floating-point
+values count only in steps of about a factor e: computed columns may differ in the last bits between
+hosts.
+"""
 
 import math
 import os
@@ -33,22 +29,21 @@ from shoal.data.shards import Shards
 from shoal_proto.packing.listings import pack
 
 NUM_SAMPLES = 64
-"""Limit of the samples read in each data set, and in each part of a composite data set."""
+"""Limit of the samples read in each data set or part."""
 NUM_EXACT, NUM_ROUGH = 16, 4
-"""Limits of the elements read in each row of an array: of integers, of floating-point numbers."""
+"""Limits of the elements read in each row: integers, floating-point numbers."""
 NUM_ROWS, NUM_ROWS_TAKEN = 32, 256
-"""Limits for an Arrow data set: of the rows read, and of the entries read of its list of rows."""
+"""Limits for Arrow: rows read, and entries read of its list of rows."""
 NUM_INDICES = 1 << 12
-"""Limit of the indices read of a Subset."""
 MAX_TEXT = 4096
 MAX_PARTS = 64
-"""Limit of the parts read of a sample, of data sets in a composite one, and of columns."""
+"""Limit of a sample's parts, of columns, and of a composite's data sets."""
 MAX_DEPTH = 8
 MAX_ITEMS = 1 << 14
 SMALLEST = 1e-3
-"""Values far below this count as equal: a zero on one host may be a rounding error on another."""
+"""Values far below this count as equal: they may be rounding errors."""
 OFFSET = 0.371
-"""Offset of the steps: keeps common values such as 0 or 1 away from the border of a step."""
+"""Offset that keeps common values such as 0 or 1 away from a step's border."""
 _INTEGERS = (
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
     *(torch.uint16, torch.uint32, torch.uint64),
@@ -57,7 +52,7 @@ DigestItem = str | int
 
 
 class RoughNumber(int):
-    """Number of a step of the rough scale: stands for all floats of about the same magnitude."""
+    """Number of a step of the rough scale, for floats of about the same magnitude."""
 
     def __str__(self) -> str:
         return f"about {SMALLEST * math.sinh(int(self) + 0.5 - OFFSET):.2g}"
@@ -65,16 +60,13 @@ class RoughNumber(int):
 
 def content_of(dataset: Dataset) -> str:
     """Return the digest of the contents; empty for `Shards`, and if they cannot be read without
-    loading samples.
-
-    Members with the same values in the same order have the same digest. Members with different
-    samples usually have different digests, unless they differ only in values that are not read."""
+    loading samples."""
     return _digest_of(_items_of(dataset))
 
 
 def content_fields(dataset: Dataset | DataLoader[Any]) -> tuple[dict[str, str], dict[str, bytes]]:
-    """Return optional fields of the proposal, and by field a packed listing of the values that its
-    digest covers."""
+    """Return optional fields of the proposal, and by field a packed listing of the digest's
+    values."""
     samples = dataset.dataset if isinstance(dataset, DataLoader) else dataset
     listings = {"dataset": pack(samples.listing)} if isinstance(samples, Shards) else {}
     items = _items_of(samples)
@@ -93,8 +85,8 @@ def _digest_of(items: Sequence[DigestItem]) -> str:
 
 
 def _dataset_items(dataset: Any, size: int | None, depth: int) -> Iterator[DigestItem]:
-    """Read a data set that holds its samples or wraps another one. `size`: its number of samples,
-    if known."""
+    """Read a data set that holds its samples or wraps another one. `size`: number of samples, if
+    known."""
     if depth > MAX_DEPTH or isinstance(dataset, Shards):
         return
     if isinstance(dataset, Subset):
@@ -123,8 +115,6 @@ def _are_tensors(dataset: object) -> bool:
 
 
 def _attribute_items(dataset: object, size: int, depth: int) -> Iterator[DigestItem]:
-    """Read the public attributes of a script's own class that are data sets, or have one entry for
-    each sample."""
     for name, value in sorted(getattr(dataset, "__dict__", {}).items()):
         if name.startswith("_") and not _keeps_no_caches(dataset):
             continue
@@ -143,8 +133,7 @@ def _attribute_items(dataset: object, size: int, depth: int) -> Iterator[DigestI
 
 
 def _keeps_no_caches(dataset: object) -> bool:
-    """True for torchvision's data sets: their private attributes are names of files and labels, not
-    caches."""
+    """True for torchvision's data sets: their private attributes are file names and labels."""
     return type(dataset).__module__.startswith("torchvision.datasets.")
 
 
@@ -161,7 +150,6 @@ def _arrow_items(dataset: Any) -> Iterator[DigestItem]:
 
 
 def _is_being_filled(column: Any) -> bool:
-    """True if entries read of the column are None, as in a cache of samples not loaded yet."""
     if not isinstance(column, list | tuple):
         return False
     return any(column[position] is None for position in _spread(len(column), NUM_SAMPLES))
@@ -186,7 +174,6 @@ def _index_items(indices: Any) -> Iterator[DigestItem]:
 
 
 def _value_items(value: object, depth: int) -> Iterator[DigestItem]:
-    """Read a sample or a part of one. A value of unknown type counts only by the type's name."""
     if depth > MAX_DEPTH:
         return
     if isinstance(value, Tensor | np.ndarray):
@@ -211,7 +198,7 @@ def _scalar_items(value: object) -> Iterator[DigestItem]:
     elif isinstance(value, complex):
         yield from (_rough(value.real), _rough(value.imag))
     elif isinstance(value, str | os.PathLike):
-        # If the text is a path, folders may differ between hosts: the last part counts alone.
+        # In a path, folders may differ between hosts.
         path = value if isinstance(value, str) else os.fsdecode(value)
         yield path[-MAX_TEXT:].rsplit("/", 1)[-1]
     elif isinstance(value, bytes):
@@ -221,7 +208,6 @@ def _scalar_items(value: object) -> Iterator[DigestItem]:
 
 
 def _array_items(array: "Tensor | np.ndarray[Any, Any]") -> Iterator[DigestItem]:
-    """Read some elements of some of the array's rows, and nothing else."""
     if isinstance(array, Tensor) and not _is_plain(array):
         return
     sizes = tuple(array.shape)
@@ -231,7 +217,7 @@ def _array_items(array: "Tensor | np.ndarray[Any, Any]") -> Iterator[DigestItem]
     rows = _spread(sizes[0], NUM_SAMPLES) if sizes else [0]
     width = math.prod(sizes[1:])
     count = min(width, NUM_EXACT if _is_exact(array) else NUM_ROUGH)
-    # Each row is read at other positions: some elements, such as an image's corners, never differ.
+    # Rows are read at different positions: an image's corners, for example, never differ.
     flat = [
         (row * 7919 + k * width // count) % width for row in range(len(rows)) for k in range(count)
     ]
@@ -246,8 +232,7 @@ def _array_items(array: "Tensor | np.ndarray[Any, Any]") -> Iterator[DigestItem]
 def _elements(
     array: "Tensor | np.ndarray[Any, Any]", positions: Sequence[Sequence[int]]
 ) -> list[Any]:
-    """Return the elements at these positions: one list of indices for each axis of the array."""
-    # Made with NumPy: torch would put them on the script's default device.
+    # NumPy, as torch would use the script's default device.
     index = tuple(np.asarray(each, dtype=np.int64) for each in positions)
     if not isinstance(array, Tensor):
         return list(np.asarray(array[index]).flatten().tolist())
@@ -266,7 +251,6 @@ def _is_exact(array: "Tensor | np.ndarray[Any, Any]") -> bool:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """True if the tensor's elements can be read one by one."""
     return (
         type(tensor) in (Tensor, nn.Parameter)
         and tensor.layout is torch.strided
@@ -278,8 +262,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _spread(size: int, most: int) -> Sequence[int]:
-    """Return all positions below `size`; if these are more than `most`, `most` of them, spread
-    evenly."""
+    """Return at most `most` positions below `size`, spread evenly."""
     if size <= most:
         return range(size)
     return [k * (size - 1) // (most - 1) for k in range(most)]

@@ -1,8 +1,7 @@
 """Preparation of a process that loads batches.
 
-The process is usually forked from the trainer, and inherits its connections and signal handlers.
-A closed connection shows peers that a trainer has died or has left a group, so the loading process
-must not hold the trainer's connections open.
+A forked process inherits the trainer's connections, and must not hold them open: peers see a
+trainer's end by its closed connections.
 """
 
 import ctypes
@@ -26,19 +25,18 @@ from shoal_proto.errors import LoadingFailed
 
 _PR_SET_PDEATHSIG = 1
 _SOCKET_PATH_BYTES = 107
-"""The longest path that a socket may have on Linux (unix(7)); 103 on macOS."""
+"""Longest path of a socket on Linux (unix(7)); 103 on macOS."""
 _NAME_BYTES = len("/listener-01234567")
-"""Length of the name that multiprocessing gives to a socket for tensors."""
 _SHORT_DIRECTORIES = ("/tmp", "/var/tmp", "/dev/shm")
 
 
 class LoaderInit:
-    """The `worker_init_fn` of a DataLoader."""
+    """A DataLoader's `worker_init_fn`."""
 
     def __init__(
         self, dataset: Any, then: Callable[[int], None] | None, sockets: frozenset[str]
     ) -> None:
-        """`sockets`: the sockets that may stay open, found by `open_sockets` before the trainer had
+        """`sockets`: sockets that may stay open, found by `open_sockets` before the trainer had
         peers. `then`: the script's own `worker_init_fn`."""
         self._dataset = dataset
         self._then = then
@@ -46,24 +44,26 @@ class LoaderInit:
 
     def __call__(self, worker_id: int) -> None:
         _end_with(multiprocessing.parent_process())
-        # The inherited handler would drain the trainer's member.
+        # The inherited handler would drain the member.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         _close_sockets_but(self._sockets)
         answer_unsent(_unsent)
-        # The script's worker_init_fn expects its own dataset in torch's worker info.
+        # The script's worker_init_fn expects its own dataset.
         set_dataset_of_worker(self._dataset)
         if self._then is not None:
             self._then(worker_id)
 
 
 def _end_with(trainer: multiprocessing.process.BaseProcess | None) -> None:
-    """End this process as soon as the trainer ends, for any reason. torch's loading processes check
-    their parent only every five seconds, and with forkserver the parent is not the trainer."""
+    """End this process as soon as the trainer ends.
+
+    torch's loading processes check their parent only every five seconds, and with forkserver the
+    parent is not the trainer.
+    """
     assert trainer is not None, "a process of a DataLoader has a parent"
     if sys.platform == "linux" and trainer.pid == os.getppid():
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # The thread alone is not enough: a process that the trainer forks later keeps the sentinel
-    # open.
+    # Not enough alone: a later fork of the trainer keeps the sentinel open.
     threading.Thread(target=_await_end, args=(trainer,), name="await-trainer", daemon=True).start()
 
 
@@ -73,8 +73,7 @@ def _await_end(trainer: multiprocessing.process.BaseProcess) -> None:
 
 
 def _unsent(loaded: Any, error: BaseException) -> Any:
-    """Return the report to send instead of a batch of `_BatchDataset` that cannot be sent; None if
-    there was no batch."""
+    """Return the report for a batch that cannot be sent, if there was a batch."""
     if loaded is None:
         return None
     run, _, is_tuple = loaded
@@ -82,8 +81,8 @@ def _unsent(loaded: Any, error: BaseException) -> Any:
 
 
 def keep_socket_paths_short() -> None:
-    """Choose another directory for multiprocessing's sockets if their paths under TMPDIR would be
-    too long. Called before loading processes start, which inherit the directory.
+    """Choose another directory for multiprocessing's sockets if TMPDIR is too long. Call it before
+    loading processes start.
 
     Raises LoadingFailed if no path is short enough, or multiprocessing already uses a longer one.
     """
@@ -95,7 +94,7 @@ def keep_socket_paths_short() -> None:
     short = (each for each in _SHORT_DIRECTORIES if os.access(each, os.W_OK | os.X_OK))
     tempfile.tempdir = next(short, before)
     try:
-        # The first call makes the directory; multiprocessing removes it when the process ends.
+        # multiprocessing removes the directory when the process ends.
         path = util.get_temp_dir()
     finally:
         tempfile.tempdir = before
@@ -128,7 +127,7 @@ def _descriptors() -> Iterator[tuple[int, str]]:
         try:
             yield int(descriptor.name), str(descriptor.readlink())
         except FileNotFoundError:
-            continue  # The descriptor of the listing itself.
+            continue
 
 
 def _is_network(descriptor: int) -> bool:

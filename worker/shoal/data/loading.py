@@ -1,12 +1,11 @@
 """Loading of batches ahead of the trainer, in the processes of torch's DataLoader.
 
-One DataLoader runs for a whole job, unless its processes end or are not persistent. Whenever it
-delivers a batch, it takes another request from its sampler, so a fixed number of batches is
-requested ahead.
+Whenever the DataLoader delivers a batch, it takes another request from its sampler.
 
-If the trainer needs a batch that was not requested (in a generation of another size, or for a step
-that is taken again), a new *run* of batches begins. Requests of the earlier run are void: the
-processes skip samples that they have not begun, and the trainer drops batches of that run."""
+If the trainer needs a batch that was not requested (after a generation change, or for a step that
+is taken again), a new *run* of batches begins. The processes skip samples of earlier runs, and the
+trainer drops their batches.
+"""
 
 import multiprocessing
 import os
@@ -43,39 +42,38 @@ from shoal_proto.numbers_given import convert_fields
 log = structlog.get_logger(__name__)
 
 ENDED_WITHIN_S = 2.0
-"""Time within which a process learns that a child has ended."""
+"""Time within which a child's end is known."""
 LOOK_S = 1.0
-"""Interval at which a trainer that waits for a batch checks the loading processes."""
 WORK_SHARE = 0.001
-"""Share of a processor's time below which a process is idle, and only polls for requests."""
+"""Share of a processor's time below which a process is idle."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loading:
-    """Options for loading batches, as in torch's DataLoader, except for `silence_s` and the default
-    of `persistent_workers`. Raises InvalidSpec for values out of range."""
+    """Options for loading batches, as in torch's DataLoader, except `silence_s` and the default of
+    `persistent_workers`. Raises InvalidSpec for values out of range."""
 
     num_workers: int = 0
-    """Number of loading processes. 0: the trainer loads a batch when it needs one."""
+    """Number of loading processes; 0: the trainer loads."""
     prefetch_factor: int | None = None
     """Number of batches that each process loads ahead; None: 2."""
     pin_memory: bool = False
     """Put batches in page-locked memory, which is copied to a GPU faster."""
     persistent_workers: bool = True
-    """Keep the processes over all epochs. False: start new ones in each epoch, which see the
-    script's changes of the dataset."""
+    """Keep the processes over all epochs. False: start new ones in each epoch, which see changes of
+    the dataset."""
     worker_init_fn: Callable[[int], None] | None = None
     """Called in each loading process, with its number, before it loads."""
     multiprocessing_context: Any = None
-    """"fork", "forkserver" or "spawn". None: "fork" on Linux, unless the script has set a method
-    other than Python's default for all processes."""
+    """"fork", "forkserver" or "spawn". None: "fork" on Linux, unless the script has set another
+    method for all processes."""
     timeout: float = 0
-    """Seconds that the trainer waits for a batch of the processes before it raises LoadingFailed;
-    checked about once a second. 0: no limit."""
+    """Seconds that the trainer waits for a batch before it raises LoadingFailed; checked about once
+    a second. 0: no limit."""
     silence_s: float = 600.0
     """Seconds in which the processes may begin no sample and use no processor time while the
-    trainer waits for a batch; after that, the trainer raises LoadingFailed. 0: no limit. Detects a
-    deadlock: a process that works slowly is not silent."""
+    trainer waits; then the trainer raises LoadingFailed. 0: no limit. Detects a deadlock: a slow
+    process is not silent."""
 
     def __post_init__(self) -> None:
         numbers = ("timeout", "silence_s")
@@ -101,24 +99,19 @@ class Loading:
 
 @dataclass(frozen=True)
 class _BatchRequest:
-    """Request for one batch, as sent to the loading processes."""
-
     run: int
     epoch: int
     indices: list[int]
 
 
 class _BatchDataset(Dataset[Any]):
-    """The DataLoader's dataset, whose items are batches by request."""
-
     def __init__(self, samples: Samples, present_run: Tensor, num_begun: Tensor) -> None:
         self.samples = samples
         self._present_run = present_run
         self._num_begun = num_begun
 
     def __getitem__(self, request: _BatchRequest | None) -> tuple[int, Any, bool] | None:
-        """Load a batch; return (run, batch, True if the batch is a tuple), as pinning turns tuples
-        into lists."""
+        """Return (run, batch, True if the batch is a tuple): pinning turns tuples into lists."""
         if request is None:
             return None
 
@@ -131,8 +124,7 @@ class _BatchDataset(Dataset[Any]):
 
 
 class LoadingProgress:
-    """Time since the loading processes last showed a sign of work: began a sample, or used
-    processor time."""
+    """Time since the loading processes last began a sample or used processor time."""
 
     def __init__(self, processes: Sequence[int], num_begun: Tensor) -> None:
         self._processes = processes
@@ -156,7 +148,7 @@ class LoadingProgress:
 
 
 def _processor_s(process: int) -> float:
-    """Return the processor time of a process and its ended children in seconds; 0 if unknown."""
+    """Return a process' processor seconds, with ended children; 0 if unknown."""
     try:
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -165,14 +157,13 @@ def _processor_s(process: int) -> float:
 
 
 class _FetchWatch:
-    """Thread that ends a fetch that hangs. The trainer's thread fetches a batch from the process
-    that loaded it, and would wait for ever if that process hangs."""
+    """Thread that ends a hanging fetch: the process that loaded the batch may hang."""
 
     def __init__(
         self, is_over: Callable[[LoadingProgress], bool], signs: Callable[[], LoadingProgress]
     ) -> None:
-        """`is_over`: called every LOOK_S of a long fetch, on a separate thread. If the wait is to
-        end, `is_over` makes the fetch raise and returns True."""
+        """`is_over`: called every LOOK_S of a long fetch, on a separate thread. To end the wait,
+        `is_over` makes the fetch raise and returns True."""
         self._is_over, self._new_signs = is_over, signs
         self._num_begun = self._num_ended = 0
         self._closing = threading.Event()
@@ -201,38 +192,35 @@ class _FetchWatch:
 
 
 class _ProcessEnded(RuntimeError):
-    """A loading process has ended, usually by a signal."""
+    """A loading process has ended."""
 
 
 class BatchLoader:
-    """Loader of batches by span. Only the trainer's thread calls its public methods."""
+    """Loader of batches by span. For the trainer's thread."""
 
     def __init__(
         self, samples: Samples, loading: Loading, indices: Callable[[int, int, int], Tensor]
     ) -> None:
-        """`indices(epoch, start, stop)` returns the indices of the samples at these positions."""
+        """`indices(epoch, start, stop)` returns the indices of samples at these positions."""
         self._samples = samples
         self._loading = loading
         self._indices = indices
         self._run = torch.zeros((), dtype=torch.int64)
         self._num_begun = torch.zeros((), dtype=torch.int64)
         self.on_wait: Callable[[float], None] = lambda silent_s: None
-        """Called repeatedly while a batch of the processes is late, on the trainer's thread or on
-        `_FetchWatch`'s, with the seconds since the last sign of work. Its exception ends the wait.
-        """
+        """Called repeatedly while a batch is late, on the trainer's thread or on `_FetchWatch`'s,
+        with the seconds since the last sign of work. An exception ends the wait."""
         self._upcoming: Iterator[SampleRange] = iter(())
         self._requested: deque[SampleRange] = deque()
-        """Spans of the present run that are requested and not yet delivered."""
         self._iterator: Iterator[Any] | None = None
         self._watch: _FetchWatch | None = None
         self._refusal: BaseException | None = None
-        """Error for which the watch has ended a fetch; the fetch raises it."""
         self._epoch = -1
         self._sockets: frozenset[str] = frozenset()
 
     def start(self) -> None:
-        """Start the processes, which otherwise start with the first batch. May be called twice.
-        Raises LoadingFailed if resources for them ran out, or TMPDIR is too long for sockets."""
+        """Start the processes before the first batch does. May be called twice. Raises
+        LoadingFailed if resources ran out, or TMPDIR is too long for sockets."""
         if self._iterator is not None:
             return
         self._sockets = self._sockets or open_sockets()
@@ -264,10 +252,10 @@ class BatchLoader:
     def take(self, span: SampleRange, after: Callable[[], Iterator[SampleRange]]) -> Any:
         """Return the batch of a span; `after` yields the spans that are likely to follow.
 
-        If a loading process has ended, all processes are restarted, once for a batch. Raises
-        SampleFailed if a sample cannot be loaded or collated, or LoadingFailed if the reason is an
-        OSError or a lack of memory. Raises LoadingFailed if processes cannot start, end again or
-        are late. Raises the errors of `on_wait`.
+        If a loading process ends, all processes are restarted, once for a batch. Raises
+        SampleFailed if a sample cannot be loaded or collated. Raises LoadingFailed for an OSError
+        or a lack of memory, and if processes cannot start, end again or are late. Raises the errors
+        of `on_wait`.
         """
         if span.epoch != self._epoch and not self._loading.persistent_workers:
             self.close()
@@ -290,7 +278,6 @@ class BatchLoader:
         return tuple(batch) if is_tuple and type(batch) is list else batch
 
     def _delivered(self) -> tuple[int, Any, bool]:
-        """Return the next batch of the present run."""
         self.start()
         while True:
             delivered: tuple[int, Any, bool] | None = self._next()
@@ -325,9 +312,8 @@ class BatchLoader:
             self._check_late_batch(signs)
 
     def _check_late_batch(self, signs: LoadingProgress) -> None:
-        """Check on a late batch. If the batch takes too long, or if `on_wait` raises an error,
-        kills the processes, which may not react to requests. Then raises LoadingFailed or the error
-        of `on_wait`."""
+        """Raise LoadingFailed if a batch takes too long, or the error of `on_wait`. Kills the
+        processes first, as they may not react."""
         try:
             self._check(signs)
         except BaseException:
@@ -348,8 +334,6 @@ class BatchLoader:
             )
 
     def _ends_fetch(self, signs: LoadingProgress) -> bool:
-        """`is_over` of `_FetchWatch`: kills the processes if the wait is to end, so that the fetch
-        raises."""
         try:
             self._check(signs)
         except BaseException as error:  # noqa: BLE001 - raised by the fetch
@@ -359,8 +343,7 @@ class BatchLoader:
         return False
 
     def _delivered_soon(self) -> tuple[Any, bool]:
-        """Return (item, True) if the next item arrives within LOOK_S, else (None, False). Raises
-        _ProcessEnded, LoadingFailed, or the error for which the watch ended the fetch."""
+        """Return (item, True) if the next item arrives within LOOK_S, else (None, False)."""
         assert self._iterator is not None, "it was started"
         try:
             if ended := ended_processes_of(self._iterator):
@@ -374,8 +357,8 @@ class BatchLoader:
                 raise refusal from error
             if has_timed_out(error):
                 return None, False
-            # A dataset's own errors arrive as a FailedSample, and are not raised here. A process
-            # may end while its batch is fetched: the connection closes before the parent knows.
+            # A dataset's own errors arrive as a FailedSample. If a process ends during a fetch, the
+            # connection closes before the parent knows.
             within_s = 0.0 if isinstance(error, RuntimeError) else ENDED_WITHIN_S
             ended = ended_processes_of(self._iterator, within_s)
             self.close()
@@ -391,7 +374,6 @@ class BatchLoader:
         return self._watch
 
     def _requests(self) -> Iterator[_BatchRequest | None]:
-        """Yield requests for the next batches. The DataLoader runs this on the trainer's thread."""
         while True:
             span = next(self._upcoming, None)
             if span is None:
@@ -420,7 +402,7 @@ class BatchLoader:
             collate_fn=_as_it_is,
             num_workers=loading.num_workers,
             pin_memory=loading.pin_memory,
-            # Without it, the processes' seed would be drawn from the trainer's generator.
+            # Else the seed would be drawn from the trainer's generator.
             generator=torch.Generator().manual_seed(0),
             **more,
         )
@@ -430,10 +412,10 @@ class BatchLoader:
 
 
 def _start_method() -> str | None:
-    """The method by which loading processes start; None: the one that Python or the script chose.
+    """Return the method by which loading processes start; None: the chosen one.
 
-    From Python 3.14 on, the default on Linux is forkserver: a dataset would have to be picklable,
-    and a script without `if __name__ == "__main__":` would be run again.
+    Linux's default from Python 3.14 on, forkserver, needs picklable datasets, and scripts with `if
+    __name__ == "__main__":`.
     """
     if sys.platform != "linux":
         return None
@@ -443,8 +425,6 @@ def _start_method() -> str | None:
 
 
 class _Endless:
-    """The DataLoader's sampler, which never ends."""
-
     def __init__(self, make: Callable[[], Iterator[_BatchRequest | None]]) -> None:
         self._make = make
 

@@ -1,9 +1,7 @@
 """The order in which the samples of a job are trained on.
 
-For given data and options, the order is a function of the epoch, and the number of committed steps
-is the position in it. The members of a generation only divide each batch among them: with any
-number of members, changing at any time, each sample counts once an epoch, except those that
-`drop_last` leaves out.
+The order is a function of the epoch, and the number of committed steps is the position in it. So
+each sample counts once an epoch, however members change, except those that `drop_last` leaves out.
 """
 
 from dataclasses import dataclass
@@ -18,16 +16,14 @@ from shoal_proto.errors import InvalidSpec
 from shoal_proto.numbers_given import as_index
 
 CONTENT_FIELD = "dataset_content"
-"""Field of a proposal with the digest of some of the data set's contents."""
 LARGEST_KEPT_ORDER = 1 << 20
-"""Largest number of samples for which an array of all indices is made."""
+"""Largest number of samples for which an array of all indices is kept."""
 BLOCK = 8192
-"""Number of indices computed at a time if there are more samples than LARGEST_KEPT_ORDER."""
 
 
 @dataclass(frozen=True)
 class SamplePosition:
-    """Position in a job's samples at which a step begins."""
+    """Position in a job's samples."""
 
     step: int = 0
     epoch: int = 0
@@ -37,8 +33,8 @@ class SamplePosition:
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """Order in which samples are trained on: pure, the same on every member. Raises InvalidSpec for
-    values out of range, and if `drop_last` leaves out every sample."""
+    """Order of samples: pure, the same on every member. Raises InvalidSpec for values out of range,
+    and if `drop_last` leaves out every sample."""
 
     num_samples: int
     global_batch_size: int
@@ -46,10 +42,9 @@ class Order:
     seed: int = 0
     shuffle: bool = True
     drop_last: bool = False
-    """Leave out the samples at an epoch's end that do not fill a batch. With shuffling, these are
-    different samples in each epoch."""
+    """Leave out the samples at an epoch's end that do not fill a batch."""
     origin: SamplePosition = SamplePosition()
-    """Position of the first step with batches of this size, if earlier steps had another size."""
+    """First position with batches of this size."""
 
     def __post_init__(self) -> None:
         for name in ("num_samples", "global_batch_size", "num_epochs", "seed"):
@@ -69,19 +64,21 @@ class Order:
 
     @cached_property
     def rule(self) -> int:
-        """Number of the rule that makes an order. 1: torch's permutation, kept as an array, or no
-        shuffling. 2, for more than `LARGEST_KEPT_ORDER` samples: a keyed permutation. 3: shards."""
+        """Number of the rule that makes an order.
+
+        1: torch's permutation, or no shuffling. 2, for more than `LARGEST_KEPT_ORDER` samples: a
+        keyed permutation. 3: shards.
+        """
         return 2 if self.shuffle and self.num_samples > LARGEST_KEPT_ORDER else 1
 
     @property
     def name(self) -> str:
-        """Name of the order in checkpoints and in members' proposals."""
+        """Name in checkpoints and proposals."""
         return str(self.rule)
 
     @cached_property
     def steps_per_epoch(self) -> int:
-        """Number of steps in an epoch. If the batch size does not divide the number of samples, the
-        last batch is smaller, or left out with `drop_last`."""
+        """Number of steps in an epoch. The last batch may be smaller."""
         whole, rest = divmod(self.num_samples, self.global_batch_size)
         return whole if self.drop_last or not rest else whole + 1
 
@@ -95,21 +92,19 @@ class Order:
 
     @cached_property
     def _first_steps(self) -> int:
-        """Number of steps from the origin to the end of its epoch."""
         num_left = max(self.num_samples - self.origin.offset, 0)
         whole, rest = divmod(num_left, self.global_batch_size)
         return whole if self.drop_last or not rest else whole + 1
 
     @cached_property
     def num_steps_more(self) -> int:
-        """Number of steps that a job would have taken by the end of the origin's epoch if its
-        batches had always had this size, minus the number that this job has taken by then. Below 0
-        if earlier batches were smaller."""
+        """Number of steps by which step numbers lag behind those of a job with this batch size from
+        its start. Below 0 if earlier batches were smaller."""
         return (self.origin.epoch + 1) * self.steps_per_epoch - self._first_steps - self.origin.step
 
     def epoch_and_batch_index(self, step: int) -> tuple[int, int]:
-        """Return the epoch of a step, and the index of its batch in that epoch. The last step of
-        each epoch has index `steps_per_epoch - 1`, also in the epoch of the origin."""
+        """Return a step's epoch, and the index of its batch in that epoch. The last step of each
+        epoch has index `steps_per_epoch - 1`."""
         return divmod(step + self.num_steps_more, self.steps_per_epoch)
 
     def position(self, step: int) -> SamplePosition:
@@ -129,8 +124,7 @@ class Order:
         return SamplePosition(step, self.origin.epoch + 1 + further, batch * self.global_batch_size)
 
     def span(self, step: int) -> tuple[int, int, int]:
-        """Return (epoch, start, stop) of the step's global batch: positions in the epoch's order.
-        Raises what `position` raises."""
+        """Return (epoch, start, stop) of the step's global batch. Raises what `position` raises."""
         begins = self.position(step)
         stop = min(begins.offset + self.global_batch_size, self.num_samples)
         return begins.epoch, begins.offset, stop
@@ -139,7 +133,7 @@ class Order:
         return self.indices(epoch, 0, self.num_samples)
 
     def indices(self, epoch: int, start: int, stop: int) -> Tensor:
-        """Return the indices of the samples at the positions [start, stop) of an epoch's order."""
+        """Return the indices of the samples at [start, stop) of an epoch's order."""
         if not self.shuffle:
             return torch.arange(start, stop)
         if self.rule == 1:
@@ -155,7 +149,7 @@ class Order:
 
 @lru_cache(maxsize=8)
 def _permutation(num_samples: int, seed: int, epoch: int) -> Tensor:
-    """Return the permutation of an epoch. Cached, as batches of the next epoch are loaded ahead."""
+    """Return an epoch's permutation, cached: batches of the next epoch are loaded ahead."""
     generator = torch.Generator().manual_seed(_mix(seed, epoch))
     return torch.randperm(num_samples, generator=generator)
 
@@ -168,13 +162,13 @@ def _block(num_samples: int, seed: int, number: int) -> Tensor:
 
 
 def range_of_rank(start: int, stop: int, rank: int, world_size: int) -> tuple[int, int]:
-    """Return a rank's contiguous share of [start, stop); shares differ in size by at most one."""
+    """Return a rank's share of [start, stop); shares differ in size by at most one."""
     each, extra = divmod(stop - start, world_size)
     own_start = start + rank * each + min(rank, extra)
     return own_start, own_start + each + (1 if rank < extra else 0)
 
 
 def _mix(seed: int, epoch: int) -> int:
-    """Mix two numbers into one seed. Not by `mix`: a job that continues from a checkpoint of an
-    earlier release must get the same order."""
+    """Mix two numbers into one seed. Not by `mix`: a checkpoint of an earlier release must get the
+    same order."""
     return splitmix64(seed * GAMMA + epoch + 1) & (2**63 - 1)

@@ -1,4 +1,4 @@
-"""Cutting a member's share of a batch into micro-batches."""
+"""Micro-batches of a member's share."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -11,7 +11,7 @@ from shoal_proto.errors import InvalidSpec
 
 
 def of_step() -> PartsOfStep:
-    """Return the parts of the open step; raises InvalidSpec if no step is open."""
+    """Return the parts of the open step. Raises InvalidSpec if no step is open."""
     parts = step_context.current().parts
     if parts is None:
         raise InvalidSpec(
@@ -22,11 +22,11 @@ def of_step() -> PartsOfStep:
 
 
 def cut(values: Any, start: int, stop: int, size: int) -> Any:
-    """Return the samples [start, stop) of `values`, which hold `size` samples. `values`: a tensor
-    with the samples along its first dimension, a list or tuple with one item for each sample, None,
-    or a tuple, list or mapping of these.
+    """Return the samples [start, stop) of `values`, which hold `size` samples.
 
-    Raises InvalidSpec for values that cannot be assigned to samples."""
+    `values`: a tensor with the samples along its first dimension, a list or tuple with an item for
+    each sample, None, or a tuple, list or mapping of these. Raises InvalidSpec for other values.
+    """
     if values is None:
         return None
     if isinstance(values, Tensor):
@@ -42,18 +42,18 @@ def cut(values: Any, start: int, stop: int, size: int) -> Any:
 
 
 def has_all_rows(values: Any, size: int) -> bool:
-    """True if this is a tensor with a row for each of `size` samples. A quick check before
-    `rows_of_fewer`, which takes ten times as long."""
+    """True for a tensor with `size` rows: a quick check before `rows_of_fewer`."""
     return type(values) is Tensor and not values.is_nested and values.shape[:1] == (size,)
 
 
 def rows_of_fewer(values: Iterable[Any], size: int) -> int | None:
-    """Return the number of samples in a batch from which a collate function left some out, such as
-    unreadable ones; None if the batch has all `size` samples, or if the number is unclear.
+    """Return the number of samples in a batch if a collate function left some out; None if all
+    `size` samples are there, or if the number is unclear.
 
-    In such a batch all tensors have the same number of rows, less than `size`. The number is
-    unclear if a tensor with the fewest dimensions has another dimension of length `size`, along
-    which the samples may lie."""
+    In such a batch all tensors have the same number of rows, below `size`. The number is unclear if
+    a tensor with the fewest dimensions has another dimension of length `size`: the samples may lie
+    along it.
+    """
     shapes = [shape for each in values for shape in _shapes(each, size)]
     rows = {shape[0] for shape in shapes}
     if len(rows) != 1 or rows.pop() >= size:
@@ -65,7 +65,6 @@ def rows_of_fewer(values: Iterable[Any], size: int) -> int | None:
 
 
 def _shapes(values: Any, size: int) -> Iterator[tuple[int, ...]]:
-    """Yield the shapes of all tensors; a list of `size` items counts as one item a sample."""
     if isinstance(values, Tensor):
         if values.ndim:
             yield (len(values),) if values.is_nested else tuple(values.shape)
@@ -81,23 +80,23 @@ def _shapes(values: Any, size: int) -> Iterator[tuple[int, ...]]:
 
 
 class OnePerSample(tuple[Any, ...]):
-    """A tuple from a collate function that is known to hold one item a sample."""
+    """A collated tuple with one item a sample."""
 
 
 class ListPerSample(list[Any]):
-    """A list from a collate function that is known to hold one item a sample."""
+    """A collated list with one item a sample."""
 
 
 class PerColumn(list[Any]):
-    """A list whose items are columns: each is known to cover all samples."""
+    """A list of columns, which all cover all samples."""
 
 
 def columns_marked(collated: Any, size: int, of_one: Callable[[], Any]) -> Any:
     """Mark tuples and lists in a collated batch that hold one item a sample, and lists of columns.
 
-    In a batch of three images with three channels, `tuple(images)` looks like three tensors with a
-    row for each sample. `of_one()` returns the collated batch of a single sample, which decides:
-    there the tuple has one image."""
+    In a batch of three images with three channels, `tuple(images)` looks like three columns.
+    `of_one()` returns the collated batch of one sample, which decides.
+    """
     if size < 2 or not _in_doubt(collated, size):
         return collated
     return _marked(collated, of_one(), size)
@@ -132,7 +131,6 @@ def _marked(values: Any, one: Any, size: int) -> Any:
 
 
 def _are_columns(values: Any, size: int) -> bool:
-    """True if there are items, and each covers all samples."""
     return bool(values) and all(_is_column(value, size) for value in values)
 
 
@@ -158,7 +156,6 @@ def _cut_sequence(values: Any, start: int, stop: int, size: int) -> Any:
 
 
 def _is_column(value: Any, size: int) -> bool:
-    """True if a value covers all samples, or is None."""
     if isinstance(value, Tensor):
         return bool(value.ndim) and len(value) == size
     if isinstance(value, Mapping):

@@ -1,9 +1,8 @@
-"""Permutation of n numbers that is computed on demand and never stored as a whole.
+"""Permutation of n numbers, computed on demand.
 
-A Feistel network, with round keys derived from the permutation's key, permutes all numbers that
-have at most as many bits as n - 1, or two bits. An output of n or above is permuted again until it
-is below n (cycle walking: Black and Rogaway 2002, "Ciphers with arbitrary finite domains"). For
-n > 1 that takes at most two passes on average.
+A Feistel network with keyed rounds permutes all numbers of as many bits as n - 1. An output of n or
+above is permuted again (cycle walking: Black and Rogaway 2002, "Ciphers with arbitrary finite
+domains").
 """
 
 from torch import Tensor
@@ -11,13 +10,13 @@ from torch import Tensor
 from shoal.randomness import mix
 
 ROUNDS = 8
-"""Number of rounds. Four make a pseudorandom permutation if the rounds' functions are pseudorandom
-(Luby and Rackoff 1988); the functions here are simpler, so there are eight."""
+"""Number of rounds. Four pseudorandom ones are enough (Luby and Rackoff 1988), but the functions
+here are simpler."""
 _MULTIPLIERS = (0x5851F42D4C957F2D, 0x14057B7EF767814F)
 
 
 class KeyedPermutation:
-    """The permutation of range(size) for a key; the same on every machine."""
+    """Permutation of range(size) for a key, the same on every machine."""
 
     def __init__(self, size: int, key: int) -> None:
         self.size = size
@@ -27,7 +26,7 @@ class KeyedPermutation:
         self._keys = [mix(key, number) for number in range(ROUNDS)]
 
     def __call__(self, positions: Tensor) -> Tensor:
-        """Return the numbers at these positions (int64, each from 0 to size - 1)."""
+        """Return the numbers at these positions (int64, below size)."""
         numbers = self._once(positions)
         beyond = (numbers >= self.size).nonzero().flatten()
         while len(beyond):
@@ -39,7 +38,7 @@ class KeyedPermutation:
     def _once(self, numbers: Tensor) -> Tensor:
         low_mask, high_mask = (1 << self._low_bits) - 1, (1 << self._high_bits) - 1
         low, high = numbers & low_mask, numbers >> self._low_bits
-        # Each round changes one half by a function of the other alone, and so is invertible.
+        # Each round changes one half by a function of the other, and so is invertible.
         for number, key in enumerate(self._keys):
             if number % 2:
                 low = low ^ (_scrambled(high, key) & low_mask)
@@ -49,7 +48,6 @@ class KeyedPermutation:
 
 
 def _scrambled(half: Tensor, key: int) -> Tensor:
-    """Mix each number with the key into 31 bits (two multiply-xorshift rounds; int64 wraps)."""
     mixed = (half ^ key) * _MULTIPLIERS[0]
     mixed = (mixed ^ ((mixed >> 32) & 0xFFFFFFFF)) * _MULTIPLIERS[1]
     return (mixed >> 33) & 0x7FFFFFFF

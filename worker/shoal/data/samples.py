@@ -1,8 +1,7 @@
 """Loading of one batch's samples, in a process of the DataLoader or in the trainer.
 
-Random numbers that a dataset draws for a sample (augmentation) from the global generators follow
-from seed, epoch and the sample's index, unless `seed_samples` is False. They do not depend on the
-loading process or the number of members, and are the same if the sample is loaded again.
+A dataset's random numbers from the global generators follow from seed, epoch and sample, unless
+`seed_samples` is False.
 """
 
 import errno
@@ -25,7 +24,7 @@ Collate = Callable[[list[Any]], Any]
 
 _LARGEST_TRACE = 20_000
 _COLLATION_OFFSET = 1 << 62
-"""Added to an index to seed the collation: no dataset has so many samples."""
+"""Added to an index to seed collation."""
 
 
 REMEDY = (
@@ -41,11 +40,10 @@ _TORCH_LACKS = (
     *("can't allocate memory", "Cannot allocate memory", "No space left on device"),
     *("Too many open files", "out of memory", "unable to resize file", "can't start new thread"),
 )
-"""Parts of the messages of RuntimeErrors that report an exhausted resource."""
 
 
 def lacks_resources(error: BaseException) -> bool:
-    """True if the error means that memory, shared memory, processes or descriptors ran out."""
+    """True if memory, shared memory, processes or descriptors ran out."""
     if isinstance(error, OSError):
         return error.errno in _LACKING
     is_named = isinstance(error, RuntimeError) and any(each in str(error) for each in _TORCH_LACKS)
@@ -53,7 +51,7 @@ def lacks_resources(error: BaseException) -> bool:
 
 
 class MapDataset(Protocol):
-    """Interface of torch's map-style datasets."""
+    """torch's map-style datasets."""
 
     def __getitem__(self, index: int, /) -> Any: ...
 
@@ -64,14 +62,14 @@ class FailedSample:
     sent."""
 
     index: int | None
-    """Index of the sample; None: a batch was not collated or sent, or `__getitems__` failed."""
+    """Index of the sample; None: a whole batch failed."""
     error: str
     trace: str
     is_temporary: bool
-    """True if a later attempt may succeed: an OSError, or a lack of memory or another resource."""
+    """True if a later attempt may succeed: an OSError, or a lack of resources."""
     fix: str = "The traceback is of the dataset's own code."
     is_unsent: bool = False
-    """True if the batch was loaded and could not be sent to the trainer."""
+    """True if a loaded batch could not be sent to the trainer."""
 
     @classmethod
     def of(cls, error: BaseException, index: int | None, *, is_unsent: bool = False) -> Self:
@@ -83,7 +81,7 @@ class FailedSample:
         return cls(index, text, trace, is_temporary, is_unsent=is_unsent, **fix)
 
     def raised(self) -> SampleFailed | LoadingFailed:
-        """Return the error to raise in the trainer."""
+        """Return the trainer's error."""
         subject = "the samples of a batch" if self.index is None else f"sample {self.index}"
         done = "loaded and collated" if self.index is None else "loaded"
         if self.is_unsent:
@@ -100,19 +98,19 @@ class FailedSample:
 
 
 class Samples:
-    """Loads a dataset's samples by index, with seeded random numbers, and collates them."""
+    """Loads samples by index, with seeded random numbers, and collates them."""
 
     def __init__(self, dataset: Any, collate: Collate, seed: int, *, seeded: bool = True) -> None:
         """`seeded`: seed the generators for each sample. If False, a dataset with `__getitems__`
-        loads all samples of a batch in one call."""
+        loads a whole batch at once."""
         self.dataset = dataset
         self._collate = collate
         self._seed = seed
         self._seeded = seeded
 
     def batch(self, epoch: int, indices: Sequence[int], go_on: Callable[[], bool]) -> Any:
-        """Return the collated samples; None if `go_on` returned False, as the batch is void then.
-        Returns a FailedSample instead of raising an Exception: it can be sent between processes."""
+        """Return the collated samples; None if `go_on` returned False. Returns a FailedSample
+        instead of raising, to send it between processes."""
         index: int | None = None
         try:
             if not self._seeded and hasattr(self.dataset, "__getitems__"):
@@ -136,15 +134,13 @@ class Samples:
         collated = self._collate(items)
         if self._collate is not default_collate:
             return columns_marked(collated, len(items), lambda: self._alone(epoch, indices[0]))
-        # torch's default_collate turns tuples and lists into a list, each item of which covers all
-        # samples.
+        # torch's default_collate makes a list of columns of tuples and lists.
         if type(collated) is list and isinstance(items[0], tuple):
             return tuple(collated)
         return PerColumn(collated) if type(collated) is list else collated
 
     def _alone(self, epoch: int, index: int) -> Any:
-        """Load one sample again and collate it alone. Loaded again, as the collate function may
-        have changed the sample."""
+        """Load and collate one sample again, as collating may have changed it."""
         self._draw_for(epoch, index)
         return self._collate([self.dataset[index]])
 
@@ -163,8 +159,7 @@ def _seed_generators(number: int) -> None:
 
 @contextmanager
 def preserve_generators() -> Iterator[None]:
-    """Restore the random generators at the end of the context. Used by a trainer that loads samples
-    itself, and for reading shards."""
+    """Restore the random generators at the end of the context."""
     numpy_random: Any = sys.modules.get("numpy.random")
     torch_state, python_state = torch.default_generator.get_state(), random.getstate()
     numpy_state = None if numpy_random is None else numpy_random.get_state()

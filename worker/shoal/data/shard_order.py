@@ -1,16 +1,14 @@
 """Order of the samples of a data set in shards, in which each member reads few shards.
 
 In each epoch the shards are concatenated in a new order. The result, the *line*, is shuffled in
-windows of `window` samples, and then cut into `columns` x `turns` streams of about equal length. A
-batch consists of `columns` parts, each from a different stream, and `turns` batches in a row use
-different streams. With 4 columns and 2 turns,
+windows of `window` samples, and cut into `columns` x `turns` streams. A batch has `columns` parts,
+each from a different stream, and `turns` batches in a row use different streams. With 4 columns and
+2 turns,
 
     batch 0:  0  1  2  3      batch 1:  4  5  6  7      batch 2:  0  1  2  3   ...
 
 where each number is a stream, from which the next samples are taken. So a member with the first
-half of each batch reads half of the streams, and each of two processes that load its batches in
-turn reads a quarter. The sample at a position does not depend on the member that reads it. Samples
-at the end of the line that do not fill a batch are the last, smaller batch, or are left out.
+half of each batch reads half of the streams, and each of its two loading processes a quarter.
 """
 
 from dataclasses import dataclass
@@ -24,15 +22,14 @@ from shoal.data.shards import Shards
 from shoal.randomness import mix
 
 _SHARDS_OF_EPOCH = 1 << 62
-"""Used instead of a window's number to seed the order of shards: windows are fewer."""
+"""Seeds the order of shards, in place of a window's number."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardOrder(Order):
-    """Order of samples in shards. Pure. Without shuffling, samples keep the order of the shards."""
+    """Order of samples in shards. Pure. Without shuffling, the order of the shards."""
 
     lengths: tuple[int, ...]
-    """Number of samples of each shard."""
     columns: int
     turns: int
     window: int
@@ -49,8 +46,7 @@ class ShardOrder(Order):
         drop_last: bool,
         together: bool,
     ) -> "ShardOrder":
-        """`together`: True if members share each batch. If False, each member takes whole batches,
-        and the line is one stream."""
+        """`together`: True if members share each batch. If False, the line is one stream."""
         return cls(
             num_samples=len(shards),
             global_batch_size=global_batch_size,
@@ -70,8 +66,7 @@ class ShardOrder(Order):
 
     @property
     def name(self) -> str:
-        """Name with the options that decide the order, besides seed and shards. The batch size is
-        one of these options: it decides how the line is cut into streams."""
+        """Name with the options that decide the order, the batch size among them."""
         return (
             f"{self.rule}: {self.columns} columns, {self.turns} turns, window {self.window},"
             f" batches of {self.global_batch_size}"
@@ -86,11 +81,10 @@ class ShardOrder(Order):
         shards = _permutation(len(self.lengths), mix(key, _SHARDS_OF_EPOCH))
         ends = self._lengths[shards].cumsum(0)
         shard_numbers = torch.bucketize(shuffled, ends, right=True)
-        # From positions in the line to indices in the shards' given order.
+        # From positions in the line to the shards' given order.
         return shuffled + (self._ends[shards] - ends)[shard_numbers]
 
     def _in_line(self, positions: Tensor) -> Tensor:
-        """Return the positions in the line for these positions of the epoch."""
         size = self.global_batch_size
         each, extra = divmod(size, self.columns)
         sizes = each + (torch.arange(self.columns) < extra).long()
@@ -106,7 +100,6 @@ class ShardOrder(Order):
         return torch.where(batch < num_whole, in_stream, positions)
 
     def _shuffled(self, positions: Tensor, key: int) -> Tensor:
-        """Permute positions in the line, each within its window."""
         windows = positions // self.window
         shuffled = torch.empty_like(positions)
         for window in sorted(set(windows.tolist())):

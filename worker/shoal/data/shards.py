@@ -1,8 +1,8 @@
 """A data set in shards that are read from the beginning: tar files, streams, iterable data sets.
 
-The number of samples in each shard is given, so that every sample has an index. To get a sample,
-its shard is read up to the sample. In the order of `shoal.data.shard_order` each shard is read
-sequentially, with small steps back; samples are kept as long as such a step may need them."""
+A shard is read up to the requested sample. `shoal.data.shard_order` reads each shard in sequence,
+with small steps back, for which samples are kept.
+"""
 
 import os
 import tarfile
@@ -24,16 +24,15 @@ from shoal_proto.errors import InvalidSpec
 from shoal_proto.numbers_given import as_index
 
 Read = Callable[[Any], Iterable[Any]]
-"""Function that returns the samples of one shard, from the first, in the same order each time."""
+"""Function that returns one shard's samples, in the same order each time."""
 
 
 TARS = (".tar", ".tar.gz", ".tgz")
 
 
 def read_shard(shard: Any) -> Iterable[Any]:
-    """Return the samples of a tar file, given by its path or URL, or of an iterable.
-
-    Raises InvalidSpec for another kind of file."""
+    """Return the samples of a tar file, given by path or URL, or of an iterable. Raises InvalidSpec
+    for another kind of file."""
     if not isinstance(shard, str | os.PathLike):
         samples: Iterable[Any] = iter(shard)
         return samples
@@ -49,9 +48,11 @@ def read_shard(shard: Any) -> Iterable[Any]:
 
 
 def tar_samples(url: str) -> Iterator[dict[str, Any]]:
-    """Yield the samples of a tar file in WebDataset's format: adjacent files with the same name up
-    to the first dot are one sample. A sample is a dict of bytes by extension in lower case, with
-    the name as `__key__`."""
+    """Yield the samples of a tar file in WebDataset's format.
+
+    Adjacent files with the same name up to the first dot are one sample: a dict of bytes by
+    lower-case extension, with the name as `__key__`.
+    """
     with _opened(url) as file, tarfile.open(fileobj=file, mode="r|*") as tar:
         sample: dict[str, Any] = {}
         for member in tar:
@@ -85,7 +86,7 @@ class Shards(Dataset[Any]):
         for batch in session.batches(dataset, global_batch_size=256, epochs=10, num_workers=4):
 
     With shuffling, each epoch concatenates the shards in a new order, shuffles within windows, and
-    cuts the result into `columns` times `turns` streams; a member reads its share's streams."""
+    cuts the result into streams; a member reads its share's streams."""
 
     def __init__(
         self,
@@ -99,19 +100,21 @@ class Shards(Dataset[Any]):
         shuffle_buffer: int = 128,
     ) -> None:
         """`lengths`: number of samples of each shard, as `Shards.count` returns it. A wrong length
-        is an error when the shard's end is read. `read`: returns the samples of a shard; by default
-        tar files are read in WebDataset's format, and other objects are iterated over. `decode`:
-        converts a sample as read to the sample that is collated. It is called only for samples that
-        are trained on, not for skipped ones, and its random numbers are seeded by the sample.
+        is an error when the shard's end is read.
+
+        `read`: returns the samples of a shard; by default tar files are read in WebDataset's
+        format, and other objects are iterated over. `decode`: converts a sample that is trained on
+        before it is collated, with random numbers seeded by the sample.
 
         `columns`: number of streams in a batch; choose about the largest number of members.
-        `turns`: number of consecutive batches with different streams; choose `num_workers`, so that
-        each process reads streams of its own. `shuffle_buffer`: size of the windows in which
-        samples are shuffled. A process keeps up to twice as many samples, not decoded, of each
-        shard that it has open: up to two shards for each stream, more if shards are short.
+        `turns`: number of consecutive batches with different streams; choose `num_workers`.
+        `shuffle_buffer`: size of the windows in which samples are shuffled. A process keeps up to
+        twice as many samples, not decoded, of each open shard: up to two shards for each stream,
+        more if shards are short.
 
         Raises InvalidSpec for options out of range, and if there are no samples or not one length
-        for each shard."""
+        for each shard.
+        """
         self.shards, self.lengths = list(shards), [_checked("a length", n, 0) for n in lengths]
         if len(self.shards) != len(self.lengths):
             raise InvalidSpec(
@@ -131,17 +134,15 @@ class Shards(Dataset[Any]):
 
     @staticmethod
     def count(shards: Iterable[Any], read: Read = read_shard) -> list[int]:
-        """Count the samples in each shard by reading all shards. Raises what `read` raises."""
+        """Count the samples in each shard by reading all. Raises what `read` raises."""
         return [sum(1 for _ in read(shard)) for shard in shards]
 
     def __len__(self) -> int:
         return self._ends[-1]
 
     def __getitem__(self, index: int) -> Any:
-        """Return a sample by its index, counted from the first shard. Reads the shard further, or
-        from its start if it is not open, or the sample was read before and is not kept. Raises
-        IndexError for an index out of range, and InvalidSpec if the shard's end shows another
-        length."""
+        """Return a sample by its index over all shards. Raises IndexError for an index out of
+        range, and InvalidSpec if the shard has another length."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         number = bisect_right(self._ends, index)
@@ -150,7 +151,7 @@ class Shards(Dataset[Any]):
 
     @property
     def description(self) -> str:
-        """Description of the shards, which members compare."""
+        """Description that members compare."""
         digest = blake2b(repr((self._names, self.lengths)).encode(), digest_size=8).hexdigest()
         return f"{len(self)} samples in {len(self.shards)} shards {digest}"
 
@@ -165,7 +166,7 @@ class Shards(Dataset[Any]):
         return [shard if isinstance(shard, str) else "" for shard in self.shards]
 
     def samples_of(self, number: int) -> Iterator[Any]:
-        """Iterate over the samples of one shard, from the first."""
+        """Iterate over one shard's samples."""
         return iter(self._read(self.shards[number]))
 
     def shard_name(self, number: int) -> str:
@@ -174,7 +175,7 @@ class Shards(Dataset[Any]):
 
 
 class _OpenShards:
-    """The shards that this process is reading. Empty after a fork or after pickling."""
+    """The shards that this process reads. Empty after a fork or pickling."""
 
     def __init__(self, shards: Shards) -> None:
         self._shards = shards
@@ -196,22 +197,19 @@ class _OpenShards:
             shard = _OpenShard(self._shards, number, self._keep)
             while len(self._open) >= self._max_open:
                 self._open.popitem(last=False)
-        # If this raises an error, the shard is not kept, and the next attempt starts over.
         sample = shard.sample(offset)
         self._open[number] = shard
-        # A caller that changes the sample must not change the kept one.
+        # A caller may change the sample, but not the kept one.
         return copy(sample) if isinstance(sample, dict | list) else sample
 
 
 class _OpenShard:
-    """One shard, read up to the highest sample that was requested."""
-
     def __init__(self, shards: Shards, number: int, keep: int) -> None:
         self._name, self._length = shards.shard_name(number), shards.lengths[number]
         self._keep = keep
         self._num_read = 0
         self._kept: dict[int, Any] = {}
-        """The samples read last, at most `keep`, by offset in ascending order."""
+        """The last samples read, at most `keep`, by ascending offset."""
         with hidden_worker_info(), preserve_generators():
             self._samples = shards.samples_of(number)
 
@@ -220,8 +218,8 @@ class _OpenShard:
 
     def sample(self, offset: int) -> Any:
         if offset >= self._num_read:
-            # A reader that divides samples by torch's worker info must not do so here. Its random
-            # numbers must not change those that are drawn for samples.
+            # The reader must not divide samples by torch's worker info, nor change the samples'
+            # random numbers.
             with hidden_worker_info(), preserve_generators():
                 self._read_to(offset)
         return self._kept[offset]

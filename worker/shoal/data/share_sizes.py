@@ -1,4 +1,4 @@
-"""Check that shares do not become too small for BatchNorm, which cannot normalise one value."""
+"""Check that shares do not become too small for BatchNorm."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -15,19 +15,18 @@ from shoal.torch_private.watching import before_calls
 log = structlog.get_logger(__name__)
 
 LEAST = 2
-"""Number of samples that a layer needs if it has one value for each sample and channel."""
+"""Samples that a layer needs if it has one value for each sample and channel."""
 
 
 class ShareSizes:
-    """Check that the shares of a job's smallest batch have enough samples for BatchNorm.
+    """Check that the shares of a job's smallest batch are large enough for BatchNorm.
 
-    BatchNorm of images can normalise one sample, over its many positions. A layer needs two samples
-    if its input has one value for each sample and channel: the first forward pass shows that.
+    A layer's first forward pass shows if it needs two samples.
     """
 
     def __init__(self, order: Callable[[], Order], most_members: int) -> None:
-        """`order` returns the present order, whose origin is known only when training begins.
-        `most_members`: the largest number of members that the job may have."""
+        """`order` returns the present order, as its origin is known only later. `most_members`: the
+        job's limit of members."""
         self._order = order
         self._most_members = most_members
         self._needs_two = self._is_warned = False
@@ -35,7 +34,7 @@ class ShareSizes:
 
     @property
     def smallest_batch(self) -> int:
-        """Number of samples of the smallest batch since the order's origin."""
+        """Size of the smallest batch since the order's origin."""
         order = self._order()
         whole, origin = order.global_batch_size, order.origin
         if order.drop_last:
@@ -47,18 +46,17 @@ class ShareSizes:
 
     @property
     def _fitting(self) -> int:
-        """Largest number of members with enough samples in every share; 0 if even one member has
-        too few."""
+        """Largest number of members with enough samples in every share; may be 0."""
         return self.smallest_batch // LEAST
 
     def warn_of_norm_layers(self, model: nn.Module) -> None:
-        """Warn of layers that usually have one value for each sample, before a batch is loaded."""
+        """Warn, before a batch is loaded, of layers that usually need two samples."""
         layers = (each for each in model.modules() if type(each) is nn.BatchNorm1d)
         if any(each.training for each in layers):
             self._warn()
 
     def check_norm_input(self, size: Sequence[int]) -> None:
-        """Check the sizes of an input that a layer is about to normalise over the batch."""
+        """Check the sizes of an input that a layer is about to normalise."""
         samples = step_context.current().samples
         values = size[0] * math.prod(size[2:])
         if not self._needs_two and samples is not None and values == samples.count:
@@ -66,9 +64,12 @@ class ShareSizes:
             self._warn()
 
     def refuses(self, world_size: int) -> str:
-        """Describe what is expected instead of this number of members, if some of their shares
-        would be too small. Empty if all are large enough, if no layer is known to need two samples,
-        or if even one member would have too few."""
+        """Describe what is expected instead of this number of members if some shares would be too
+        small.
+
+        Empty otherwise, if no layer is known to need two samples, or if even one member would have
+        too few.
+        """
         if not self._needs_two or not 0 < self._fitting < world_size:
             return ""
         return (
@@ -92,7 +93,7 @@ class ShareSizes:
 
 
 def remedies_of_one_sample(*, syncs_batchnorm: bool) -> str:
-    """Return advice against shares of one sample, for a model with BatchNorm."""
+    """Return advice against shares of one sample."""
     synced = "sync_batchnorm=True in session.distribute, which normalises all members' samples"
     return (
         "Use drop_last=True in session.batches, if the last batch of an epoch is the small one; a"

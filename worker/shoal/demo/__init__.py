@@ -1,1 +1,1 @@
-"""The job that `shoal demo` trains: handwritten digits, a small convolutional network."""
+"""The job that `shoal demo` trains: handwritten digits, a small network."""

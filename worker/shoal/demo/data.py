@@ -1,4 +1,4 @@
-"""scikit-learn's handwritten digits: 1,797 real images of 8 x 8 pixels, one fixed split.
+"""scikit-learn's handwritten digits: 1,797 images of 8 x 8 pixels, with a fixed split.
 
 `python -m shoal.demo.data FILE` writes them to a file, so that workers need not import
 scikit-learn.
@@ -27,7 +27,7 @@ class Digits:
 
 
 def load(path: Path | None = None) -> Digits:
-    """Load the digits from a file that `save` wrote, or else from scikit-learn."""
+    """Load the digits from a file of `save`, or from scikit-learn."""
     if path is None:
         images, digits = _from_sklearn()
     else:
@@ -51,7 +51,7 @@ def save(path: Path) -> None:
 
 
 def _from_sklearn() -> tuple[np.ndarray, np.ndarray]:
-    # Imported here, as a worker that is given a file does not need it.
+    # A worker that is given a file does not need scikit-learn.
     from sklearn.datasets import load_digits  # noqa: PLC0415
 
     bunch = load_digits()

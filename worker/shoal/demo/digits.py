@@ -1,7 +1,7 @@
 """A worker of the demo: `python -m shoal.demo.digits`, in the environment that `shoal run` sets.
 
-It is a training script like any user's. It writes an audit of every step and, at the end, the
-accuracy of its weights on the held-out images.
+It writes an audit of every step and, at the end, the accuracy of its weights on the held-out
+images.
 """
 
 import argparse
@@ -25,7 +25,7 @@ MODEL_SEED = 0
 
 
 def new_model() -> nn.Sequential:
-    """Make a convolutional network of 38,282 parameters, with the same weights in every worker."""
+    """Make a network of 38,282 parameters, with the same weights in every worker."""
     torch.manual_seed(MODEL_SEED)
     return nn.Sequential(
         nn.Conv2d(1, 16, kernel_size=3, padding=1),
@@ -72,13 +72,13 @@ def train(options: argparse.Namespace, digits: Digits, directory: Path | None) -
 
 @torch.no_grad()
 def accuracy(model: nn.Module, digits: Digits) -> float:
-    """Return the fraction of the held-out images that the model classifies correctly."""
+    """Return the fraction of held-out images that are classified correctly."""
     predicted = model(digits.test_images).argmax(dim=1)
     return float((predicted == digits.test_digits).double().mean())
 
 
 def weights_digest(model: nn.Module) -> str:
-    """Return a hash of the weights: equal if and only if they are the same bit for bit."""
+    """Return a hash of the weights, bit for bit."""
     digest = hashlib.sha256()
     for tensor in model.state_dict().values():
         digest.update(tensor.detach().contiguous().numpy().tobytes())
@@ -88,8 +88,8 @@ def weights_digest(model: nn.Module) -> str:
 class Audit:
     """Record of the steps, from which the count of trained samples is checked.
 
-    It is a file of JSON lines, `<member>.<pid>.jsonl`; nothing is written without a directory. Each
-    line is one write to the file, so a SIGKILL right after a call loses nothing.
+    Each JSON line of `<member>.<pid>.jsonl` is one write, so a SIGKILL after it loses nothing.
+    Without a directory nothing is written.
     """
 
     def __init__(self, directory: Path | None, member_id: str) -> None:
@@ -113,11 +113,11 @@ class Audit:
             os.close(self._descriptor)
 
     def begin(self, generation: int, step: int, epoch: int, positions: Sequence[int]) -> None:
-        """Record the beginning of a step, before the step can have any effect."""
+        """Record a step before it can have any effect."""
         self._write("begin", generation, step, epoch=epoch, positions=list(positions))
 
     def commit(self, generation: int, step: int) -> None:
-        """Record the commit of a step, once the step cannot be undone."""
+        """Record a step that cannot be undone."""
         self._write("commit", generation, step)
 
     def _write(self, event: str, generation: int, step: int, **more: object) -> None:

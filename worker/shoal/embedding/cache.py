@@ -1,7 +1,6 @@
-"""A worker's cache of recently looked up rows, within their staleness bound.
+"""A worker's cache of recently looked up rows.
 
-An id's hash decides its only slot, so that every operation is a few passes over arrays. A frequent
-row that another row has replaced is soon cached again.
+An id's hash decides its only slot, so that operations are a few passes over arrays.
 """
 
 from dataclasses import dataclass
@@ -17,18 +16,18 @@ NEVER = -(2**62)
 
 @dataclass(frozen=True)
 class CachedRows:
-    """Values of rows, and the versions they are from. Each field has one entry for each row."""
+    """Values of rows, and their versions. Each field has one entry for each row."""
 
     values: Tensor
     births: Ids
-    """The version that created each row; 0: the row has its initial values."""
+    """Version that created each row; 0: initial values."""
     versions: Ids
-    """Version of the shard when the row was looked up."""
+    """Version of the shard at the lookup."""
     epochs: Ids
 
 
 class HotRows:
-    """Cache of at most `capacity` rows, rounded up to a power of two, at least 2."""
+    """Cache of `capacity` rows, rounded up to a power of two, at least 2."""
 
     def __init__(self, capacity: int, dim: int, dtype: torch.dtype) -> None:
         size = 1 << max(capacity - 1, 1).bit_length()
@@ -41,8 +40,8 @@ class HotRows:
         self._values = torch.zeros((size, dim), dtype=dtype)
 
     def find(self, ids: Ids, oldest_step: int, oldest_versions: Ids) -> Ids:
-        """Return the slot of each row that was looked up at `oldest_step` and `oldest_versions` or
-        later; -1 for other rows."""
+        """Return each row's slot; -1 unless it was looked up at `oldest_step` and `oldest_versions`
+        or later."""
         slots = self._slots(ids)
         is_fresh = (
             (self._ids[slots] == ids)
@@ -52,7 +51,7 @@ class HotRows:
         return np.where(is_fresh, slots, -1)
 
     def take(self, slots: Ids) -> CachedRows:
-        """Return copies of the rows in these slots."""
+        """Return copies of these slots."""
         return CachedRows(
             values=self._values.index_select(0, torch.from_numpy(slots)),
             births=self._births[slots],
@@ -64,7 +63,7 @@ class HotRows:
         """Store rows that were looked up at this step."""
         slots = self._slots(ids)
         self._ids[slots] = ids
-        # If several rows have one slot, only the row whose id was written last is stored.
+        # Of several rows with one slot, the last one is stored.
         stored = np.flatnonzero(self._ids[slots] == ids)
         slots = slots[stored]
         self._steps[slots] = step

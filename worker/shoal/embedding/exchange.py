@@ -1,4 +1,4 @@
-"""Lookups, prefetches and pushes between all tables of a model and their parameter servers."""
+"""Lookups, prefetches and pushes of all tables of a model."""
 
 import threading
 from collections.abc import Mapping
@@ -22,7 +22,6 @@ from shoal_proto.v1.acknowledgement_pb2 import Acknowledgement
 from shoal_proto.v1.tables_pb2 import TableSpec
 
 MAX_PREFETCHES = 4
-"""Number of prefetches in progress at a time; further ones are not begun."""
 
 
 class TableExchange:
@@ -30,7 +29,7 @@ class TableExchange:
 
     def __init__(self, model: nn.Module, codec: RowCodec | None = None) -> None:
         """`codec`: encodes gradients of rows. Raises InvalidSpec for two tables of one name, and
-        for a dtype that tables do not support."""
+        for an unsupported dtype."""
         self._tables: Mapping[str, EmbeddingTable] = tables_of(model)
         self._rows = {
             name: TableRows(
@@ -42,7 +41,7 @@ class TableExchange:
             for name, table in self._tables.items()
         }
         self._client: TableClient | None = None
-        # Prefetches use the same client, from threads of the pool.
+        # Prefetches use the same client, from the pool's threads.
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
         self._ahead: list[Future[None]] = []
@@ -55,13 +54,13 @@ class TableExchange:
         return [table.spec() for table in self._tables.values()]
 
     def fields(self) -> Mapping[str, str]:
-        """Return the fields that all members must have in common; empty without tables."""
+        """Return the fields that members must have in common; empty without tables."""
         if not self._tables:
             return {}
         return {"tables": " | ".join(" ".join(str(spec).split()) for spec in self.specs)}
 
     def attach(self, context: Context, acknowledgement: Acknowledgement.ValueType) -> None:
-        """Connect the tables. Later pushes wait for this acknowledgement."""
+        """Connect the tables, for pushes with this acknowledgement."""
         if not self._tables:
             return
         self._client = TableClient(
@@ -75,8 +74,8 @@ class TableExchange:
             table.connect(self)
 
     def enter(self) -> None:
-        """Wait until every shard answers. Called once the tables are placed. Raises what
-        `TableClient` raises."""
+        """Wait until every shard answers, once the tables are placed. Raises what `TableClient`
+        raises."""
         if not self._tables:
             return
         with self._lock:
@@ -87,7 +86,7 @@ class TableExchange:
             )
 
     def wait_for_lost(self, wait_s: float) -> None:
-        """Make lookups and pushes wait up to `wait_s` for lost shards to return."""
+        """Make lookups and pushes wait up to `wait_s` for lost shards."""
         if self._client is not None:
             self._client.wait_for_lost(wait_s)
 
@@ -97,8 +96,8 @@ class TableExchange:
                 rows.begin_step()
 
     def rows(self, table: str, ids: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the rows of the distinct ids, as a leaf of autograd's graph, and for each id the
-        index of its row. Raises what `TableClient` raises."""
+        """Return the rows of the distinct ids, as a leaf of the graph, and for each id the index of
+        its row. Raises what `TableClient` raises."""
         routed, positions = route(ids.numpy(), self._rows[table].spec.num_shards)
         held = self._look_up(table, routed)
         with self._lock:
@@ -106,8 +105,8 @@ class TableExchange:
         return values, torch.from_numpy(positions)
 
     def prefetch(self, table: str, ids: Tensor) -> None:
-        """Begin to look rows up, unless too many lookups run. Errors are dropped: the step looks
-        the rows up again, and raises the errors of that lookup."""
+        """Begin to look rows up, unless too many lookups run. Errors are dropped: the step's own
+        lookup will raise them."""
         self._ahead = [lookup for lookup in self._ahead if not lookup.done()]
         if self._pool is None or len(self._ahead) >= MAX_PREFETCHES:
             return
@@ -126,8 +125,7 @@ class TableExchange:
             return rows.finish(lookup, replies)
 
     def gather(self) -> dict[Where, Gradients]:
-        """Return the step's gradients, to be pushed. Raises NonFiniteGradient with table and
-        row."""
+        """Return the step's gradients. Raises NonFiniteGradient with table and row."""
         with self._lock:
             parts: dict[Where, Gradients] = {}
             for name, table in self._tables.items():
@@ -135,7 +133,7 @@ class TableExchange:
             return parts
 
     def shard_ids(self, parts: Mapping[Where, Gradients]) -> list[int]:
-        """Return the shards that a push of these parts changes."""
+        """Return the shards that these parts change."""
         with self._lock:
             return self._connected().shard_ids(parts)
 
@@ -155,7 +153,7 @@ class TableExchange:
             return result
 
     def metrics(self) -> Mapping[str, float]:
-        """Return the number of rows pushed so far, by fate, for the health report."""
+        """Return the number of rows pushed, by fate, for the health report."""
         return {
             f"table_{name}_rows_{fate}": float(count)
             for name, rows in self._rows.items()

@@ -1,7 +1,7 @@
 """Options of a table: initialiser, row optimizer, admission and eviction.
 
-This module checks only their types. The coordinator checks ranges when it places the table, and its
-errors name the setting."""
+Only types are checked here. The coordinator checks ranges when it places the table.
+"""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -95,7 +95,7 @@ class RowAdagrad:
     initial_accumulator: float = 0.0
     weight_decay: float = 0.0
     rowwise: bool = False
-    """True: one accumulator per row, of the mean squared gradient, instead of one per element."""
+    """True: one accumulator per row, of the mean squared gradient."""
 
     def __post_init__(self) -> None:
         convert_fields(self, numbers=("lr", "eps", "initial_accumulator", "weight_decay"))
@@ -119,8 +119,8 @@ class RowAdam:
     eps: float = 1e-8
     weight_decay: float = 0.0
     counts_rows: bool = True
-    """True: the bias correction counts each row's own steps. False: the steps of the whole table,
-    as `torch.optim.SparseAdam` does."""
+    """True: bias correction by each row's own steps. False: by the whole table's steps, as
+    `torch.optim.SparseAdam` does."""
 
     def __post_init__(self) -> None:
         convert_fields(self, numbers=("lr", "eps", "weight_decay"))
@@ -142,10 +142,10 @@ class Admission:
     """Condition for a pushed id to get a row; gradients of other ids are dropped."""
 
     min_pushes: int = 1
-    """Number of pushes of an id, the last of which creates its row. The counts are estimates, and
-    old pushes count less."""
+    """Number of pushes of an id, the last of which creates its row. Counts are estimates, and old
+    pushes count less."""
     probability: float | None = None
-    """Probability that an id gets a row at each push. If given, `min_pushes` has no effect."""
+    """Probability that an id gets a row at each push. Replaces `min_pushes`."""
 
     def __post_init__(self) -> None:
         convert_fields(self, indices=("min_pushes",), numbers=("probability",))
@@ -160,13 +160,13 @@ class Admission:
 
 @dataclass(frozen=True, kw_only=True)
 class Eviction:
-    """Conditions for the removal of rows; an id that is pushed again later gets a new row."""
+    """Conditions for the removal of rows. An id that is pushed again gets a new row."""
 
     max_idle_s: float = 0.0
     """Time without a push after which a row is removed; 0: never."""
     max_rows: int = 0
-    """Limit of rows in the whole table; the limit of each shard is its share, rounded up. 0: only
-    `max_shard_bytes` limits the rows."""
+    """Limit of rows in the table, divided among its shards. 0: only `max_shard_bytes` limits the
+    rows."""
     max_shard_bytes: int = 0
     """Limit of one shard's memory; 0: 1 GiB."""
     oldest_when_full: bool = True

@@ -1,6 +1,6 @@
-"""Grouping of ids for messages: each id once, ordered by virtual shard, computed on arrays.
+"""Grouping of ids for messages: each id once, ordered by virtual shard.
 
-A table is divided into `num_shards` virtual shards. The hash of an id decides its virtual shard.
+A table has `num_shards` virtual shards. The hash of an id decides its shard.
 """
 
 from dataclasses import dataclass
@@ -17,15 +17,13 @@ _HALF = np.uint64(32)
 
 @dataclass(frozen=True)
 class RoutedIds:
-    """Distinct ids, ordered by shard and ascending within each."""
+    """Distinct ids, ordered by shard, and ascending within each."""
 
     ids: Ids
     shards: Ids
-    """Index of the virtual shard of each id."""
 
     def spans(self) -> list[tuple[int, int, int]]:
-        """Return (shard, start, stop) for each shard that has some of the ids, which are
-        `ids[start:stop]`."""
+        """Return (shard, start, stop) of each shard that has ids: `ids[start:stop]`."""
         if not len(self.ids):
             return []
         starts = np.flatnonzero(np.diff(self.shards, prepend=self.shards[0] - 1))
@@ -49,7 +47,7 @@ def hash_ids(ids: Ids) -> NDArray[np.uint64]:
 
 
 def route(ids: Ids, num_shards: int) -> tuple[RoutedIds, Ids]:
-    """Return the distinct ids, and for each given id its index among them."""
+    """Return the distinct ids, and the index of each given id among them."""
     distinct, positions = np.unique(ids, return_inverse=True)
     hashed = hash_ids(distinct)
     shards = (((hashed >> _HALF) * np.uint64(num_shards)) >> _HALF).view(np.int64)

@@ -1,4 +1,4 @@
-"""A table in a worker: rows looked up for a step, gradients gathered for the push."""
+"""A table in a worker: rows for a step, gradients for the push."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -35,8 +35,7 @@ FATES = {
 
 @dataclass(frozen=True)
 class UsedRows:
-    """Rows of one lookup in a forward pass. `values` is a leaf; the backward pass sets its
-    gradient."""
+    """Rows of one lookup in a forward pass. `values` is a leaf of the graph."""
 
     routed: RoutedIds
     held: CachedRows
@@ -54,17 +53,16 @@ class Lookup:
     table: str
 
     def ids_by_shard(self) -> dict[Where, bytes]:
-        """Return the ids to look up, by shard."""
+        """Return the missing ids by shard."""
         return {
             (self.table, shard): self.missing.ids[start:stop].tobytes()
             for shard, start, stop in self.missing.spans()
         }
 
     def merged(self, found: CachedRows) -> CachedRows:
-        """Return the cached and the found rows, in the order of the ids."""
+        """Return cached and found rows, in the order of the ids."""
         if self.is_missing.all():
             return found
-        # The index of each row in the cached rows followed by the found ones.
         positions = np.empty(len(self.routed.ids), np.int64)
         positions[~self.is_missing] = np.arange(len(self.kept.births))
         positions[self.is_missing] = len(self.kept.births) + np.arange(len(found.births))
@@ -77,8 +75,10 @@ class Lookup:
 
 
 class TableRows:
-    """Rows of one table, for use by one thread at a time. `TableExchange` sends the lookups and
-    gradients to the servers, and passes the answers to this object."""
+    """Rows of one table, for one thread at a time.
+
+    `TableExchange` passes its lookups and gradients to the servers.
+    """
 
     def __init__(
         self,
@@ -88,8 +88,8 @@ class TableRows:
         staleness_bound: int,
         codec: RowCodec | None = None,
     ) -> None:
-        """`codec`: encodes gradients, if that makes them smaller. Raises InvalidSpec for a dtype
-        that is not supported."""
+        """`codec`: encodes gradients, if that makes them smaller. Raises InvalidSpec for an
+        unsupported dtype."""
         if spec.dtype not in DTYPES:
             raise InvalidSpec(
                 f"table {spec.name} has a dtype that no row optimizer supports",
@@ -106,31 +106,30 @@ class TableRows:
         self._table_step = 0
         self._uses: list[UsedRows] = []
         self.fates = dict.fromkeys(FATES.values(), 0)
-        """Number of rows pushed so far, by fate."""
 
     def begin_step(self) -> None:
-        """Begin a step, and forget which rows the last step used, pushed or not."""
+        """Begin a step, and forget the last step's rows."""
         self._uses.clear()
         self._step += 1
 
-    # Lookups.
+    # --- lookups ---
 
     def begin(self, routed: RoutedIds) -> "Lookup":
-        """Begin a lookup: take the cached rows, and determine which ids are missing."""
+        """Begin a lookup: take cached rows, and determine the missing ids."""
         oldest = self._seen_versions[routed.shards] - self._bound
         slots = self._cache.find(routed.ids, self._step - self._bound, oldest)
         is_missing = slots < 0
         return Lookup(
             routed=routed,
             is_missing=is_missing,
-            # Copied now, as rows that are looked up next may replace them in the cache.
+            # Copied now, as rows looked up next may replace them.
             kept=self._cache.take(slots[~is_missing]),
             missing=routed.only(is_missing),
             table=self.spec.name,
         )
 
     def finish(self, lookup: "Lookup", found: Mapping[Where, Rows]) -> CachedRows:
-        """Cache the rows that the servers returned, and return all rows of the lookup."""
+        """Cache the servers' rows, and return all rows of the lookup."""
         spans = lookup.missing.spans()
         rows = [found[self.spec.name, shard] for shard, _, _ in spans]
         for (shard, _, _), each in zip(spans, rows, strict=True):
@@ -142,18 +141,18 @@ class TableRows:
         return lookup.merged(received)
 
     def make_leaf(self, routed: RoutedIds, held: CachedRows, device: torch.device) -> Tensor:
-        """Return the rows' values on the device. If gradients are enabled, they are a leaf of the
-        graph, and `gradients` returns the leaf's gradient."""
+        """Return the rows' values on the device. With gradients enabled, the values are a leaf of
+        the graph; `gradients` reads the leaf's gradient."""
         values = held.values.to(device)
         if torch.is_grad_enabled():
             values.requires_grad_()
             self._uses.append(UsedRows(routed, held, values))
         return values
 
-    # Pushes.
+    # --- pushes ---
 
     def gradients(self, lr: float) -> dict[Where, Gradients]:
-        """Return the gradients of all uses since the step began, by shard, summed for each row.
+        """Return the gradients since the step began, by shard, summed for each row.
 
         Raises NonFiniteGradient, with the row's id, for NaN, infinity and values beyond the codec's
         range.
@@ -181,7 +180,6 @@ class TableRows:
         return parts
 
     def _encoded(self, routed: RoutedIds, total: Tensor) -> NDArray[np.uint8]:
-        """Return the bytes to send for each row's gradient."""
         if self._codec is None:
             return total.view(torch.uint8).numpy()
         data, is_in_range = self._codec.encode(total)
@@ -190,13 +188,13 @@ class TableRows:
         return data.numpy()
 
     def pushed(self, parts: Mapping[Where, Gradients], result: TablePushResult) -> None:
-        """Note the outcome of a push."""
+        """Record the outcome of a push."""
         for where in parts:
             table, shard = where
             if table != self.spec.name:
                 continue
             if where in result.stale:
-                # The gradients were for a shard that was lost with its rows, and started over.
+                # The shard was lost with its rows, and started over.
                 log.warning("row_gradients_dropped", table=table, reason=str(result.stale[where]))
                 continue
             self._seen_versions[shard] = max(self._seen_versions[shard], result.versions[where])
@@ -219,7 +217,6 @@ class TableRows:
 def _joined(
     rows: Sequence[Rows], counts: Sequence[int], dim: int, dtype: torch.dtype
 ) -> CachedRows:
-    """Join the servers' answers, one for each shard, to one object. `counts`: rows of each."""
     values = bytearray(b"".join(each.values for each in rows))
     flat = torch.frombuffer(values, dtype=dtype) if values else torch.zeros(0, dtype=dtype)
     return CachedRows(
@@ -231,8 +228,7 @@ def _joined(
 
 
 def _added_up(uses: Sequence[UsedRows], num_shards: int) -> tuple[RoutedIds, Ids, Ids, Tensor]:
-    """Sum the gradients of each row. Returns ids, births, the oldest version and epoch that each
-    row's gradients are based on, and the sums."""
+    """Return ids, births, each row's oldest version and epoch, and its summed gradient."""
     gradients = [use.values.grad.cpu() for use in uses if use.values.grad is not None]
     bases = [np.stack([use.held.versions, use.held.epochs], axis=1) for use in uses]
     if len(uses) == 1:
@@ -243,8 +239,8 @@ def _added_up(uses: Sequence[UsedRows], num_shards: int) -> tuple[RoutedIds, Ids
     np.maximum.at(newest, positions, births)
     oldest = np.full((len(routed.ids), 2), np.iinfo(np.int64).max)
     np.minimum.at(oldest, positions, np.concatenate(bases))
-    # Drop the gradients that were computed on a row that was then evicted and created again.
-    # Gradients computed on initial values (birth 0) count.
+    # Drop gradients of a row that was then evicted and created again. Gradients of initial values
+    # (birth 0) count.
     is_current = torch.from_numpy((births == 0) | (births == newest[positions]))
     stacked = torch.cat(gradients) * is_current[:, None]
     total: Tensor = torch.ops.aten.embedding_dense_backward(

@@ -1,7 +1,8 @@
-"""Embeddings whose rows are on the parameter servers, instead of `nn.Embedding(sparse=True)`.
+"""Embeddings with rows on the parameter servers, instead of `nn.Embedding(sparse=True)`.
 
-A forward pass looks up the rows that it needs, each once. The backward pass leaves the gradients on
-the worker, and the strategy pushes them with the step. No worker has to hold the whole table."""
+A forward pass looks up the rows that it needs, each once. The backward pass leaves gradients on the
+worker, and the strategy pushes them.
+"""
 
 from typing import Protocol
 
@@ -25,7 +26,7 @@ DEFAULT_NUM_SHARDS = 64
 
 
 class Source(Protocol):
-    """A source of rows: the exchange with the servers."""
+    """A source of rows."""
 
     def rows(self, table: str, ids: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the rows of the distinct ids, as a leaf of the graph, and each id's row index."""
@@ -38,8 +39,8 @@ class EmbeddingTable(nn.Module):
     """`nn.Embedding` over ids of 64 bits, without a limit on their number.
 
     Train it with `session.distribute(model, optimizer, strategy="async-sgd")`, or "ssp" or "bsp".
-    That optimizer is for parameters, and a table has no parameters: the table's own option
-    `optimizer` updates its rows."""
+    The table's own option `optimizer` updates its rows: a table has no parameters.
+    """
 
     def __init__(
         self,
@@ -60,14 +61,14 @@ class EmbeddingTable(nn.Module):
     ) -> None:
         """`num_embeddings`: only ids from 0 to this number minus 1 are accepted; None: all ids are.
         `padding_idx`: an id whose row is zeros and is not trained. `name`: the table's name in the
-        job; empty: the module's path in the model.
+        job; empty: the module's path.
 
-        `staleness_bound`: a cached row may be used in the step that looked it up and this number of
-        later steps of this worker, unless its shard is known to have more than this number of later
-        updates. `cache_rows`: number of rows in the cache, rounded up to a power of two. The
-        attribute `lr` is sent with every push. Raises InvalidSpec for sizes, bounds and
-        `padding_idx` out of range; the coordinator checks `optimizer`, `init`, `admission` and
-        `eviction` when it places the table.
+        `staleness_bound`: number of this worker's later steps in which a cached row may be used,
+        unless its shard is known to have more later updates than that. `cache_rows`: size of the
+        cache, rounded up to a power of two. The attribute `lr` is sent with every push.
+
+        Raises InvalidSpec for sizes, bounds and `padding_idx` out of range. The coordinator checks
+        `optimizer`, `init`, `admission` and `eviction` when it places the table.
         """
         super().__init__()
         self.embedding_dim = _count("embedding_dim", embedding_dim)
@@ -95,7 +96,7 @@ class EmbeddingTable(nn.Module):
             max_shard_bytes=bounds.max_shard_bytes,
         )
         self._source: Source | None = None
-        # Follows the module's device, to which rows are moved.
+        # Follows the module's device.
         self.register_buffer("_device", torch.empty(0), persistent=False)
         _check(self)
 
@@ -107,27 +108,26 @@ class EmbeddingTable(nn.Module):
         return spec
 
     def connect(self, source: Source) -> None:
-        """Set the source of all later lookups. Called by the strategy."""
+        """Set the source of lookups."""
         self._source = source
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return the rows of the ids, in shape (*ids.shape, embedding_dim). Raises TypeError or
-        IndexError for bad ids, InvalidSpec if the table is not connected yet, and the errors of
-        `TableClient`: a RetryError, StateLost or Fenced."""
+        IndexError for bad ids, InvalidSpec if the table is not connected yet, and `TableClient`'s
+        RetryError, StateLost or Fenced."""
         rows, positions, padding = self._look_up(ids)
         return functional.embedding(positions, rows, padding_idx=padding)
 
     def prefetch(self, ids: Tensor) -> None:
-        """Begin to look up rows for a later step, and return at once. If four prefetches of the
-        model's tables are in progress, do nothing.
+        """Begin to look up rows for a later step, unless four prefetches are in progress.
 
-        The rows count as looked up at the present step: with a `staleness_bound` of 0, a later step
-        looks them up again. Raises TypeError or IndexError for bad ids, and InvalidSpec if the
-        table is not connected yet; errors of the lookup are dropped."""
+        With a `staleness_bound` of 0, a later step looks the rows up again. Raises TypeError or
+        IndexError for bad ids, and InvalidSpec if the table is not connected yet. Errors of the
+        lookup are dropped.
+        """
         self._connected().prefetch(self.name, self._checked(ids))
 
     def _look_up(self, ids: Tensor) -> tuple[Tensor, Tensor, int | None]:
-        """Return rows, for each id its index among them, and the index of the padding row."""
         host_ids = self._checked(ids)
         device = self.get_buffer("_device").device
         if self.padding_idx is None:
@@ -141,7 +141,6 @@ class EmbeddingTable(nn.Module):
         return torch.cat([rows, zeros]), positions.view(ids.shape).to(ids.device), rows.shape[0]
 
     def _checked(self, ids: Tensor) -> Tensor:
-        """Return the ids on the host. Raises TypeError or IndexError for bad ids."""
         if ids.dtype not in (torch.int64, torch.int32):
             raise TypeError(f"ids of table {self.name} are {ids.dtype}; expected int64 or int32")
         host_ids = ids.detach().to(device="cpu", dtype=torch.int64)
@@ -169,11 +168,11 @@ class EmbeddingTable(nn.Module):
 
 
 class EmbeddingBagTable(EmbeddingTable):
-    """`nn.EmbeddingBag` over a table, with the options of `EmbeddingTable` and a mode."""
+    """`nn.EmbeddingBag` over a table, with the options of `EmbeddingTable`."""
 
     def __init__(self, embedding_dim: int, *, mode: str = "mean", **options: object) -> None:
-        """`mode`: "sum", "mean" or "max" over the rows of a bag. Raises InvalidSpec for another
-        mode, and what `EmbeddingTable` raises."""
+        """`mode`: "sum", "mean" or "max" over a bag's rows. Raises InvalidSpec for another mode,
+        and what `EmbeddingTable` raises."""
         super().__init__(embedding_dim, **options)  # type: ignore[arg-type]
         if mode not in ("sum", "mean", "max"):
             raise InvalidSpec("bad mode of a bag", seen=repr(mode), expected="sum, mean or max")
@@ -185,8 +184,11 @@ class EmbeddingBagTable(EmbeddingTable):
         offsets: Tensor | None = None,
         per_sample_weights: Tensor | None = None,
     ) -> Tensor:
-        """Return one row for each bag. A bag is a row of a two-dimensional `ids`, or the ids from
-        one entry of `offsets` to the next. Raises what `EmbeddingTable.forward` raises."""
+        """Return one row for each bag.
+
+        A bag is a row of a two-dimensional `ids`, or the ids from one entry of `offsets` to the
+        next. Raises what `EmbeddingTable.forward` raises.
+        """
         rows, positions, padding = self._look_up(ids)
         return functional.embedding_bag(
             positions,
@@ -199,9 +201,8 @@ class EmbeddingBagTable(EmbeddingTable):
 
 
 def tables_of(model: nn.Module) -> dict[str, EmbeddingTable]:
-    """Return the tables of a model by name. A table without a name gets its module's path.
-
-    Raises InvalidSpec for two different tables of one name."""
+    """Return a model's tables by name, which is by default the module's path. Raises InvalidSpec
+    for two tables of one name."""
     tables: dict[str, EmbeddingTable] = {}
     for path, module in model.named_modules():
         if not isinstance(module, EmbeddingTable):

@@ -1,1 +1,1 @@
-"""Shoal under the interfaces of other frameworks: one module for each."""
+"""Shoal under the interfaces of other frameworks."""

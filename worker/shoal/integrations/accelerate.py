@@ -39,9 +39,11 @@ from shoal_proto.errors import InvalidSpec
 class SessionAccelerator(Accelerator):
     """An Accelerator for one member; see the module.
 
-    `prepare` takes the model, the optimizer, the DataLoader to train on and any schedulers in one
-    call. Raises InvalidSpec for float16, a backward pass outside of `accumulate`, other clipping
-    than by 2-norm, `save_state`, `load_state`, `no_sync`, and calls that gather values."""
+    `prepare` takes the model, the optimizer, the training DataLoader and any schedulers in one
+    call. Raises InvalidSpec for float16, several processes of accelerate, a backward pass outside
+    of `accumulate`, clipping other than by 2-norm, `save_state`, `load_state`, `no_sync`, and calls
+    that gather values.
+    """
 
     def __init__(
         self,
@@ -54,8 +56,7 @@ class SessionAccelerator(Accelerator):
         **options: Any,
     ) -> None:
         """Pass `arguments` and `options` on to `accelerate.Accelerator`. The other arguments are
-        those of `Session.distribute` and `Session.batches`. Raises InvalidSpec for float16, and if
-        accelerate has several processes."""
+        those of `Session.distribute` and `Session.batches`."""
         super().__init__(*arguments, **options)
         if self.mixed_precision == "fp16" or self.num_processes != 1:
             raise InvalidSpec(
@@ -72,8 +73,7 @@ class SessionAccelerator(Accelerator):
 
     def prepare(self, *given: Any, device_placement: list[bool] | None = None) -> Any:
         """Distribute the given objects, and return them in the same order. Raises InvalidSpec
-        unless exactly one model, one optimizer and one DataLoader are given, and in a second call.
-        """
+        unless one model, one optimizer and one DataLoader are given, and in a second call."""
         models = [each for each in given if isinstance(each, nn.Module)]
         optimizers = [each for each in given if isinstance(each, Optimizer)]
         loaders = [each for each in given if isinstance(each, DataLoader)]
@@ -104,34 +104,34 @@ class SessionAccelerator(Accelerator):
         return result if len(result) > 1 else result[0]
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
-        """Return the context of one part of a step. The end of the last part commits the step, or
-        makes the loader return its samples again."""
+        """Return the context of one part of a step. The last part's end commits the step, or makes
+        the loader return its samples again."""
         return self._prepared("accumulate")
 
     def backward(self, loss: Tensor, **options: Any) -> None:
-        """Compute gradients of `loss`, a mean over the samples of this part of the batch."""
+        """Compute gradients of `loss`, the mean over this part's samples."""
         self._prepared("backward").check_within("accelerator.backward")
         self._session.backward(loss, **options)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-        """Clip the whole model's gradients to `max_norm` and return their norm. In all but the last
-        part of a step, do nothing and return None."""
+        """Clip the whole model's gradients to `max_norm` in a step's last part, and return their
+        norm. Does nothing in other parts, and returns None."""
         if norm_type != 2:
             raise _refused("clip_grad_norm_", f"norm_type={norm_type}", "norm_type=2")
         return self._session.clip_grad_norm(max_norm) if self.sync_gradients else None
 
     @property
     def is_main_process(self) -> bool:
-        """True if this member has rank 0. Valid from the first batch on."""
+        """True if this member has rank 0, from the first batch on."""
         return self._session.is_first
 
     @property
     def is_local_main_process(self) -> bool:
-        """The same as `is_main_process`: True on one member of the job, not on one of each host."""
+        """The same as `is_main_process`: True on one member of the job."""
         return self._session.is_first
 
     def end_training(self) -> None:
-        """Finish the trackers. The session ends the members' process group."""
+        """Finish the trackers."""
         for tracker in self.trackers:
             tracker.finish()
 
@@ -163,7 +163,7 @@ class SessionAccelerator(Accelerator):
 
 
 class AcceleratedSteps(AbstractContextManager[None]):
-    """Steps of the loop: each begins with the first part of a batch and ends with the last one."""
+    """Steps of the loop, from the first part of a batch to the last."""
 
     def __init__(self, accelerator: Accelerator, session: Session, num_parts: int) -> None:
         self._accelerator, self.session, self.num_parts = accelerator, session, num_parts
@@ -173,7 +173,7 @@ class AcceleratedSteps(AbstractContextManager[None]):
         self._num_given = 0
         self._is_accumulating = False
         self.committed = False
-        """True if the step that ended last was committed; False while a step is open."""
+        """True if the last step was committed; False while a step is open."""
 
     def begin(self, batch: Batch) -> None:
         """Open the step on a batch."""
@@ -184,8 +184,8 @@ class AcceleratedSteps(AbstractContextManager[None]):
         self._num_given = 0
 
     def next_part(self) -> Batch | None:
-        """Take the next part of the open step, and return it; None if no step is open. Raises
-        InvalidSpec if no part is left: the script did not train on an earlier batch."""
+        """Return the next part of the open step; None if no step is open. Raises InvalidSpec if no
+        part is left: the script did not train on an earlier batch."""
         if self._step is None:
             return None
         part = next(self._parts, None)
@@ -200,7 +200,7 @@ class AcceleratedSteps(AbstractContextManager[None]):
 
     @property
     def may_count(self) -> bool:
-        """True if a scheduler may step: in the last part of a step, or between a committed step and
+        """True if schedulers may step: in the last part of a step, or between a committed step and
         the next one."""
         return self._num_given == self.num_parts and (self._is_accumulating or self.committed)
 
@@ -240,8 +240,7 @@ class AcceleratedSteps(AbstractContextManager[None]):
 
 
 class PreparedLoader:
-    """Loader of this member's shares of batches. An iteration ends with the epoch of its first
-    batch."""
+    """Loader of this member's shares. An iteration ends with the epoch of its first batch."""
 
     def __init__(
         self, steps: AcceleratedSteps, loader: DataLoader[Any], epochs: int, seed: int | None
@@ -254,7 +253,7 @@ class PreparedLoader:
         self._size = loader.batch_size * steps.num_parts
 
     def __len__(self) -> int:
-        """Number of parts of all steps in an epoch, each of which the loop gets as a batch."""
+        """Number of parts in an epoch; the loop gets each as a batch."""
         num_samples = len(self._loader.dataset)  # type: ignore[arg-type]
         whole, rest = divmod(num_samples, self._size)
         return (whole + int(bool(rest) and not self._loader.drop_last)) * self._steps.num_parts
@@ -267,8 +266,8 @@ class PreparedLoader:
                 batch, self._ahead = self._ahead or self._next(), None
                 if batch is None:
                     return
-                # A rollback, even to an earlier epoch, does not end the iteration: the script's
-                # loop has only one iteration per epoch.
+                # A rollback, even to an earlier epoch, does not end the iteration: the script
+                # iterates once per epoch.
                 if epoch is not None and batch.epoch > epoch:
                     self._ahead = batch
                     return
@@ -296,7 +295,7 @@ class PreparedOptimizer:
         self.optimizer = optimizer
 
     def step(self, closure: Any = None) -> None:
-        """Do nothing: the session steps after the last part."""
+        """Do nothing: the session steps."""
         if closure is not None:
             raise _refused("optimizer.step", "a closure", "accelerator.backward before the call")
 
@@ -308,7 +307,7 @@ class PreparedOptimizer:
 
 
 class PreparedScheduler:
-    """Scheduler that steps only in the last part of a step, or after a step that was committed."""
+    """Scheduler that steps only in the last part of a step, or after a committed one."""
 
     def __init__(self, scheduler: LRScheduler, steps: AcceleratedSteps) -> None:
         self.scheduler, self._steps = scheduler, steps

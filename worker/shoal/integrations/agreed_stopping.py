@@ -1,4 +1,4 @@
-"""Lightning's EarlyStopping and ModelCheckpoint with the same decisions on all members of a job."""
+"""Lightning's EarlyStopping and ModelCheckpoint with the same decisions on all members."""
 
 import os
 import sys
@@ -13,7 +13,7 @@ from shoal.session.session import Session
 
 
 def agreed(session: Session, metric: Any) -> Tensor:
-    """Return the mean of a metric over members; its exact value if all members have the same."""
+    """Return the mean of a metric over members; its exact value if all have the same."""
     value = float(metric)
     extremes = session.all_reduce({"high": value, "low": -value}, "max")
     if float(extremes["high"]) != -float(extremes["low"]):
@@ -22,8 +22,8 @@ def agreed(session: Session, metric: Any) -> Tensor:
 
 
 class AgreedStopping:
-    """Gives the callback the same value on all members, so that all stop after the same step. If
-    this object is registered as state, a member that joins gets the callback's counters."""
+    """Gives the callback the same value on all members, so that all stop after the same step. A
+    member that joins gets the callback's counters if this object is registered state."""
 
     def __init__(self, callback: EarlyStopping, session: Session) -> None:
         self._callback: Any = callback
@@ -49,10 +49,12 @@ class AgreedStopping:
 
 
 class AgreedCheckpoints:
-    """Makes the callback choose the same checkpoints on all members: rank 0 writes them, and any
-    member may become rank 0 later. If this object is registered as state, a member that joins knows
-    the best checkpoint. Its paths are relative to the callback's folder, which may differ by
-    member."""
+    """Makes the callback choose the same checkpoints on all members, as any of them may become rank
+    0.
+
+    A member that joins knows the best checkpoints if this object is registered state. Paths are
+    relative to the callback's folder, which may differ by member.
+    """
 
     def __init__(self, callback: ModelCheckpoint, session: Session) -> None:
         self._callback: Any = callback
@@ -69,12 +71,11 @@ class AgreedCheckpoints:
         self._save_best(trainer, metrics)
 
     def exists(self, path: Any, trainer: Any) -> bool:
-        """True if rank 0 found the file. All members use rank 0's result: another member that looks
-        later may find the file that rank 0 has written meanwhile. A member whose training has
-        raised uses its own result."""
+        """True if rank 0 found the file: another member may find what rank 0 has just written. A
+        member whose training has raised uses its own result."""
         found = self._exists(path, trainer)
         if sys.exception() is not None:
-            return found  # Lightning saves because this member has raised: no collectives
+            return found  # this member has raised: no collectives
         return bool(self._session.all_reduce(float(found and self._session.is_first), "max"))
 
     def state_dict(self) -> dict[str, Any]:
@@ -95,8 +96,8 @@ class AgreedCheckpoints:
         callback.best_model_path = self._absolute(state_dict["best"])
         callback.kth_best_model_path = self._absolute(state_dict["worst"])
         callback.last_model_path = self._absolute(state_dict["last"])
-        # Without this path, a new member would write a last checkpoint at the end, and call
-        # `exists`, a collective, while the other members do not.
+        # Else a new member alone would write a last checkpoint at the end, and call the collective
+        # `exists`.
         callback._last_checkpoint_saved = self._absolute(state_dict["newest"])
         callback.best_model_score = scores.get(callback.best_model_path)
         callback.kth_value = scores.get(callback.kth_best_model_path, callback.kth_value)

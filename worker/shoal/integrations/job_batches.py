@@ -1,4 +1,4 @@
-"""A job's batches for trainers that have their own loop."""
+"""A job's batches for trainers with their own loop."""
 
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -15,24 +15,23 @@ if TYPE_CHECKING:
 
 
 class WholeCollate:
-    """Calls the script's own `collate`, and returns the whole result, inputs and targets together,
-    as entry "batch" of a dict."""
+    """Returns the result of the script's own `collate` as entry "batch" of a dict."""
 
     def __init__(self, collate: Collate) -> None:
         self._collate = collate
 
     def __call__(self, samples: list[Any]) -> dict[str, Any]:
         collated = self._collate(samples)
-        # A list would be ambiguous: its items might be tensors of single samples.
+        # A list's items might be tensors of single samples.
         return {"batch": tuple(collated) if isinstance(collated, list) else collated}
 
 
 class JobBatches:
-    """Batches with this member's part of each step of the job, in order.
+    """Batches with this member's part of each step of the job.
 
-    Takes the arguments of `Session.batches`, and calls it when the first batch is taken: the script
-    may distribute its model after it makes this object. The constructor raises InvalidSpec for
-    arguments that `Session.batches` would refuse."""
+    Takes the arguments of `Session.batches`, which is called for the first batch. The constructor
+    raises InvalidSpec for arguments that `Session.batches` would refuse.
+    """
 
     def __init__(
         self,
@@ -62,8 +61,7 @@ class JobBatches:
 
     @property
     def _order(self) -> Order:
-        # If the run continues a checkpoint of another batch size, only the session's order has the
-        # position of the change.
+        # Only the session's order has the position of a changed batch size.
         return self._planned if self._batches is None else self._batches.order
 
     @property
@@ -73,8 +71,8 @@ class JobBatches:
 
     @property
     def num_steps(self) -> int:
-        """Number of steps of the whole job. If the run continues a checkpoint of another batch
-        size, the number is right only once the first batch was taken."""
+        """Number of steps of the job. If the run continues a checkpoint of another batch size, the
+        number is right once a batch was taken."""
         return self._order.num_steps
 
     @property
@@ -83,7 +81,7 @@ class JobBatches:
 
     @property
     def epoch_is_done(self) -> bool:
-        """True if the last committed step was the last of its epoch; also before the first step."""
+        """True if the last committed step ended its epoch; also before the first step."""
         return self.epoch_and_batch_index(self._session.step_number)[1] == 0
 
     @property
@@ -92,11 +90,11 @@ class JobBatches:
         return self._session.step_number >= self._order.num_steps
 
     def epoch_and_batch_index(self, step: int) -> tuple[int, int]:
-        """Return what `Order.epoch_and_batch_index` returns."""
+        """See `Order.epoch_and_batch_index`."""
         return self._order.epoch_and_batch_index(step)
 
     def take(self) -> Batch | None:
-        """Take this member's part of the job's next step, and return it; None after the last."""
+        """Return this member's part of the next step; None after the last."""
         if self._batches is None:
             self._batches = self._session.batches(self._dataset, **self._options, **self._loading)
         return next(self._batches, None)

@@ -1,9 +1,8 @@
-"""Keras 3 on the torch backend.
+"""Keras 3 on the torch backend, in three ways.
 
-There are three ways to train. `distribute` keeps `model.fit` and Keras's own optimizers, on a fixed
-set of ranks that torchrun starts. `KerasModule` wraps a Keras model as a torch module, which your
-own loop trains with a torch optimizer: in a session, or on a fixed set of ranks with
-`shoal.distribute`. `shoal.integrations.keras_session` uses `KerasModule` to run `fit` in a session.
+`distribute` keeps `model.fit` and Keras's own optimizers, on a fixed set of ranks. `KerasModule`
+makes a torch module of a Keras model, for your own loop in a session or with `shoal.distribute`.
+`shoal.integrations.keras_session` runs `fit` in a session.
 """
 
 import copy
@@ -32,15 +31,12 @@ from shoal_proto.errors import InvalidSpec, UnknownStrategy
 class KerasModule(nn.Module):
     """A built Keras model as a torch module, with the model's own weights as its parameters.
 
-    Trainable weights are parameters, all others (moving averages, seeds) are buffers. Their names
-    are the Keras paths with "." for "/". Copies of the module share the Keras layers but have their
-    own weights, which each call passes to the layers. Every strategy without a pipeline accepts the
-    module; "tensor" splits its Dense and Embedding layers. The output does not include losses that
-    Keras layers add.
+    Trainable weights are parameters, all others (moving averages, seeds) are buffers, named by
+    their Keras paths with "." for "/". Copies of the module share the Keras layers, but have their
+    own weights. Every strategy without a pipeline accepts the module; "tensor" splits its Dense and
+    Embedding layers. Losses that Keras layers add are not in the output.
 
-    Under strategies that train copies, the Keras model keeps its old weights until `give_back`
-    writes the trained ones into it.
-
+    Under strategies that train copies, the Keras model keeps its old weights until `give_back`.
     Raises InvalidSpec for a model that is not built, or if Keras computes with another backend.
     """
 
@@ -93,14 +89,14 @@ class KerasModule(nn.Module):
             parameter_table(owner)[name] = nn.Parameter(cut, requires_grad=whole.requires_grad)
 
     def forget_weights(self) -> None:
-        """Free the memory of the Keras model's own trainable weights, until `give_back`."""
+        """Free the memory of the Keras model's trainable weights, until `give_back`."""
         for variable in self.keras_model.trainable_variables:
             empty = torch.empty_like(variable.value, device="meta")
             variable._value = nn.Parameter(empty, requires_grad=variable.trainable)
         track_values(self.keras_model)
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """Run the Keras model, in the mode that `train()` or `eval()` has set."""
+        """Run the Keras model, in the mode of `train()` or `eval()`."""
         model = self.keras_model
         kept = list(self._values(model.non_trainable_variables))
         outputs, updated = model.stateless_call(
@@ -117,7 +113,7 @@ class KerasModule(nn.Module):
 
     @torch.no_grad()
     def give_back(self, state: Mapping[str, Tensor]) -> None:
-        """Write `state`, a whole state_dict of this module, into the Keras model's weights."""
+        """Write `state`, a whole state_dict of this module, into the Keras model."""
         _splits_of(self.keras_model).undo()
         for variable in self.keras_model.variables:
             given = state.get(variable.path.replace("/", "."))
@@ -143,10 +139,9 @@ def distribute(model: Any, strategy: Any = "zero2", *, backend: str | None = Non
     `fit`, `train_on_batch` and loops that end in `model.optimizer.apply(...)` work as before. Every
     rank calls `distribute` with the same model before the first step, and gets rank 0's weights.
 
-    "zero2": each rank takes a share of each batch (`GlobalBatches`). Gradients are
-    reduce-scattered. Each rank's optimizer updates its part of every weight, and keeps the state of
-    that part. Then the weights are gathered.
-    "tensor": Dense and Embedding layers are split; all ranks take the same samples.
+    "zero2": each rank takes a share of each batch (`GlobalBatches`), updates its part of every
+    weight, and keeps the optimizer state of that part. "tensor": Dense and Embedding layers are
+    split; all ranks take the same samples.
 
     Raises UnknownStrategy for another strategy. Raises InvalidSpec if Keras does not compute with
     torch, if the model is not built and compiled or its optimizer is built already, and under
@@ -188,8 +183,8 @@ def whole_weights(model: Any) -> Mapping[str, Tensor]:
 class GlobalBatches(DataLoader[Any]):
     """Loader of this rank's share of each batch, for `fit` under "zero2".
 
-    The order depends on the seed and the epoch alone, so a run in one process has the same global
-    batches. Raises InvalidSpec if a batch has fewer samples than there are ranks.
+    Only seed and epoch decide the order, so one process has the same global batches. Raises
+    InvalidSpec if a batch has fewer samples than there are ranks.
     """
 
     def __init__(
@@ -209,8 +204,6 @@ class GlobalBatches(DataLoader[Any]):
 
 
 class _Shares(Sampler[list[int]]):
-    """Sampler of the dataset indices of this rank's share of each batch; a new order each epoch."""
-
     def __init__(self, num_samples: int, batch_size: int, seed: int | None) -> None:
         self._num_samples, self._batch_size, self._seed = num_samples, batch_size, seed
         self._epoch = 0
@@ -227,14 +220,13 @@ class _Shares(Sampler[list[int]]):
             stop = min(self._num_samples, start + self._batch_size)
             own = range_of_rank(start, stop, dist.get_rank(), dist.get_world_size())
             yield order[slice(*own)].tolist()
-        # Counted at the end: Keras also begins an iteration before it trains, reads one batch of it
-        # and leaves it.
+        # At the end: Keras also reads one batch of an iteration before it trains.
         self._epoch += 1
 
 
 def _weight_by_samples(model: Any) -> None:
-    """Make `train_step` weight each rank's gradients by its number of samples, and average the
-    non-trainable values (such as moving averages) over the ranks."""
+    """Make `train_step` weight each rank's gradients by its samples, and average non-trainable
+    values, such as moving averages."""
     plain_step = model.train_step
 
     def train_step(self: Any, data: Any) -> Any:
@@ -251,14 +243,13 @@ def _weight_by_samples(model: Any) -> None:
 
 
 def _splits_of(model: Any) -> LayerSplits:
-    """Return the LayerSplits of a Keras model. There is one, as all KerasModules of the model share
-    its layers."""
+    """Return a Keras model's only LayerSplits."""
     splits: LayerSplits = model.__dict__.setdefault("shoal_splits", LayerSplits(model))
     return splits
 
 
 def refuse_unbuilt(model: Any) -> None:
-    """Raise InvalidSpec unless the Keras model is built and compiled with an optimizer."""
+    """Raise InvalidSpec unless the model is built and compiled with an optimizer."""
     compiled = model.compiled and model.optimizer is not None
     if not model.built or not compiled:
         raise InvalidSpec(

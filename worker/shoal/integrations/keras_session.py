@@ -6,9 +6,8 @@
         batches = SessionBatches(model, (x, y), global_batch_size=96, epochs=20)
         model.fit(batches, epochs=batches.epochs)
 
-Each member runs `fit`, and its logs cover its own samples. If a member is lost, the failed step and
-any rolled-back steps are trained again within Keras's current batch, so Keras counts each step of
-the job once."""
+Each member runs `fit`, and its logs cover its own samples. If a member is lost, steps are trained
+again within Keras's current batch, so Keras counts each step of the job once."""
 
 import types
 from collections.abc import Iterator
@@ -32,17 +31,17 @@ if TYPE_CHECKING:
     from shoal.session.session import Session
 
 IN_PLACE = frozenset({"ddp", "local-sgd", "diloco"})
-"""Strategies that train the Keras model's own weights, not copies of them."""
+"""Strategies that train the Keras model's own weights, not copies."""
 _MARK = "shoal_fitting"
 
 
 class SessionBatches(DataLoader[Any]):
     """Batches for `fit` in a session: this member's part of each step, up to the job's last.
 
-    `model`: a model that the session has distributed; the other arguments are those of
-    `session.batches`. Pass `epochs=batches.epochs` to `fit`. On a member that joined late, `fit`
-    runs fewer epochs. Raises InvalidSpec for a model that no session has distributed, and what
-    `session.batches` raises."""
+    `model`: a model that the session has distributed; other arguments are those of
+    `session.batches`. Pass `epochs=batches.epochs` to `fit`, which runs fewer epochs on a member
+    that joined late. Raises InvalidSpec for another model, and what `session.batches` raises.
+    """
 
     def __init__(
         self,
@@ -73,19 +72,19 @@ class SessionBatches(DataLoader[Any]):
         """True once all members have committed the job's last step."""
 
     def __len__(self) -> int:
-        """Return the number of steps of a whole epoch."""
+        """See `JobBatches.steps_per_epoch`."""
         return self._job.steps_per_epoch
 
     def __iter__(self) -> Iterator[tuple[Any, ...]]:  # type: ignore[override]
-        """Yield batches to the end of the job's epoch. If the last iteration yielded a batch on
-        which Keras did not train, begin with that batch."""
+        """Yield batches to the end of the job's epoch, first a batch on which Keras did not train,
+        if there is one."""
         while (pair := self._present or self.take()) is not None:
             yield pair
             if self._job.epoch_is_done:
                 return
 
     def take(self) -> tuple[Any, ...] | None:
-        """Return this member's part of the job's next step in Keras's form; None after the last."""
+        """Return this member's part of the next step in Keras's form; None after the last."""
         batch = self._job.take()
         self.ended = batch is None
         if batch is None:
@@ -97,17 +96,17 @@ class SessionBatches(DataLoader[Any]):
         return self._present
 
     def attempt(self) -> None:
-        """Mark the batch that was taken last as trained on: no later iteration begins with it."""
+        """Mark the last batch as trained on."""
         self._present = None
 
     @property
     def last_is_done(self) -> bool:
-        """True if this member has committed the job's last step."""
+        """See `JobBatches.last_is_done`."""
         return self._job.last_is_done
 
 
 class FittedModule(KerasModule):
-    """A Keras model whose forward pass includes the loss it was compiled with."""
+    """A Keras model with its loss."""
 
     def forward(self, *data: Any, **named: Any) -> Any:
         """Return (loss, outputs) for inputs, targets and sample weights."""
@@ -116,7 +115,6 @@ class FittedModule(KerasModule):
         trained, kept = model.trainable_variables, model.non_trainable_variables
         values = [*self._values(trained), *(value.clone() for value in self._values(kept))]
         mapping = zip([*trained, *kept], values, strict=True)
-        # In this scope, regularisers compute their losses from the trained weights.
         with keras.StatelessScope(state_mapping=mapping, collect_losses=True) as scope:
             options = {"training": self.training} if model._call_has_training_arg else {}
             outputs = model(x, **options)
@@ -134,7 +132,7 @@ class FittedModule(KerasModule):
 
 
 class KerasFit:
-    """Training of one Keras model in one session."""
+    """A Keras model's training in a session."""
 
     def __init__(self, session: "Session", module: FittedModule, steps: KerasSteps) -> None:
         self.session = session
@@ -145,11 +143,10 @@ class KerasFit:
         self._forgotten = False
 
     def train_step(self, data: Any) -> Any:
-        """Train the job's next step, repeating failed attempts and steps that were rolled back.
-        Returns Keras's logs."""
+        """Train the job's next step, and repeat failed or rolled-back steps. Returns Keras's
+        logs."""
         batches = self._present_batches()
         if not self._shared and not self._forgotten:
-            # A generation is running: its members have the weights now.
             self._forgotten = True
             self._module.forget_weights()
         target = self.session.step_number + 1
@@ -178,7 +175,6 @@ class KerasFit:
             return model.compute_metrics(x, y, outputs, sample_weight=sample_weight)
 
     def _end(self) -> None:
-        """Stop `fit`, and write the trained weights into the Keras model. All members call it."""
         self._model.stop_training = True
         self._module.give_back(self.session.state_dict())
 
@@ -192,7 +188,6 @@ class KerasFit:
 
     @property
     def _shared(self) -> bool:
-        """True if the trained weights are the Keras model's own."""
         return self.session.strategy.name in IN_PLACE
 
     def check_shown(self) -> None:
@@ -210,11 +205,11 @@ class KerasFit:
 def distribute(session: "Session", model: Any, strategy: str | Strategy, **options: Any) -> Any:
     """Make a compiled Keras model's `fit` train with the session; see the module.
 
-    `options` are those of `Session.distribute`. The model keeps its own optimizer; the strategy
-    decides which member holds the optimizer's state. Raises InvalidSpec for a model that is not
-    built and compiled, or has constraints or its own `train_step`; under a strategy whose members
-    do not step together, or that needs both passes in one call; and for `sync_batchnorm`. Raises
-    what `KerasSteps` raises."""
+    `options` are those of `Session.distribute`. Raises InvalidSpec for a model that is not built
+    and compiled, or has constraints or its own `train_step`. Raises InvalidSpec also under a
+    strategy whose members do not step together, or that needs both passes in one call, and for
+    `sync_batchnorm`. Raises what `KerasSteps` raises.
+    """
     chosen = find_strategy(strategy)
     _refuse(model, chosen)
     if options.get("sync_batchnorm"):
@@ -231,7 +226,7 @@ def distribute(session: "Session", model: Any, strategy: str | Strategy, **optio
     for name, body in (("train_step", _train_step), ("test_step", _test_step)):
         model.__dict__[f"shoal_plain_{name}"] = getattr(model, name)
         model.__dict__[name] = types.MethodType(body, model)
-    # Keras builds these again, from the new train_step and test_step.
+    # Keras builds these again from the new steps.
     model.train_function = model.test_function = None
     return model
 

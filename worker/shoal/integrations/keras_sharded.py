@@ -1,9 +1,6 @@
 """ZeRO-2 for `fit`: each rank's Keras optimizer updates its part of every weight.
 
-Each weight is flattened and cut into as many parts as there are ranks. Gradients are
-reduce-scattered, so a rank gets the global batch's gradient of its parts. The user's own optimizer
-updates these parts and keeps state for them alone. The new weights are gathered.
-(S. Rajbhandari et al., ZeRO, arXiv:1910.02054, section 5.)
+Source: Rajbhandari et al., ZeRO, arXiv:1910.02054, section 5.
 """
 
 from typing import Any
@@ -30,11 +27,11 @@ _ELEMENTWISE = (
 
 
 class _Sharded:
-    """Mixin that precedes a Keras optimizer's class: callers pass whole weights, and the optimizer
-    updates this rank's part of each."""
+    """Mixin for a Keras optimizer: callers pass whole weights, and the optimizer updates this
+    rank's parts."""
 
     num_samples = 0
-    """Samples of this rank in the next step; 0 if all ranks have equally many."""
+    """This rank's samples in the next step; 0 if all ranks have equally many."""
 
     def build(self: Any, variables: Any) -> None:
         ranks, rank = dist.get_world_size(), dist.get_rank()
@@ -44,7 +41,7 @@ class _Sharded:
             part = keras.Variable(own, dtype=variable.dtype, name=variable.name)
             part._path = variable.path
             parts.append(part)
-        # Bypasses Keras's __setattr__, which would track these variables as optimizer state.
+        # Keras's __setattr__ would track these variables as optimizer state.
         self.__dict__["shoal_wholes"] = wholes
         self.__dict__["shoal_parts"] = {
             id(whole): part for whole, part in zip(wholes, parts, strict=True)
@@ -68,7 +65,7 @@ class _Sharded:
         own = packed.new_empty(packed.shape[1])
         reduce_scatter_single(own, packed.flatten())
         for (whole, _), part in zip(pairs, parts, strict=True):
-            # The script may have set the weights since the last step.
+            # The script may have set the weights since.
             part.value.copy_(_rows(whole.value, ranks)[rank])
         super().apply(torch.split(own, [part.value.numel() for part in parts]), parts)  # type: ignore[misc]
         updated = torch.empty_like(packed)
@@ -83,14 +80,13 @@ class _Sharded:
                 whole.assign(whole.constraint(whole))
 
     def _shoal_weight(self: Any, device: torch.device) -> Tensor:
-        """Return this rank's share of the global batch's samples, from 0 to 1."""
         counts = torch.tensor(float(self.num_samples or 1), device=device)
         total = counts.clone()
         dist.all_reduce(total)
         return counts / total
 
     def _clip_gradients(self: Any, grads: Any) -> Any:
-        """Clip as Keras does, with norms over the parts of all ranks."""
+        """Norms are over the parts of all ranks."""
         bound = self.clipnorm or self.global_clipnorm
         if not bound:
             return super()._clip_gradients(grads)  # type: ignore[misc]
@@ -107,18 +103,16 @@ class _Sharded:
 
 
 def shard_optimizer(optimizer: Any) -> None:
-    """Make each rank's optimizer, which must have no state, update its own part of the weights.
-
-    Raises UnsupportedOptimizer for an optimizer that is not elementwise.
-    """
+    """Make each rank's optimizer, which must have no state, update its own parts. Raises
+    UnsupportedOptimizer for an optimizer that is not elementwise."""
     check_elementwise(optimizer)
     plain = type(optimizer)
-    # The subclass keeps the name, so that a saved model loads with the plain optimizer.
+    # The name is kept, so that a saved model loads with the plain optimizer.
     optimizer.__class__ = type(plain.__name__, (_Sharded, plain), {"__module__": plain.__module__})
 
 
 def check_elementwise(optimizer: Any) -> None:
-    """Raise UnsupportedOptimizer for an optimizer that computes wrongly on parts of weights."""
+    """Raise UnsupportedOptimizer for an optimizer that is wrong on parts of weights."""
     if not isinstance(optimizer, _ELEMENTWISE) or optimizer.use_ema:
         average = " with use_ema" if optimizer.use_ema else ""
         raise UnsupportedOptimizer(
@@ -129,7 +123,7 @@ def check_elementwise(optimizer: Any) -> None:
 
 
 def _rows(value: Tensor, ranks: int) -> Tensor:
-    """Return the elements as one row for each rank, of equal width, with zeros at the end."""
+    """Return the elements as a row for each rank, padded with zeros."""
     width = -(-value.numel() // ranks)
     padded = value.new_zeros(ranks * width)
     padded[: value.numel()] = value.reshape(-1)

@@ -1,9 +1,8 @@
 """A Keras optimizer as a torch optimizer: its rules, applied to the parts that a member holds.
 
-In each generation, a strategy gives a torch optimizer new parameters, which may be parts of whole
-ones, and moves its state between members by parameter name. So the state is kept in torch's form.
-For each generation, a Keras optimizer is built whose variables share memory with the parameters and
-that state."""
+In each generation a Keras optimizer is built whose variables share memory with the torch
+optimizer's state.
+"""
 
 import json
 import operator
@@ -24,19 +23,18 @@ _SHARED = "shared_"
 
 
 class KerasSteps(Optimizer):
-    """Torch optimizer that steps as the given Keras optimizer would. The learning rate and the step
-    counter stay visible on the Keras optimizer.
+    """Torch optimizer that steps as the given Keras optimizer would.
 
-    Raises UnsupportedOptimizer for an optimizer that is not elementwise, has taken steps, or has
-    `clipnorm`, gradient accumulation or a loss scale. The session clips by `global_clipnorm`: see
-    `max_norm`.
+    The learning rate and the step counter stay visible on the Keras optimizer. Raises
+    UnsupportedOptimizer for an optimizer that is not elementwise, has taken steps, or has
+    `clipnorm`, gradient accumulation or a loss scale. The session clips by `max_norm`.
     """
 
     elementwise = True
     """See `shoal.model.elementwise_optimizers`."""
 
     def __init__(self, optimizer: Any, parameters: Sequence[tuple[Any, nn.Parameter]]) -> None:
-        """`parameters`: pairs of the model's variable and the parameter that represents it."""
+        """`parameters`: pairs of a variable and its parameter."""
         _refuse(optimizer)
         self._keras_optimizer = optimizer
         self._variables = [variable for variable, _ in parameters]
@@ -44,8 +42,8 @@ class KerasSteps(Optimizer):
         config = optimizer.get_config()
         self._config = {**config, "global_clipnorm": None}
         self._rate = _rate_of(optimizer)
-        # Each parameter has its own group: the group's index identifies the parameter's variable.
-        # Members compare the settings of groups.
+        # A group for each parameter: its index identifies the variable. Members compare groups'
+        # settings.
         rate = {} if self._rate is None else {"lr": self._rate}
         groups: list[dict[str, Any]] = [{"params": [p], **rate} for _, p in parameters]
         groups[0]["keras"] = json.dumps({**config, "name": ""}, sort_keys=True, default=str)
@@ -53,7 +51,7 @@ class KerasSteps(Optimizer):
         self._bound: list[Tensor] = []
         self._bound_optimizer: Any = None
         self._parts: dict[nn.Parameter, Any] = {}
-        # `fit` must not build the optimizer: Keras would make state for whole weights.
+        # Keras would make state for whole weights.
         optimizer.built = True
 
     @overload
@@ -64,7 +62,7 @@ class KerasSteps(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Take one step of every parameter that has a gradient. `closure` is not called."""
+        """Take one step of every parameter with a gradient. `closure` is not called."""
         held = {
             group["params"][0]: variable
             for group, variable in zip(self.param_groups, self._variables, strict=True)
@@ -80,8 +78,8 @@ class KerasSteps(Optimizer):
         return None
 
     def _update_rate(self) -> None:
-        """Use the learning rate of the parameter groups, which is sent to members that join, unless
-        the script has set another rate on the Keras optimizer."""
+        """Use the rate of the parameter groups, which a member that joins gets, unless the script
+        has set another."""
         if self._rate is None:
             return
         now = _rate_of(self._keras_optimizer)
@@ -92,8 +90,7 @@ class KerasSteps(Optimizer):
         self._rate = _rate_of(self._keras_optimizer)
 
     def _bind(self, held: Mapping[nn.Parameter, Any]) -> None:
-        """Build a Keras optimizer over these parameters and their state, unless one exists."""
-        # The tensors are new in each generation, and after this member has received state.
+        """Build a Keras optimizer, once for each generation."""
         memory = self._memory(held)
         if len(memory) == len(self._bound) and all(map(operator.is_, memory, self._bound)):
             self._load_shared(held)
@@ -117,7 +114,6 @@ class KerasSteps(Optimizer):
         self._bound = self._memory(held)
 
     def _memory(self, held: Iterable[nn.Parameter]) -> list[Tensor]:
-        """Return the parameters, and the tensors of their state."""
         return [
             each
             for parameter in held
@@ -126,7 +122,6 @@ class KerasSteps(Optimizer):
         ]
 
     def _give_memory(self, parameter: nn.Parameter, name: str, slot: Any) -> None:
-        """Make a variable of the Keras optimizer and the parameter's state share memory."""
         state = self.state[parameter]
         if name in state:
             slot._value = nn.Parameter(local_part(state[name]), requires_grad=False)
@@ -134,7 +129,6 @@ class KerasSteps(Optimizer):
             state[name] = placed_like(parameter, slot.value.detach())
 
     def _load_shared(self, held: Mapping[nn.Parameter, Any]) -> None:
-        """Load the state that all parameters share; a copy is stored with each parameter."""
         stepped = [self.state[p] for p in held if _STEPS in self.state.get(p, {})]
         state: Mapping[str, Any] = stepped[0] if stepped else {}
         self._bound_optimizer._iterations.assign(state.get(_STEPS, 0))
@@ -160,7 +154,7 @@ class KerasSteps(Optimizer):
 
 
 class _Bindable:
-    """Mixin that precedes a Keras optimizer's class: records the state variables of each part."""
+    """Mixin for a Keras optimizer that records each part's state variables."""
 
     def add_variable_from_reference(
         self: Any, reference_variable: Any, name: str | None = None, initializer: Any = "zeros"
@@ -198,13 +192,12 @@ def _refuse(optimizer: Any) -> None:
 
 
 def _rate_of(optimizer: Any) -> float | None:
-    """Return the learning rate if it is a number; None for a schedule, which follows the steps."""
+    """Return the learning rate; None for a schedule."""
     rate = optimizer._learning_rate
     return float(rate) if isinstance(rate, keras.Variable) else None
 
 
 def _part(parameter: nn.Parameter, variable: Any) -> Any:
-    """Return a Keras variable that shares memory with this member's part of the parameter."""
     memory = nn.Parameter(local_part(parameter), requires_grad=False)
     part = keras.Variable(memory, dtype=variable.dtype, name=variable.name)
     part._value = memory

@@ -1,4 +1,4 @@
-"""Splits the Dense and Embedding layers of a Keras model over ranks that take the same samples."""
+"""Splits Dense and Embedding layers of a Keras model over ranks that take the same samples."""
 
 from collections import Counter
 from itertools import pairwise
@@ -21,7 +21,7 @@ _ELEMENTWISE = frozenset(
 
 
 class _ColumnDense:
-    """Dense layer; each rank computes some of its units."""
+    """Dense layer of which each rank computes some units."""
 
     def call(self: Any, inputs: Any, training: Any = None) -> Any:
         outputs = enter(inputs, self.shoal_cut) @ self._kernel.value
@@ -33,8 +33,8 @@ class _ColumnDense:
 
 
 class _RowDense:
-    """Dense layer; each rank computes a partial sum of all units, from its own units of the
-    previous layer."""
+    """Dense layer of which each rank computes a partial sum, from its units of the previous
+    layer."""
 
     def call(self: Any, inputs: Any, training: Any = None) -> Any:
         outputs = summed(inputs @ self._kernel.value, self.shoal_cut)
@@ -44,7 +44,7 @@ class _RowDense:
 
 
 class _ColumnEmbedding:
-    """Embedding; each rank looks up some of its columns."""
+    """Embedding of which each rank looks up some columns."""
 
     def call(self: Any, inputs: Any) -> Any:
         part = nn.functional.embedding(inputs.long(), self._embeddings.value)
@@ -52,7 +52,7 @@ class _ColumnEmbedding:
 
 
 def split_layers(model: Any, optimizer: Any) -> None:
-    """Split the model's layers in place. The optimizer must have no state yet, and is not changed.
+    """Split the model's layers in place. The optimizer must have no state.
 
     Of two consecutive plain Dense layers of a Sequential, with an elementwise activation between
     them, the first is split by columns and the second by rows, unless one of them is also used
@@ -85,17 +85,17 @@ def split_layers(model: Any, optimizer: Any) -> None:
 
 
 def track_values(model: Any) -> None:
-    """Register the variables' current tensors with the model's layers as torch modules."""
+    """Register the variables' current tensors with the layers as torch modules."""
     for layer in model._flatten_layers():
         if hasattr(layer, "_torch_params"):
             layer._track_variables()
 
 
 class LayerSplits:
-    """Splits of a Keras model's layers, made again over the ranks of each generation.
+    """Splits of a Keras model's layers, made again in each generation.
 
-    Between `split_variables` and `undo` the layers compute with parts. The caller passes the values
-    of the layers' variables to each call, see `keras.StatelessScope`.
+    Between `split_variables` and `undo` layers compute with parts, which the caller passes to each
+    call.
     """
 
     def __init__(self, model: Any) -> None:
@@ -104,7 +104,7 @@ class LayerSplits:
         self._shapes: list[tuple[Any, tuple[int, ...]]] = []
 
     def split_variables(self, group: dist.ProcessGroup) -> list[tuple[Any, int]]:
-        """Split over this group. Returns each split variable and the dimension of the split."""
+        """Split over this group. Returns the variables, each with the dimension of its split."""
         self.undo()
         if group.size() == 1:
             return []
@@ -121,7 +121,7 @@ class LayerSplits:
         return cuts
 
     def undo(self) -> None:
-        """Let the layers compute with whole values again."""
+        """Let the layers compute with whole values."""
         for split in self._active:
             split.end()
         for variable, shape in self._shapes:
@@ -130,7 +130,7 @@ class LayerSplits:
 
 
 def whole_value(variable: Any) -> Tensor:
-    """Return the whole value of a weight, which may be split. Collective."""
+    """Return the whole value of a weight. Collective."""
     dim = getattr(variable, "shoal_dim", None)
     value: Tensor = variable.value
     if dim is None:
@@ -139,8 +139,6 @@ def whole_value(variable: Any) -> Tensor:
 
 
 class _Split:
-    """Split of one layer: each rank computes a part of the layer."""
-
     def __init__(self, layer: Any, part: type, size: int, *, paired: bool = False) -> None:
         self.layer = layer
         self._part, self._size, self._paired = part, size, paired
@@ -157,14 +155,13 @@ class _Split:
         layer.__dict__["shoal_cut"] = Cut.of(self._size, ranks.of_layer(layer.name))
         layer.__dict__["shoal_paired"] = self._paired
         if self._part is _RowDense:
-            layer.input_spec = None  # the layer's own input_spec would require the whole width
+            layer.input_spec = None  # it would require the whole width
 
     def end(self) -> None:
         self.layer.__class__, self.layer.input_spec = self._before
 
 
 def _splits_of(model: Any, group: dist.ProcessGroup) -> list[_Split]:
-    """Find the layers that can be split over the group, and how; split nothing yet."""
     ranks = group.size()
     pairs = _find_pairs(model, ranks)
     found = (_split_of(layer, pairs, ranks) for layer in model._flatten_layers())
@@ -172,7 +169,6 @@ def _splits_of(model: Any, group: dist.ProcessGroup) -> list[_Split]:
 
 
 def _find_pairs(model: Any, ranks: int) -> dict[int, int]:
-    """Map the first layer of each pair (by id) to the id of the second."""
     pairs: dict[int, int] = {}
     owners = Counter(
         id(layer)
@@ -182,7 +178,6 @@ def _find_pairs(model: Any, ranks: int) -> dict[int, int]:
     for part in model._flatten_layers():
         layers = part.layers if type(part) is keras.Sequential else []
         for first, second in pairwise(layers):
-            # A layer that something else calls too needs whole inputs and outputs.
             is_pair = owners[id(first)] == owners[id(second)] == 1
             free = _is_plain(first) and _is_plain(second) and id(first) not in pairs.values()
             if is_pair and free and _activation(first) in _ELEMENTWISE and first.units >= ranks:
@@ -191,7 +186,6 @@ def _find_pairs(model: Any, ranks: int) -> dict[int, int]:
 
 
 def _split_of(layer: Any, pairs: dict[int, int], ranks: int) -> _Split | None:
-    """Return the split of one layer; None if it cannot be split."""
     if type(layer) is keras.layers.Embedding and layer.lora_rank is None:
         if layer.output_dim < ranks or layer.embeddings_constraint is not None:
             return None
@@ -214,8 +208,7 @@ def _split_of(layer: Any, pairs: dict[int, int], ranks: int) -> _Split | None:
 
 
 def _is_plain(layer: Any) -> bool:
-    """True for a Dense layer without regularisers, constraints, LoRA or quantisation, which would
-    need the whole kernel."""
+    """True for a Dense layer without options that need the whole kernel."""
     return (
         type(layer) is keras.layers.Dense
         and layer.lora_rank is None
@@ -237,7 +230,6 @@ def _activation(layer: Any) -> str:
 
 
 def _keep_part(variable: Any, dim: int, cut: Cut) -> None:
-    """Replace the variable's value by this rank's part of it."""
     part = cut.own(variable.value.detach(), dim).clone(memory_format=torch.contiguous_format)
     variable._value = nn.Parameter(part, requires_grad=variable.trainable)
     variable._shape = tuple(part.shape)

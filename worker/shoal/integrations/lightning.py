@@ -1,7 +1,7 @@
 """Lightning's Trainer within a session: elastic, and exact when members join or leave.
 
-Scripts without Shoal code train under `torchrun --rdzv-backend=shoal`, where the loss of a worker
-restarts all workers. With this module the other workers keep running, and repeat one step:
+Under `torchrun --rdzv-backend=shoal` the loss of a worker restarts all workers. With this module
+the other workers keep running, and repeat one step:
 
     class Digits(LightningModule):
         def configure_optimizers(self):
@@ -15,7 +15,7 @@ restarts all workers. With this module the other workers keep running, and repea
         trainer.fit(Digits(), elastic.batches(dataset, global_batch_size=96))
 
 Every member counts the job's epochs and steps. Ranks, logged values and the progress bar are the
-member's own, as if it trained alone."""
+member's own."""
 
 import signal
 import threading
@@ -49,7 +49,7 @@ from shoal.strategies import FORWARD_ALONE
 from shoal_proto.errors import InvalidSpec
 
 OWN_REPLICAS = frozenset({"local-sgd", "diloco"})
-"""Strategies under which each member trains its own copy of the model between outer steps."""
+"""Strategies with a copy of the model per member between outer steps."""
 
 OF_ONE_MEMBER = tuple(
     getattr(callbacks, name)
@@ -61,9 +61,9 @@ OF_ONE_MEMBER = tuple(
         "StochasticWeightAveraging",
         "WeightAveraging",
     )
-    if hasattr(callbacks, name)  # the oldest supported release lacks the last one
+    if hasattr(callbacks, name)  # the oldest release lacks the last one
 )
-"""Callbacks that keep weights or results of trials: a member that joins would not have these."""
+"""Callbacks that keep weights or trials, which a member that joins would lack."""
 
 
 class SessionStrategy(SingleDeviceStrategy):
@@ -72,7 +72,8 @@ class SessionStrategy(SingleDeviceStrategy):
     Schedulers step with the job, `accumulate_grad_batches` is the number of parts of each batch,
     and `precision="bf16-mixed"` is autocast. `fit` raises InvalidSpec for features that a session
     cannot keep exact, among them manual optimization, checkpoints of more than weights, schedulers
-    that follow a metric, and batches that are not from `batches`."""
+    that follow a metric, and batches that are not from `batches`.
+    """
 
     strategy_name = "shoal_session"
 
@@ -96,11 +97,12 @@ class SessionStrategy(SingleDeviceStrategy):
         collate: Collate | None = None,
         **loading: Unpack[LoadingOptions],
     ) -> LightningBatches:
-        """Return the batches of `session.batches` in a DataLoader's form, for `trainer.fit`. Raises
-        InvalidSpec for arguments that `session.batches` would refuse.
+        """Return the batches of `session.batches` in a DataLoader's form, for `trainer.fit`.
 
-        Without `epochs`, the Trainer's `max_epochs` or `max_steps` define the end: by Lightning's
-        default, 1000 epochs. If the Trainer has no limit either, `fit` raises InvalidSpec."""
+        Without `epochs`, the Trainer's `max_epochs` or `max_steps` define the end; if it has no
+        limit, `fit` raises InvalidSpec. Raises InvalidSpec for arguments that `session.batches`
+        would refuse.
+        """
 
         def job(epochs: int, collate: Collate | None) -> JobBatches:
             return JobBatches(
@@ -129,8 +131,7 @@ class SessionStrategy(SingleDeviceStrategy):
         super().setup_environment()
 
     def on_train_start(self) -> None:
-        # Lightning has installed a handler that ends the process after its batch. Restore the
-        # session's handler, which drains the member.
+        # Lightning's handler ends the process; the session's drains the member.
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._on_sigterm)
         super().on_train_start()
@@ -140,14 +141,13 @@ class SessionStrategy(SingleDeviceStrategy):
         batches.begin(trainer)
 
     def on_train_end(self) -> None:
-        """End the job if a callback stopped the Trainer before the last step."""
+        """End the job if a callback stopped the Trainer early."""
         super().on_train_end()
         batches, trainer = self._present_batches(), self._trainer()
         if batches.is_over:
             return
         self._session.stop("Lightning stopped the training")
-        # Begin the next step with the other members, which may not know of the stop yet. This step
-        # is not committed.
+        # Other members may not know of the stop yet: begin one more step, which is not committed.
         batch = batches.take()
         if batch is not None:
             batch = self.batch_to_device(batch)
@@ -161,23 +161,23 @@ class SessionStrategy(SingleDeviceStrategy):
         if trainer.state.fn == "fit":
             _refuse(trainer, trainer.lightning_module)
             refuse_parts_of_epochs(trainer)
-            # Replaced only here: the plug-in that the Trainer chose shows the requested precision.
+            # Not earlier: the Trainer's plug-in shows the requested precision.
             mixed = isinstance(trainer.precision_plugin, MixedPrecision)
             dtype = torch.bfloat16 if mixed else None
             self.precision_plugin = _SessionPrecision(
                 self._session, self._take_parts, (self.root_device.type, dtype)
             )
-            # Lightning counts each batch as a step; the session trains it in parts.
+            # Lightning counts each batch as a step; the session trains parts.
             self._num_parts, trainer.accumulate_grad_batches = trainer.accumulate_grad_batches, 1
             if self._batches is None:
                 trainer.fit_loop.setup_data()  # train_dataloader() may call `batches`
-            # Set before the script makes its schedules, as it asks the Trainer for their length.
+            # Before the script makes its schedules, as it asks the Trainer for their length.
             trainer.fit_loop.max_epochs = self._present_batches().decide(trainer)
         super().setup(trainer)
         if trainer.state.fn == "fit":
             self._refuse_distributed(trainer)
             if self._session.strategy.name not in {"ddp", *OWN_REPLICAS}:
-                trainer.num_sanity_val_steps = 0  # there are no weights before the first batch
+                trainer.num_sanity_val_steps = 0  # no weights before the first batch
             self._take_schedules()
             for number, each in enumerate(trainer.early_stopping_callbacks):
                 stopping = AgreedStopping(each, self._session)
@@ -187,8 +187,7 @@ class SessionStrategy(SingleDeviceStrategy):
             _turn_off_gathering(self.lightning_module)
 
     def _take_checkpoints(self, trainer: Trainer) -> None:
-        """Make members agree on checkpoints, except for callbacks that save after a time, which
-        each member measures by its own clock."""
+        """Make members agree on checkpoints, except those at times of a member's own clock."""
         for number, each in enumerate(trainer.checkpoint_callbacks):
             if isinstance(each, ModelCheckpoint) and each._train_time_interval is None:
                 kept = AgreedCheckpoints(each, self._session)
@@ -196,7 +195,6 @@ class SessionStrategy(SingleDeviceStrategy):
                     self._session.register(f"lightning-checkpoints-{number}", kept)
 
     def _refuse_distributed(self, trainer: Trainer) -> None:
-        """Raise InvalidSpec for a strategy or scheduler that `fit` cannot support."""
         strategy = self._session.strategy
         if not strategy.synchronous:
             raise InvalidSpec(
@@ -228,14 +226,12 @@ class SessionStrategy(SingleDeviceStrategy):
             )
 
     def _take_schedules(self) -> None:
-        """Take over Lightning's schedulers: `_step_schedules` counts the job's steps, while
-        Lightning would count this member's own."""
+        """Take over Lightning's schedulers, which would count this member's own steps."""
         for number, config in enumerate(self.lr_scheduler_configs):
             self._session.register(f"lightning-schedule-{number}", config.scheduler)
         self._schedules, self.lr_scheduler_configs = self.lr_scheduler_configs, []
 
     def _step_schedules(self) -> None:
-        """Step the schedulers after a committed step; their state goes to members that join."""
         batches, module = self._present_batches(), self.lightning_module
         assert module is not None, "Lightning connects it before it trains"
         for config in self._schedules:
@@ -248,7 +244,6 @@ class SessionStrategy(SingleDeviceStrategy):
                 module.lr_scheduler_step(config.scheduler, None)
 
     def _take_parts(self, closure: Callable[[], Any]) -> Any:
-        """Train on the batch in `accumulate_grad_batches` parts."""
         if self._num_parts == 1:
             return closure()
         if not isinstance(closure, Closure):
@@ -258,7 +253,7 @@ class SessionStrategy(SingleDeviceStrategy):
                 seen=type(closure).__name__,
                 expected="the optimizer_step inherited from LightningModule",
             )
-        # The session zeroes gradients when the step begins, and not between its parts.
+        # The session zeroes gradients when the step begins.
         closure._zero_grad_fn = None
         result = None
         for part in self._present_batches().parts(self._num_parts):
@@ -269,7 +264,7 @@ class SessionStrategy(SingleDeviceStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        """Write the checkpoint on rank 0 alone."""
+        """Write the checkpoint on rank 0."""
         if self._session.is_first:
             super().save_checkpoint(checkpoint, filepath, storage_options)
 
@@ -292,8 +287,8 @@ class SessionStrategy(SingleDeviceStrategy):
         model: Any = None,
         **options: Any,
     ) -> Any:
-        """Commit one step, repeating failed attempts; after the job's last step, wait for the other
-        members to end theirs."""
+        """Commit one step, repeating failed attempts. After the job's last step, wait for the other
+        members."""
         batches, max_steps = self._present_batches(), self._trainer().max_steps
         self._replacement = result = None
         while True:
@@ -305,7 +300,6 @@ class SessionStrategy(SingleDeviceStrategy):
                 self._step_schedules()
                 if not batches.last_is_done and self._session.step_number != max_steps:
                     return result
-            # The same step, divided among the remaining members; None after the job's last step.
             repeated = batches.next_batch()
             if repeated is None:
                 self._trainer().should_stop = True
@@ -323,7 +317,7 @@ class SessionStrategy(SingleDeviceStrategy):
 
 
 class _SessionPrecision(Precision):
-    """Full precision, or autocast to a dtype. The session handles the gradients."""
+    """Full precision, or autocast. The session handles gradients."""
 
     def __init__(
         self,
@@ -331,7 +325,7 @@ class _SessionPrecision(Precision):
         take_parts: Callable[[Callable[[], Any]], Any],
         cast: tuple[str, torch.dtype | None],
     ) -> None:
-        """`cast`: the device type and the dtype of autocast; None for full precision."""
+        """`cast`: device type, and dtype of autocast; None: full precision."""
         self._session, self._take_parts = session, take_parts
         self._device, self._dtype = cast
 
@@ -349,7 +343,6 @@ class _SessionPrecision(Precision):
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **_: Any
     ) -> Any:
-        # The session applies the gradients itself, when it commits.
         return self._wrap_closure(model, optimizer, partial(self._take_parts, closure))
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
@@ -364,7 +357,6 @@ class _SessionPrecision(Precision):
 
 
 def _refuse(trainer: Trainer, module: LightningModule) -> None:
-    """Raise InvalidSpec for options that a session's step cannot support."""
     if not module.automatic_optimization:
         raise InvalidSpec(
             "a session needs Lightning's automatic optimization",
@@ -409,7 +401,7 @@ def _refuse(trainer: Trainer, module: LightningModule) -> None:
 
 
 def _turn_off_gathering(module: LightningModule | None) -> None:
-    """Turn off the metrics' own gathering, which would fail on all members if one is lost."""
+    """The metrics' own gathering would fail on all members if one is lost."""
     assert module is not None, "Lightning connects it before it trains"
     for part in module.modules():
         if isinstance(part, Metric):
@@ -417,7 +409,6 @@ def _turn_off_gathering(module: LightningModule | None) -> None:
 
 
 def _refuse_callbacks(trainer: Trainer) -> None:
-    """Raise InvalidSpec for callbacks that train or keep weights for this member alone."""
     for callback in getattr(trainer, "callbacks", ()):
         if isinstance(callback, OF_ONE_MEMBER):
             raise InvalidSpec(

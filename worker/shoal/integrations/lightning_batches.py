@@ -1,4 +1,4 @@
-"""A job's batches for Lightning's Trainer, in the form in which a DataLoader returns them."""
+"""A job's batches for Lightning's Trainer, in a DataLoader's form."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,7 +13,7 @@ from shoal_proto.errors import InvalidSpec
 
 
 class LightningBatches:
-    """Batches that `SessionStrategy.batches` returns. An iteration ends with the job's epoch."""
+    """Batches of `SessionStrategy.batches`. An iteration ends with the job's epoch."""
 
     def __init__(
         self,
@@ -22,8 +22,8 @@ class LightningBatches:
         collate: Collate | None,
         whole: WholeCollate,
     ) -> None:
-        """`job_of` makes the batches for a number of epochs and a collate function. If `epochs` is
-        None, the Trainer's settings define the number."""
+        """`job_of` makes the batches for a number of epochs and a collate function. `epochs`: None:
+        the Trainer decides."""
         self._job_of, self._epochs = job_of, epochs
         self._job = job_of(epochs or 1, collate)
         self._is_collated = self._job.num_columns is None
@@ -32,12 +32,11 @@ class LightningBatches:
         self._ahead: Batch | None = None
         self._counters: JobCounters | None = None
         self._until = 0
-        """The Trainer's `max_steps`, if the number of epochs was derived from it; else 0."""
+        """The Trainer's `max_steps`, if it decides the number of epochs; else 0."""
         self.is_over = False
-        """True if all members have reached the job's end."""
 
     def decide(self, trainer: Trainer) -> int:
-        """Decide the number of epochs, and return it. Raises what `epochs_of` raises."""
+        """Decide and return the number of epochs. Raises what `epochs_of` raises."""
         if self._epochs is None and trainer.max_epochs == NO_LIMIT:
             self._until = max(trainer.max_steps, 0)
         epochs = epochs_of(trainer, self._epochs, len(self))
@@ -45,8 +44,8 @@ class LightningBatches:
         return epochs
 
     def begin(self, trainer: Trainer) -> None:
-        """Wait for this member's first batch, and set the Trainer's counters to the batch's step.
-        Raises InvalidSpec if `max_steps` needs more epochs than were planned for it."""
+        """Wait for this member's first batch, and set the Trainer's counters to its step. Raises
+        InvalidSpec if `max_steps` needs more epochs than planned."""
         self._counters, self._ahead = JobCounters(trainer, self._job), self._job.take()
         if self._job.num_steps < self._until:
             raise InvalidSpec(
@@ -66,8 +65,8 @@ class LightningBatches:
         self._counters.count_steps(self._job.step_number)
 
     def __len__(self) -> int:
-        """Return the number of steps of a whole epoch. Without a length, Lightning would fetch one
-        batch in advance."""
+        """Return the number of steps of a whole epoch. Without it, Lightning would fetch a batch in
+        advance."""
         return self._job.steps_per_epoch
 
     def __iter__(self) -> Iterator[Any]:
@@ -79,27 +78,25 @@ class LightningBatches:
                 return
 
     def take(self) -> Any:
-        """Take this member's part of the job's next step, and return it; None after the last."""
+        """Return this member's part of the next step; None after the last."""
         self._batch, self._ahead = self._ahead or self._job.take(), None
         self.is_over = self._batch is None
         return None if self._batch is None else self._content(self._batch)
 
     def next_batch(self) -> Any:
-        """Return the next batch, instead of one that Lightning has already counted."""
+        """Return the next batch, in place of one that Lightning has counted."""
         content = self.take()
         if self._batch is not None and self._counters is not None:
             self._counters.set_after_count(self._batch.step)
         return content
 
     def parts(self, num_parts: int) -> Iterator[Any]:
-        """Split the batch taken last into micro-batches, within its step."""
+        """Split the last batch into micro-batches, within its step."""
         assert self._batch is not None, "a step is taken on a batch"
         for part in self._batch.parts(num_parts):
             yield self._content(part)
 
     def _content(self, batch: Batch) -> Any:
-        """Return the batch as a DataLoader would: a tuple of inputs and targets, or the result of
-        the script's `collate`."""
         if self._is_collated:
             return batch.inputs["batch"]
         if self._job.num_columns == 1:
@@ -109,20 +106,20 @@ class LightningBatches:
 
     @property
     def epoch_is_done(self) -> bool:
-        """True if the step committed last was the last of its epoch."""
+        """See `JobBatches.epoch_is_done`."""
         return self._job.epoch_is_done
 
     @property
     def num_epochs_done(self) -> int:
-        """Number of epochs whose last step is committed."""
+        """Number of epochs that are committed whole."""
         return self._job.epoch_and_batch_index(self._job.step_number)[0]
 
     @property
     def is_last(self) -> bool:
-        """True if the step of the batch taken last is the job's last."""
+        """True if the last batch is of the job's last step."""
         return self._batch is not None and self._batch.step + 1 == self._job.num_steps
 
     @property
     def last_is_done(self) -> bool:
-        """True if this member has committed the job's last step."""
+        """See `JobBatches.last_is_done`."""
         return self._job.last_is_done

@@ -36,10 +36,12 @@ async def put_state_dict(
     direct_rdma: bool = False,
     transfer_dtype: torch.dtype | None = None,
 ) -> None:
-    """Publish a state dict, nested or not, as the next version of the key, and return once it is
-    committed. The first call's `transfer_dtype` applies to floating point tensors of all puts of
-    the key. Raises InvalidSpec for values that are not tensors, DeadlineExceeded after 600 s, or
-    the error with which the publication failed. `direct_rdma` has no effect."""
+    """Publish a state dict, nested or not, as the key's next version; return once it is committed.
+
+    The first call's `transfer_dtype` applies to floating point tensors of all puts of the key.
+    `direct_rdma` has no effect. Raises InvalidSpec for values that are not tensors,
+    DeadlineExceeded after 600 s, or the error with which the publication failed.
+    """
     series = series_of(key, store_name)
     flat = _flattened(state_dict)
     ticket = await asyncio.to_thread(publish, series, flat, dtype=transfer_dtype)
@@ -53,12 +55,14 @@ async def get_state_dict(
     store_name: str = "TorchStore",
     direct_rdma: bool = False,
 ) -> dict[str, Any]:
-    """Return the newest version of the key. If `user_state_dict` is given, the version is written
-    into its tensors, and `user_state_dict` is returned; of a DTensor, only the local slice is
-    written. With `strict`, it must have the same names as the version. Otherwise only common names
-    are written, and names that the version lacks are logged as `tensors_not_in_version`. Raises
-    InvalidSpec for values that are not tensors, and what `Subscription.fetch` raises: VersionGone
-    before the first put."""
+    """Return the newest version of the key.
+
+    A given `user_state_dict` is returned with the version in its tensors; of a DTensor, only the
+    local slice is written. With `strict`, its names must be the version's. Otherwise only common
+    names are written, and missing ones are logged as `tensors_not_in_version`. Raises InvalidSpec
+    for values that are not tensors, and what `Subscription.fetch` raises: VersionGone before the
+    first put.
+    """
     subscription = _subscribed(series_of(key, store_name))
     if user_state_dict is None:
         return _nested(await subscription.fetch_async())
@@ -73,16 +77,16 @@ async def get_state_dict(
 
 
 def reset_client(store_name: str = "TorchStore") -> None:
-    """End the subscriptions of a store: the next get makes new ones."""
+    """End the subscriptions of a store."""
     job = _job(store_name)
     for series in [each for each in _subscriptions if each.partition("/")[0] == job]:
         _subscriptions.pop(series).close()
 
 
 def series_of(key: str, store_name: str) -> str:
-    """Return the name of a key's series, in the job that the environment variable SHOAL_JOB names,
-    or else in a job with the store's name. If the key has characters that a name may not have, or
-    more than 40, a digest is appended: different keys have different series."""
+    """Return the name of a key's series, in the job of the environment variable SHOAL_JOB, or else
+    in a job with the store's name. A key that is no valid name of up to 40 characters gets a
+    digest."""
     name = re.sub(r"[^A-Za-z0-9_-]", "-", key)[:40]
     if name != key:
         name = f"{name}-{sha256(key.encode()).hexdigest()[:16]}"
@@ -100,7 +104,6 @@ def _subscribed(series: str) -> Subscription:
 
 
 def _flattened(state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the tensors by path, joined by slashes."""
     flat, paths = flatten_state_dict(dict(state_dict))
     for name, value in flat.items():
         if not isinstance(value, Tensor):

@@ -1,8 +1,7 @@
 """Length of the training in Lightning's Trainer, and its counters, which follow the job.
 
-Lightning counts the steps of its own process, so a member that joins would begin at epoch 0. But
-scripts read the counters: `self.current_epoch` to raise a weight,
-`trainer.estimated_stepping_batches` for a schedule."""
+Lightning counts its own process' steps, so a member that joins would begin at epoch 0.
+"""
 
 import math
 from typing import Any
@@ -14,17 +13,16 @@ from shoal_proto.errors import InvalidSpec
 
 NO_LIMIT = -1
 TRAINER_DEFAULT = 1000
-"""Lightning's value for a `max_epochs` that was not given. A Trainer with a given 1000 looks the
-same."""
+"""`max_epochs` of a Trainer to which none was given; a given 1000 looks the same."""
 
 
 def epochs_of(trainer: Trainer, epochs: int | None, steps_per_epoch: int) -> int:
-    """Return the number of epochs of the data: the batches' `epochs`, or else the Trainer's limit.
-    This limit is `max_epochs` (Lightning's default: 1000); if `max_epochs` is -1, it follows from
-    `max_steps`.
+    """Return the number of epochs: the batches' `epochs`, or else the Trainer's limit.
 
-    Raises InvalidSpec if neither is given, or if both are given and differ. If `epochs` is given, a
-    `max_epochs` of 1000 counts as not given."""
+    The limit is `max_epochs` (Lightning's default: 1000) or, if that is -1, follows from
+    `max_steps`. Raises InvalidSpec if neither is given, or if both are given and differ. Beside
+    `epochs`, a `max_epochs` of 1000 counts as not given.
+    """
     limit = trainer.max_epochs
     if epochs is None and trainer.max_steps != NO_LIMIT and limit == NO_LIMIT:
         return max(1, math.ceil(trainer.max_steps / steps_per_epoch))
@@ -50,11 +48,9 @@ def epochs_of(trainer: Trainer, epochs: int | None, steps_per_epoch: int) -> int
 
 
 def refuse_parts_of_epochs(trainer: Trainer) -> None:
-    """Raise InvalidSpec for options with which Lightning would end an epoch before the job does, or
-    would not train."""
+    """Raise InvalidSpec for options that end an epoch before the job does, or train nothing."""
     refused = {
-        # fast_dev_run and overfit_batches set limit_train_batches. They come first, so that the
-        # error names the option that the script gave.
+        # First, so that the error names the script's option: these two set limit_train_batches.
         "fast_dev_run": bool(trainer.fast_dev_run),  # type: ignore[attr-defined]
         "overfit_batches": trainer.overfit_batches > 0,  # type: ignore[attr-defined]
         "limit_train_batches": _is_part(trainer.limit_train_batches),
@@ -73,7 +69,7 @@ def refuse_parts_of_epochs(trainer: Trainer) -> None:
 
 
 def _is_part(limit: int | float | None) -> bool:
-    """True unless the limit is the whole epoch: 1.0 means all batches, the int 1 a single one."""
+    """True unless the limit is the whole epoch: 1.0 is all batches, the int 1 a single one."""
     return not (limit is None or (isinstance(limit, float) and limit == 1.0))
 
 
@@ -95,11 +91,11 @@ class JobCounters:
         self._set_all(step, ready=self._batches.epoch_and_batch_index(step)[1])
 
     def count_steps(self, step: int) -> None:
-        """Overwrite Lightning's number of steps, which also counts attempts without a commit."""
+        """Overwrite Lightning's number of steps, which includes failed attempts."""
         self._set_steps(step)
 
     def set_after_count(self, step: int) -> None:
-        """Set the counters to this step. Its batch replaces one that Lightning has counted."""
+        """Set the counters to this step, after Lightning has counted a batch that is replaced."""
         ready = self._batches.epoch_and_batch_index(step)[1] + 1
         self._set_all(step, ready=ready)
         is_last = ready >= self._batches.steps_per_epoch

@@ -1,4 +1,4 @@
-"""Steps of a job for a trainer whose loop calls each phase of a step separately."""
+"""Steps of a job for a trainer that calls each phase of a step separately."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -35,20 +35,18 @@ class TrainerSteps:
         self._parts: Iterator[Batch] = iter(())
         self._step: Step | None = None
         self.skip = 0
-        """Number of committed steps at the epoch's start that Trainer's loop still has to skip."""
+        """Number of committed steps of the epoch that Trainer's loop still has to skip."""
         self.weight: float | None = None
-        """Weight of the next loss in `backward`; None: its number of samples."""
+        """Weight of the next loss; None: its number of samples."""
         self.is_over = False
-        """True if all members have reached the job's end."""
 
     @property
     def order(self) -> Order:
-        """Order of the job's samples; valid once `position` has returned."""
+        """Order of samples; valid once `position` has returned."""
         return self._batches.order
 
     def position(self) -> int:
-        """Return the job's current step; after the loss of a member, first wait for the next
-        generation."""
+        """Return the job's current step, once this member is in a generation."""
         batch = self._peek()
         return self._session.step_number if batch is None else batch.step
 
@@ -59,9 +57,8 @@ class TrainerSteps:
         return self._ahead
 
     def begin(self, num_parts: int, expected: int) -> bool:
-        """Open the job's next step, in `num_parts` parts. Returns False after the last step.
-
-        Raises StepRetaken if the job's next step is not `expected`."""
+        """Open the job's next step, in `num_parts` parts. Returns False after the last step. Raises
+        StepRetaken if the next step is not `expected`."""
         batch = self._peek()
         if batch is None:
             return False
@@ -74,12 +71,12 @@ class TrainerSteps:
         return True
 
     def stop_after_step(self, reason: str) -> None:
-        """Make the open step the job's last, if there are samples for more steps."""
+        """Make the open step the job's last."""
         if self._session.step_number + 1 < len(self._batches):
             self._session.stop(reason)
 
     def next_part(self) -> tuple[Batch, Batch]:
-        """Return the next part of the step, and this member's whole share of the step."""
+        """Return the next part, and this member's whole share of the step."""
         part = next(self._parts, None)
         if part is None or self._whole is None:
             raise InvalidSpec(
@@ -90,8 +87,8 @@ class TrainerSteps:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """End the step if the block raises. If a lost member caused the error, raises StepRetaken
-        instead, once this member can repeat the step."""
+        """End the step if the block raises. Raises StepRetaken instead if a member was lost, once
+        this member can repeat the step."""
         try:
             yield
         except BaseException as error:
@@ -101,7 +98,7 @@ class TrainerSteps:
             raise StepRetaken from None
 
     def commit(self) -> None:
-        """Commit the step. Raises StepRetaken if it was not committed."""
+        """Commit the step. Raises StepRetaken if the step was not committed."""
         with self.watching():
             next(self._parts, None)
         step, self._step = self._step, None
@@ -117,14 +114,14 @@ class TrainerSteps:
 
     def finish(self) -> None:
         """Wait until all members have reached the end. Raises StepRetaken if a step must be
-        repeated first."""
+        repeated."""
         if self._peek() is not None:
             raise StepRetaken
 
 
 class CountedSmoother(LabelSmoother):
     """Trainer's label smoother, which also records the labels of its last mean. If the model does
-    not accept `num_items_in_batch`, the mean is over the labels of one part, without padding."""
+    not accept `num_items_in_batch`, the mean is over one part's labels, without padding."""
 
     _labels: Tensor | None = None
 
@@ -141,11 +138,11 @@ class CountedSmoother(LabelSmoother):
         return loss
 
     def weight(self, num_parts: int) -> float | None:
-        """Return the weight of the last loss, and forget its labels; None if the loss is a mean
-        over samples.
+        """Return the last loss's weight, and forget its labels; None for a mean over samples.
 
-        Raises InvalidSpec if the loss is a separate mean over the labels of each part, and some
-        labels are ignored."""
+        Raises InvalidSpec if the loss is a separate mean over each part's labels, and some are
+        ignored.
+        """
         labels, self._labels = self._labels, None
         if labels is None:
             return None
@@ -165,15 +162,14 @@ class CountedSmoother(LabelSmoother):
 
 
 class NamedCollate:
-    """A data collator of the script, which must return named values. Raises InvalidSpec if it
-    returns anything else."""
+    """A script's data collator. Raises InvalidSpec unless it returns named values."""
 
     def __init__(self, collate: Collate) -> None:
         self._collate = collate
 
     def __call__(self, samples: list[Any]) -> dict[str, Any]:
         collated = self._collate(samples)
-        # Unlike other mappings, a tokenizer's BatchEncoding cannot be rebuilt from a dict.
+        # A tokenizer's BatchEncoding cannot be rebuilt from a dict.
         data = getattr(collated, "data", collated)
         if not isinstance(data, Mapping):
             raise InvalidSpec(
@@ -185,8 +181,7 @@ class NamedCollate:
 
 
 class WholeBatches(Dataset[list[Any]]):
-    """A data set whose items are whole batches. Members measure each batch as one process would: a
-    mean over tokens depends on the samples of the batch."""
+    """A data set with whole batches as items: a mean over tokens depends on the batch's samples."""
 
     def __init__(self, samples: Any, batch_size: int) -> None:
         self._samples, self._batch_size = samples, batch_size
@@ -201,7 +196,7 @@ class WholeBatches(Dataset[list[Any]]):
 
 
 class SizedCollate:
-    """Collates one item of WholeBatches, and adds its number of samples."""
+    """Collates one item of WholeBatches, with its number of samples."""
 
     def __init__(self, collate: Collate) -> None:
         self._collate = WholeCollate(NamedCollate(collate))
@@ -231,7 +226,7 @@ class EpochLength:
 
 
 class SessionOptimizer:
-    """Optimizer whose `step` commits the session's step."""
+    """Optimizer that commits the session's step."""
 
     def __init__(self, optimizer: Optimizer, commit: Any) -> None:
         self.optimizer, self._commit = optimizer, commit
@@ -242,12 +237,12 @@ class SessionOptimizer:
         self._commit()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Do nothing: the session zeroes gradients when a step begins."""
+        """Do nothing: the session zeroes gradients."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.optimizer, name)
 
 
 def refused(what: str, seen: str, expected: str) -> InvalidSpec:
-    """Return the error for an option or call that a session does not support."""
+    """Return the error for what a session does not support."""
     return InvalidSpec(what, seen=seen, expected=expected, fix="docs/integrations.md")

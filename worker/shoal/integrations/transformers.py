@@ -39,7 +39,7 @@ from shoal.strategies import FORWARD_ALONE
 from shoal.strategies.base import Strategy
 
 MAX_STEPS_BACK = 256
-"""Number of steps whose losses are kept for a rollback."""
+"""Number of steps for which losses are kept for a rollback."""
 
 
 class SessionTrainer(Trainer):
@@ -47,9 +47,9 @@ class SessionTrainer(Trainer):
 
     Schedulers, callbacks that export their state, clipping, bfloat16 and evaluation work for the
     whole job. Raises InvalidSpec for what a session does not support, such as float16, Trainer's
-    own checkpoints (`checkpoints=` writes the session's), its wrappers FSDP and DeepSpeed, an order
-    that depends on the samples' contents (grouping by length), and callbacks that end an epoch
-    early."""
+    own checkpoints (`checkpoints=` writes the session's), FSDP and DeepSpeed, grouping by length,
+    and callbacks that end an epoch early.
+    """
 
     model: Any
     optimizer: Any
@@ -66,15 +66,13 @@ class SessionTrainer(Trainer):
         **options: Any,
     ) -> None:
         """Pass `arguments` and `options` on to `transformers.Trainer`; `strategy` and `checkpoints`
-        to `Session.distribute`. Raises InvalidSpec for arguments that a session does not support.
-        """
+        to `Session.distribute`."""
         self._session = session
         self._strategy, self._checkpoints = strategy, checkpoints
         self._steps: TrainerSteps | None = None
         self._samples: DataLoader[Any] | None = None
         self._counted: dict[int, Tensor] = {}
-        """Sum of the losses since the last log, as it was before each step that may be repeated;
-        by step."""
+        """Sum of losses since the last log, before each step that may be repeated."""
         super().__init__(*arguments, **options)
         _refuse(self)
         self.add_callback(_Position(self))
@@ -84,7 +82,7 @@ class SessionTrainer(Trainer):
     # --- what a script calls ---
 
     def train(self, resume_from_checkpoint: Any = None, *positional: Any, **options: Any) -> Any:
-        """Train as Trainer does; a member that joins later begins at the job's current step."""
+        """Train as Trainer does. A member that joins later begins at the job's current step."""
         if resume_from_checkpoint:
             raise refused(
                 "resuming from a checkpoint of Trainer",
@@ -95,7 +93,7 @@ class SessionTrainer(Trainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the whole model on rank 0; all members must call this. Before the training, each
-        member that calls this writes its own model."""
+        member writes its own model."""
         if self._steps is None:
             super().save_model(output_dir, _internal_call)
             return
@@ -115,11 +113,11 @@ class SessionTrainer(Trainer):
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
-        # Trainer's own `training_step` calls this with the loss.
+        # Trainer's `training_step` calls this with the loss.
         self.accelerator.backward = self._backward
 
     def get_train_dataloader(self) -> "EpochLength":
-        """Return the length of an epoch. The session takes the samples from Trainer's loader."""
+        """Return the length of an epoch. The session takes samples from Trainer's loader."""
         self._samples = super().get_train_dataloader()
         return EpochLength(self._samples, self.args)
 
@@ -150,7 +148,7 @@ class SessionTrainer(Trainer):
             self.model, self.optimizer, self._strategy, checkpoints=self._checkpoints
         )
         self.model = self.model_wrapped = model
-        # Trainer's evaluation prepares no model if the accelerator has one.
+        # Else Trainer's evaluation would prepare a model.
         self.accelerator._models.append(model)
         self._steps = TrainerSteps(session, self._batches(num_train_epochs))
         self.optimizer = SessionOptimizer(optimizer, self._commit)
@@ -161,9 +159,8 @@ class SessionTrainer(Trainer):
         return self._steps.order.epoch_and_batch_index(self.state.global_step)[0], 0
 
     def _adapt_length(self, *, makes_schedule: bool) -> None:
-        """Adapt the planned number of steps, and the schedule that Trainer has made for it, to a
-        checkpoint of another batch size. Raises InvalidSpec if `max_steps` of the arguments was
-        given, and needs more epochs than were planned for it."""
+        """Adapt the number of steps, and Trainer's schedule, to a checkpoint of another batch
+        size."""
         order, state = self._present().order, self.state
         if self.args.max_steps > 0:
             if order.num_steps < state.max_steps:
@@ -177,8 +174,8 @@ class SessionTrainer(Trainer):
         state.max_steps -= order.num_steps_more
         schedule = self.lr_scheduler
         if makes_schedule and order.num_steps_more and isinstance(schedule, LambdaLR):
-            # Only a partial depends on the length. It is replaced by another partial: a schedule's
-            # state contains the kind of each function, which members compare when they join.
+            # Only a partial depends on the length. Another partial replaces it: members compare the
+            # kinds of a schedule's functions.
             schedule.lr_lambdas = [
                 partial(_rate_of_later_step, each, order.num_steps_more)
                 if isinstance(each, partial)
@@ -189,8 +186,7 @@ class SessionTrainer(Trainer):
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any
     ) -> tuple[nn.Module, Any]:
-        """Return the model and loader. `_init_training_state` prepared them: it needs the job's
-        step to choose the first epoch."""
+        """Return what `_init_training_state` prepared, which needs the job's step."""
         self.callback_handler.train_dataloader = train_dataloader
         return self.model_wrapped, train_dataloader
 
@@ -216,8 +212,8 @@ class SessionTrainer(Trainer):
         )
 
     def _run_epoch(self, *, epoch: int, num_update_steps_per_epoch: int, **rest: Any) -> None:
-        """Run Trainer's loop over an epoch. If a member is lost, run it again from the job's
-        current step."""
+        """Run Trainer's loop over an epoch, again from the job's current step if a member is
+        lost."""
         steps, control, number = self._present(), self.control, epoch
         while True:
             try:
@@ -243,7 +239,6 @@ class SessionTrainer(Trainer):
                     )
 
     def _restore_position(self) -> None:
-        """Set Trainer back to the job's current step, and discard the losses of later steps."""
         steps, state = self._present(), self.state
         state.global_step = steps.position()
         self.control.should_training_stop = steps.is_over
@@ -254,9 +249,7 @@ class SessionTrainer(Trainer):
             self._tr_loss.zero_()
 
     def _end_job(self) -> None:
-        """Wait until all members have ended the job's steps.
-
-        Raises StepRetaken if a member was lost meanwhile and steps must be repeated."""
+        """Wait until all members have ended. Raises StepRetaken if steps must be repeated."""
         steps = self._present()
         if not steps.is_done:
             # A callback asked to stop. All members begin one more step, which is not committed.
@@ -274,9 +267,8 @@ class SessionTrainer(Trainer):
     def get_batch_samples(
         self, epoch_iterator: Any, num_batches: int, device: torch.device
     ) -> tuple[list[Any], None]:
-        """Begin the job's next step, and return an empty dict for each of its parts, which
-        `training_step` fills. Returns no dict for a step that is committed already. After the last
-        step, returns no dict and ends Trainer's loop."""
+        """Begin the job's next step, and return an empty dict for each part, which `training_step`
+        fills. Returns no dict for a committed step, and after the last step."""
         steps = self._present()
         if steps.skip > 0:
             steps.skip -= 1
@@ -296,10 +288,10 @@ class SessionTrainer(Trainer):
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
     ) -> Tensor:
-        """Run the forward and backward pass of one part. Returns the part's loss times the part's
-        share of this member's samples or items."""
+        """Run one part's forward and backward pass. Returns its loss times its share of this
+        member's samples or items."""
         steps = self._present()
-        # The loss of each part is a mean: the session weights the parts over all members.
+        # Each part's loss is a mean, which the session weights over all members.
         self.current_gradient_accumulation_steps = 1
         with steps.watching():
             part, whole = steps.next_part()
@@ -317,8 +309,8 @@ class SessionTrainer(Trainer):
         return loss * share if share else torch.zeros_like(loss)
 
     def _check_normalised(self, items: Any) -> None:
-        """Raise InvalidSpec for a script's `compute_loss`, unless `loss_is_scaled_for_ga` says if
-        its loss is divided by `num_items_in_batch`, or is a mean over samples."""
+        """Raise InvalidSpec for a script's `compute_loss` that does not say if the loss is divided
+        by `num_items_in_batch`."""
         own = type(self).compute_loss is not Trainer.compute_loss
         if own and items is not None and self.loss_is_scaled_for_ga is None:
             raise refused(
@@ -335,7 +327,7 @@ class SessionTrainer(Trainer):
         self._session.backward(loss, weight=weight)
 
     def compute_loss_context_manager(self) -> ExitStack:
-        """Return Trainer's context, with autocast to bfloat16 if the arguments ask for it."""
+        """Return Trainer's context, with the arguments' autocast."""
         stack: ExitStack = super().compute_loss_context_manager()
         if self.args.bf16:
             stack.enter_context(torch.autocast(self.args.device.type, dtype=torch.bfloat16))
@@ -364,9 +356,11 @@ class SessionTrainer(Trainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Evaluate; before the training, as Trainer does. For the loss alone, each member measures
-        its share of the samples. Otherwise each member predicts all samples, and InvalidSpec is
-        raised under a strategy that is not in FORWARD_ALONE."""
+        """Evaluate; before the training, as Trainer does.
+
+        For the loss alone, each member measures its share of the samples. Otherwise each member
+        predicts all samples; raises InvalidSpec for a strategy that is not in FORWARD_ALONE.
+        """
         if self._steps is None:
             return super().evaluation_loop(
                 dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
@@ -387,8 +381,7 @@ class SessionTrainer(Trainer):
             output = super().evaluation_loop(
                 dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
             )
-        # Results of different hardware may differ in the last bits, but members must continue with
-        # equal metrics.
+        # Metrics must be equal, but different hardware may differ in the last bits.
         numbers = {k: v for k, v in output.metrics.items() if isinstance(v, int | float)}
         return output._replace(
             metrics={**output.metrics, **self._session.all_reduce(numbers, op="max")}
@@ -429,11 +422,11 @@ def _rate_of_later_step(rate: Callable[[int], float], num_steps_more: int, step:
 
 
 class SessionSeq2SeqTrainer(SessionTrainer, Seq2SeqTrainer):
-    """SessionTrainer that extends Seq2SeqTrainer, whose evaluations generate sequences."""
+    """SessionTrainer on Seq2SeqTrainer, whose evaluations generate sequences."""
 
 
 class TrainerCounts:
-    """Registered state of Trainer: the best metric, and the state that callbacks export."""
+    """Registered state of Trainer: the best metric, and callbacks' exported state."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -464,8 +457,6 @@ class TrainerCounts:
 
 
 class _Position(TrainerCallback):
-    """Makes Trainer show the job's epoch, also on members that joined late."""
-
     def __init__(self, trainer: SessionTrainer) -> None:
         self._trainer = trainer
 
@@ -485,7 +476,6 @@ class _Position(TrainerCallback):
 
 
 def _refuse(trainer: SessionTrainer) -> None:
-    """Raise InvalidSpec for arguments that a session does not support."""
     args, dataset = trainer.args, trainer.train_dataset
     own = "a strategy of session.distribute: SessionTrainer(strategy=...)"
     kept = "save_strategy='no', and SessionTrainer(checkpoints=shoal.Checkpoints(...))"

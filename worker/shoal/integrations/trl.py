@@ -1,8 +1,7 @@
 """Clients for TRL's trainers: they publish weights as versions of a series, which vLLM installs.
 
 Start vLLM with `--weight-transfer-config '{"backend": "shoal"}'`; see `shoal.integrations.vllm`.
-Unlike TRL's own clients, these need no CUDA: nothing is broadcast. Each synchronisation is a
-numbered version, and an engine that cannot install it keeps serving the previous version."""
+"""
 
 import os
 from collections.abc import Iterable, Iterator
@@ -42,8 +41,8 @@ def use_series(series: str, *, coordinator: str | None = None) -> None:
 
 
 class _Publisher:
-    """Publishes named tensors as a version, and waits until it is committed. Raises
-    DeadlineExceeded after COMMIT_S."""
+    """Publishes tensors as a version. Raises DeadlineExceeded if it is not committed in
+    COMMIT_S."""
 
     def __init__(self, series: str | None, coordinator: str | None) -> None:
         self.series = series or os.environ.get(SERIES_VARIABLE, "")
@@ -55,7 +54,7 @@ class _Publisher:
 
     @property
     def init_info(self) -> dict[str, Any]:
-        """Settings that are sent to vLLM's engines."""
+        """Settings for vLLM's engines."""
         return {"series": self.series, "coordinator": self.coordinator}
 
     def publish(self, named: Iterable[tuple[str, Tensor]]) -> WeightVersion:
@@ -69,8 +68,8 @@ class _Publisher:
 class VLLMClient(_VLLMClient):
     """TRL's client of a vLLM server, with versions in place of NCCL broadcasts.
 
-    `series`: JOB/NAME; None: the environment variable SHOAL_SERIES. Raises InvalidSpec if there is
-    neither. An update raises DeadlineExceeded if its version is not committed within 600 s.
+    `series`: JOB/NAME; None: the environment variable SHOAL_SERIES. Raises InvalidSpec without
+    either. An update raises DeadlineExceeded after 600 s without a commit.
     """
 
     def __init__(
@@ -80,7 +79,6 @@ class VLLMClient(_VLLMClient):
         self._publisher = _Publisher(series, coordinator)
         self._collected: dict[str, Tensor] | None = None
         self.version: WeightVersion | None = None
-        """The version that was published last."""
 
     def init_communicator(self, device: Any = 0) -> None:
         """Send the series' name to the engines, which subscribe to it."""
@@ -88,11 +86,11 @@ class VLLMClient(_VLLMClient):
         self._post(f"{self.base_url}/init_weight_transfer_engine", json={"init_info": info})
 
     def close_communicator(self) -> None:
-        """Do nothing: there is no communicator. The series is released when the process ends."""
+        """Do nothing: the series is released when the process ends."""
 
     @contextmanager
     def weight_update(self) -> Iterator[None]:
-        """Publish all updates within the block as one version; publish none if the block raises."""
+        """Publish all updates of the block as one version, unless it raises."""
         self._collected = {}
         try:
             yield
@@ -104,7 +102,7 @@ class VLLMClient(_VLLMClient):
         self, metadata: Any, named_params: Iterator[tuple[str, Tensor]]
     ) -> None:
         if self._collected is not None:
-            # Copied: TRL gathers all parameters, one at a time, into the same memory.
+            # TRL gathers all parameters into the same memory.
             self._collected |= {name: tensor.detach().clone() for name, tensor in named_params}
             return
         self._install((name, tensor.detach().clone()) for name, tensor in named_params)
@@ -155,7 +153,7 @@ class WeightTransferClient(_WeightTransfer):
         limit = self.weight_sync_timeout
         self.vllm.start_weight_update(timeout=limit)
         self.vllm.update_weights({"version": self.version.number}, timeout=limit)
-        # TRL's method sends no version: vLLM would label its outputs with the previous version.
+        # TRL's method sends no version: vLLM would label its outputs with the previous one.
         response = requests.post(
             f"{self.vllm.server_url}/finish_weight_update",
             json={"weight_version": str(self.version.number)},

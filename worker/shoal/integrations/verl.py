@@ -5,9 +5,9 @@
       custom_backend_module: shoal.integrations.verl
       engine_kwargs: {shoal: {series: rl/policy, coordinator: "host:7700"}}
 
-There is no process group and no bucket: a rollout that is slow, dead or new delays no other
-process. Each rollout gets a whole, verified version: the newest version, or the version of the step
-that verl asks for. After a restart of the training, rollouts get versions of the new run only."""
+A rollout that is slow, dead or new delays no other process. Each rollout gets a whole, verified
+version: the newest one, or that of the step that verl asks for. After a restart of the training,
+rollouts get versions of the new run only."""
 
 import asyncio
 import os
@@ -28,15 +28,16 @@ log = structlog.get_logger(__name__)
 
 SERIES_VARIABLE = "SHOAL_SERIES"
 WAIT_S = 600.0
-"""Time that a rollout waits for each next version, and that an actor waits for its commit."""
+"""Limit of waits for a version, and for its commit."""
 
 
 @CheckpointEngineRegistry.register("shoal")
 class ShoalCheckpointEngine(CheckpointEngineWithCache):
-    """Access of a process to a series: rank 0 of the actors publishes, rollouts read.
+    """A process' access to a series: rank 0 of the actors publishes, rollouts read.
 
-    `series`: JOB/NAME; None: the environment variable SHOAL_SERIES. Raises InvalidSpec if there is
-    neither. `keep` and `copies` as in `shoal.publish`."""
+    `series`: JOB/NAME; None: the environment variable SHOAL_SERIES. Raises InvalidSpec without
+    either. `keep` and `copies` as in `shoal.publish`.
+    """
 
     def __init__(
         self,
@@ -59,7 +60,7 @@ class ShoalCheckpointEngine(CheckpointEngineWithCache):
         self._subscription: Subscription | None = None
         self._weights: Weights | None = None
         self._newer_than = 0
-        """Number of the newest version before the synchronisation in progress."""
+        """Newest version before the present synchronisation."""
 
     # --- what verl's process groups need, and versions do not ---
 
@@ -73,31 +74,34 @@ class ShoalCheckpointEngine(CheckpointEngineWithCache):
         return {}, {"receives": [True] * rollout_world_size}
 
     def init_process_group(self, *, receives: bool = False, **kwargs: Any) -> None:
-        """Record the number of the newest version, on rollouts. verl calls this on all processes
-        before an actor sends, so this synchronisation's version gets a higher number. The step does
-        not identify that version: a restarted training repeats steps. No group is made."""
+        """Record the newest version, on rollouts: this synchronisation's version is higher.
+
+        verl calls this on all processes before an actor sends.
+        """
         if receives:
             newest = self._subscribed().newest()
             self._newer_than = 0 if newest is None else newest.number
 
     def finalize(self) -> None:
-        """Do nothing: there are no buckets to free. The version received last stays in memory."""
+        """Do nothing. The last version received stays in memory."""
 
     # --- versions ---
 
     async def send_weights(
         self, weights: Iterable[tuple[str, Tensor]], global_steps: int | None = None
     ) -> WeightVersion | None:
-        """Publish the tensors that `weights` yields as the version of this step; return the version
-        once it is committed. Ranks other than the publisher only exhaust `weights`, as each yield
-        is a collective, and return None. Raises DeadlineExceeded after WAIT_S."""
+        """Publish `weights` as this step's version; return it once it is committed.
+
+        Other ranks than the publisher exhaust `weights`, as each yield is a collective, and return
+        None. Raises DeadlineExceeded after WAIT_S.
+        """
         if not self.is_master:
             for _ in weights:
                 pass
             return None
         tensors = {name: tensor.detach() for name, tensor in weights}
         if torch.accelerator.is_available():
-            # The thread below copies on a stream of its own.
+            # The thread below copies on its own stream.
             torch.accelerator.synchronize()
         ticket = await asyncio.to_thread(
             publish,
@@ -113,11 +117,13 @@ class ShoalCheckpointEngine(CheckpointEngineWithCache):
     async def receive_weights(
         self, global_steps: int | None = None
     ) -> AsyncIterator[tuple[str, Tensor]]:
-        """Yield the tensors of this step's version; without a step, of the newest version. Report
-        the version as installed once the engine has consumed the last tensor. Only versions that
-        were published after `init_process_group` count, if verl has called it. Raises VersionGone
-        if the step's version is not kept, DeadlineExceeded if none appears within WAIT_S, and what
-        `Subscription.fetch` raises."""
+        """Yield the tensors of this step's version; without a step, of the newest version.
+
+        The version is reported as installed once the last tensor is consumed. After
+        `init_process_group`, only later versions count. Raises VersionGone if the step's version is
+        not kept, DeadlineExceeded if none appears within WAIT_S, and what `Subscription.fetch`
+        raises.
+        """
         subscription = self._subscribed()
         version = await self._version_of(global_steps)
         self._weights = await subscription.fetch_async(version)
@@ -126,8 +132,8 @@ class ShoalCheckpointEngine(CheckpointEngineWithCache):
         subscription.installed(self._weights)
 
     async def get_weights(self) -> AsyncIterator[tuple[str, Tensor]]:
-        """Yield the tensors of the version received last, from this host's memory. Raises
-        InvalidSpec if none was received."""
+        """Yield the tensors of the last version received, from memory. Raises InvalidSpec if there
+        is none."""
         if self._weights is None:
             raise InvalidSpec("no version was received", expected="receive_weights() first")
         for name, tensor in self._weights.items():
@@ -139,10 +145,8 @@ class ShoalCheckpointEngine(CheckpointEngineWithCache):
         return self._subscription
 
     async def _version_of(self, step: int | None) -> WeightVersion:
-        """Wait for a version of the step (None: any step) that was published after the
-        synchronisation began; return the newest such version. Raises VersionGone if a later step
-        was published and this step's version is not kept, and DeadlineExceeded if no further
-        version appears within WAIT_S."""
+        """Wait for this synchronisation's version of the step (None: any); return the newest.
+        Raises VersionGone if this step's version is not kept, and DeadlineExceeded after WAIT_S."""
         subscription = self._subscribed()
         last = self._newer_than
         while True:

@@ -1,9 +1,8 @@
 """Weight transfer engine for vLLM, which installs versions of a series.
 
-Enabled by `--weight-transfer-config '{"backend": "shoal"}'`. Each of vLLM's processes finds the
-engine through the plug-in entry point `vllm.general_plugins`. Every worker stages and verifies a
-whole version before a weight changes. If one worker fails, none installs the version, and vLLM
-keeps serving the previous one."""
+Enabled by `--weight-transfer-config '{"backend": "shoal"}'`, and found by the plug-in entry point
+`vllm.general_plugins`. If one worker cannot stage and verify a version, none installs it.
+"""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -39,11 +38,10 @@ log = structlog.get_logger(__name__)
 
 BACKEND = "shoal"
 COMMIT_S = 600.0
-"""Time that a trainer waits for its version to be committed."""
 
 
 def register() -> None:
-    """Register the backend with vLLM, which calls this entry point. May be called repeatedly."""
+    """Register the backend: the plug-in's entry point. May be called again."""
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, __name__, "ShoalWeightTransferEngine")
     if BACKEND not in WeightTransferTrainerFactory._registry:
@@ -57,14 +55,14 @@ class ShoalInitInfo(WeightTransferInitInfo):
     series: str
     """JOB/NAME."""
     coordinator: str | None = None
-    """host:port of the coordinators, separated by commas; None: SHOAL_COORDINATOR."""
+    """Coordinators' host:port, separated by commas; None: SHOAL_COORDINATOR."""
     reader: str | None = None
-    """Name in `shoal status`, to which the worker's rank is appended; None: a generated name."""
+    """Name in `shoal status`, to which the rank is appended; None: a generated name."""
 
 
 @dataclass
 class ShoalUpdateInfo(WeightTransferUpdateInfo):
-    """Selection of the version that an update installs."""
+    """Selection of the version to install."""
 
     version: int | None = None
     """None: the newest version."""
@@ -86,7 +84,7 @@ class ShoalWeightTransferEngine(WeightTransferEngine):
         self._outline: dict[str, torch.Size] | None = None
         """Names and shapes of the checkpoint that vLLM was started with."""
         self._serves: Load = self._from_checkpoint
-        """Returns the weights that vLLM serves, to load them again if an update fails."""
+        """Returns the weights that vLLM serves, to load them again after a failed update."""
 
     def init_transfer_engine(self, init_info: ShoalInitInfo) -> None:
         if self._subscription is not None:
@@ -97,16 +95,18 @@ class ShoalWeightTransferEngine(WeightTransferEngine):
         )
 
     def start_weight_update(self) -> None:
-        """Do nothing: the layers stay as they are until a whole version is staged."""
+        """Do nothing: layers change once a whole version is staged."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        # vLLM's own method synchronises a device afterwards, which fails on a CPU.
+        # vLLM's own method then synchronises a device, which fails on a CPU.
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: ShoalUpdateInfo) -> None:
-        """Install a version on every worker, or on none. If a worker cannot stage the version, that
-        worker raises its own error, and the others raise PublicationAbandoned. If a worker cannot
-        load it, all load the previous version again and raise PublicationAbandoned."""
+        """Install a version on every worker, or on none.
+
+        If a worker cannot stage the version, the others raise PublicationAbandoned. If a worker
+        cannot load it, all load the previous version again and raise PublicationAbandoned.
+        """
         staged = self._staged(update_info.version)
         failure: Exception | None = None
         try:
@@ -140,8 +140,10 @@ class ShoalWeightTransferEngine(WeightTransferEngine):
         return found
 
     def _check_whole(self, weights: Weights) -> None:
-        """Raise InvalidSpec for a version of another model, or of a part of this one. vLLM itself
-        would only log that a layer got no values, and serve a mixture of old and new values."""
+        """Raise InvalidSpec for a version of another model, or of a part of this one.
+
+        vLLM would serve old and new values together.
+        """
         if self._outline is None:
             self._outline = {name: tensor.shape for name, tensor in self._serves()}
         for name, shape in self._outline.items():
@@ -169,10 +171,10 @@ class ShoalWeightTransferEngine(WeightTransferEngine):
         return self._subscription
 
     def finish_weight_update(self) -> None:
-        """Do nothing: `receive_weights` has installed the whole version."""
+        """Do nothing: the whole version is installed."""
 
     def _load(self, weights: Load) -> None:
-        # Frees and refills the model layer by layer: all weights must be staged by now.
+        # Layer by layer, from weights that are all staged.
         layerwise.initialize_layerwise_reload(self.model)
         self.model.load_weights(iter(weights()))
         layerwise.finalize_layerwise_reload(self.model, self.model_config)
@@ -190,8 +192,6 @@ class ShoalWeightTransferEngine(WeightTransferEngine):
 
 
 def _forget_load(model: nn.Module) -> None:
-    """Give the old tensors back to layers that a failed load left incomplete. Completed layers keep
-    their new values."""
     for layer in model.modules():
         info = layerwise.get_layerwise_info(layer)
         if info.can_load() and info.kernel_tensors is not None:
@@ -201,7 +201,7 @@ def _forget_load(model: nn.Module) -> None:
 
 
 def all_true(own: bool) -> bool:
-    """True if `own` is true on all workers of the engine. Collective."""
+    """True if `own` is true on all workers. Collective."""
     group = get_world_group()
     if group.world_size == 1:
         return own
@@ -215,8 +215,8 @@ def all_true(own: bool) -> bool:
 
 @dataclass
 class ShoalTrainerInit(TrainerInitInfo):
-    """Settings for `WeightTransferTrainerFactory.trainer_init`: the series that a trainer
-    publishes, with options of `shoal.publish`."""
+    """Settings for `WeightTransferTrainerFactory.trainer_init`: a series, and options of
+    `shoal.publish`."""
 
     backend: ClassVar[str] = BACKEND
     series: str = ""
@@ -226,7 +226,7 @@ class ShoalTrainerInit(TrainerInitInfo):
 
 
 class ShoalTrainerEngine(TrainerWeightTransferEngine):
-    """Publishes a `WeightSource`, and makes an engine install each version."""
+    """Publishes a `WeightSource`, and makes an engine install it."""
 
     init_info_cls = ShoalTrainerInit
 
@@ -254,10 +254,11 @@ class ShoalTrainerEngine(TrainerWeightTransferEngine):
         return engine
 
     def send_weights(self) -> None:
-        """Publish the source's weights, and return once the engine serves them. Iterating the
-        source may be a collective of all ranks; only the sender publishes and waits. Raises
-        InvalidSpec without a source, and DeadlineExceeded if the version is not committed within
-        COMMIT_S."""
+        """Publish the source's weights, and return once the engine serves them.
+
+        Raises InvalidSpec without a source, and DeadlineExceeded if the version is not committed
+        within COMMIT_S.
+        """
         if self.source is None:
             raise InvalidSpec("there is nothing to publish", expected="source=ModuleSource(model)")
         weights = {name: tensor.detach() for name, tensor in self.source}
@@ -279,7 +280,7 @@ class ShoalTrainerEngine(TrainerWeightTransferEngine):
 
 
 def install(client: VLLMWeightSyncClient, version: WeightVersion | int) -> None:
-    """Make an engine install a version, and label its outputs with the version's number."""
+    """Make an engine install a version, and label its outputs with the number."""
     number = version if isinstance(version, int) else version.number
     client.start_weight_update()
     client.update_weights({"version": number})
@@ -293,8 +294,8 @@ def follow(
     coordinator: str | None = None,
     until: Callable[[WeightVersion], bool] = lambda version: False,
 ) -> None:
-    """Make an engine install each newest version, until `until(version)` is True after an
-    installation. Of the versions published during an installation, only the newest is installed."""
+    """Make an engine install each newest version, until `until(version)` is True. Versions
+    published during an installation are skipped, except the newest."""
     client.init_weight_transfer_engine({"series": series, "coordinator": coordinator})
     with subscribe(series, coordinator=coordinator) as subscription:
         for version in subscription:

@@ -1,4 +1,4 @@
-"""Command `shoal run`: runs the workers of one job on this host, or on several hosts over ssh."""
+"""Command `shoal run`: runs the workers of one job."""
 
 import logging
 import signal
@@ -40,9 +40,11 @@ LOOPBACK = "127.0.0.1"
 
 def run(config: RunConfig) -> int:
     """Run the workers and return the exit code; 2 if the script is missing or does not compile.
+
     With a `finished_file`, waits for SIGTERM after exit code 0. Raises ShoalErrors, such as
-    Unavailable, JobFinished or InvalidSpec, only before workers start; SystemExit for a SIGTERM
-    before or after the launcher's run."""
+    Unavailable, JobFinished or InvalidSpec, only before workers start, and SystemExit for a SIGTERM
+    before or after the launcher's run.
+    """
     if not config.module and not Path(config.script[0]).is_file():
         _say(
             f"no such script; saw {config.script[0]}; expected a Python file."
@@ -68,7 +70,7 @@ def run(config: RunConfig) -> int:
             raise SystemExit(128 + number)
 
     with ExitStack() as stack:
-        # For signals before and after the time in which the launcher has its own handler.
+        # For signals while the launcher's own handler is not installed.
         stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, leave))
         if (file := config.restart.finished_file) is None:
             return _run_workers(config, orders)
@@ -87,8 +89,6 @@ def run(config: RunConfig) -> int:
 
 
 def _run_workers(config: RunConfig, orders: StopOrders) -> int:
-    """Run the workers on this host, or on those of --hosts, and return the exit code. Without
-    --coordinator, first start a cluster for them on this machine."""
     with ExitStack() as stack:
         hosts = None
         if config.over_ssh.hosts:
@@ -119,8 +119,7 @@ def _run_workers(config: RunConfig, orders: StopOrders) -> int:
 
 
 def _syntax_error(script: Path) -> str:
-    """Return the error that every worker would print for a script that does not compile; empty if
-    it compiles, or is no .py file."""
+    """Return the error of a script that does not compile, else nothing."""
     if script.suffix != ".py":
         return ""
     try:
@@ -130,12 +129,11 @@ def _syntax_error(script: Path) -> str:
     except (SyntaxError, ValueError) as error:
         return printable("".join(traceback.format_exception_only(error)), lines=True)
     except OSError:
-        pass  # The worker reports it.
+        pass  # the worker reports it
     return ""
 
 
 def _log_from_level(config: RunConfig) -> None:
-    """Give the launcher the log level of its workers: info by default."""
     name = "DEBUG" if config.output.verbose else config.environment.get("SHOAL_LOG_LEVEL", "INFO")
     level = logging.getLevelNamesMapping().get(name.upper())
     if level is not None and not structlog.is_configured():
@@ -143,9 +141,11 @@ def _log_from_level(config: RunConfig) -> None:
 
 
 def _await_coordinator(config: RunConfig) -> None:
-    """Return once one of the coordinators leads, or knows the leader. Raises CertificateRefused, or
-    Unavailable if none does: after one attempt of a few seconds, or SHOAL_ADMISSION_S seconds if
-    that is set. The wait is printed."""
+    """Return once a coordinator leads, or knows the leader.
+
+    Raises CertificateRefused, or Unavailable after one attempt, or after SHOAL_ADMISSION_S seconds
+    if that is set.
+    """
     text = config.environment.get(ADMISSION_VARIABLE, "")
     give_up_s, back_off = time.monotonic() + (admission_s(text) if text else 0.0), BackOff()
     is_logged = False
@@ -168,8 +168,6 @@ def _await_coordinator(config: RunConfig) -> None:
 
 
 def _check_job(config: RunConfig) -> None:
-    """Reset the job if --fresh is given; else raise JobFinished if it is finished. No worker of
-    this run exists yet."""
     if not config.fresh:
         check_not_finished(config.coordinators, config.job)
     elif reset_job(config.coordinators, config.job, job_secret(config.environment)):
@@ -177,7 +175,6 @@ def _check_job(config: RunConfig) -> None:
 
 
 def _own_cluster(stack: ExitStack, run: RunConfig, advertise: str) -> LocalCluster:
-    """Start a cluster for the run. `advertise`: this machine's address for other hosts, if any."""
     options, environment = run.cluster, dict(run.environment)
     if run.output.verbose:
         environment["SHOAL_LOG_LEVEL"] = "DEBUG"
@@ -187,7 +184,7 @@ def _own_cluster(stack: ExitStack, run: RunConfig, advertise: str) -> LocalClust
         directory=directory,
         advertise=advertise,
         num_parameter_servers=options.num_parameter_servers,
-        # No other host starts parameter servers for this cluster.
+        # No other host starts parameter servers.
         parameters=options.num_parameter_servers > 0,
         limits=options.limits,
         environment=environment,

@@ -1,4 +1,4 @@
-"""Hosts of `shoal run --hosts`, as a user writes them, and the number of workers of each."""
+"""Hosts of `shoal run --hosts`, and the number of workers of each."""
 
 import os
 import re
@@ -14,7 +14,6 @@ from shoal_proto.errors import InvalidSpec
 
 MAX_HOSTS = 1000
 MAX_WORKERS = 1024
-"""Largest number of workers of one host."""
 _GPUS = Path("/proc/driver/nvidia/gpus")
 _HOST = re.compile(rf"(?P<name>{HOST_NAME})(:(?P<num_workers>[A-Za-z0-9]+))?")
 _GROUP = Group(
@@ -25,16 +24,15 @@ _GROUP = Group(
 
 
 class WorkerCount(int):
-    """Number of workers on this host, and the text that gave it: `auto`, `gpu` and `cpu` may mean
-    another number on other hosts."""
+    """Number of workers on this host, and the text that gave it, such as `auto`."""
 
     text: str
 
 
 def num_workers_of(text: str, option: str = "-n") -> WorkerCount:
     """Return the number of workers for a value of -n: a number; `gpu` for the number of GPUs, which
-    may be 0; `cpu` for the number of cores; `auto` for the number of GPUs, or of cores if there is
-    no GPU. Raises InvalidSpec for other texts, but not for numbers below 1."""
+    may be 0; `cpu` for the number of cores; `auto` for GPUs, or cores without a GPU. Raises
+    InvalidSpec for other texts, but not for numbers below 1."""
     cores = len(os.sched_getaffinity(0))
     match text:
         case "auto":
@@ -56,7 +54,7 @@ def num_workers_of(text: str, option: str = "-n") -> WorkerCount:
 
 
 def _num_gpus() -> int:
-    """Count the GPUs that this process may use, without torch, which takes seconds to import."""
+    """Count this process' GPUs, without torch, which takes seconds to import."""
     shown = os.environ.get("CUDA_VISIBLE_DEVICES")
     if shown is not None:
         return len([each for each in shown.split(",") if each.strip() not in ("", "-1")])
@@ -73,7 +71,7 @@ class RunHost:
     """Number of workers, auto, gpu or cpu; empty: the value of -n."""
 
     def __post_init__(self) -> None:
-        # Only the host itself knows its number of GPUs.
+        # Only the host knows its number of GPUs.
         count = num_workers_of(self.num_workers or "1", f"number of workers of {self.name}")
         if count < 1 and count.text != "gpu":
             raise InvalidSpec("no workers", seen=f"{self.name}:{count}", expected="at least 1")
@@ -112,7 +110,7 @@ def _host_of(text: str) -> RunHost:
 
 
 def check_reached(hosts: Sequence[RunHost], coordinators: Sequence[str]) -> None:
-    """Raise InvalidSpec if a coordinator has a loopback address and a host is another machine."""
+    """Raise InvalidSpec if another machine cannot reach a coordinator's loopback address."""
     loopback = ("127.0.0.1:", "localhost:", "[::1]:")
     unreachable = [each for each in coordinators if each.startswith(loopback)]
     if unreachable and any(host.name != LOCALHOST for host in hosts):
@@ -151,7 +149,8 @@ class HostOptions:
     num_nodes: Annotated[str, Parameter(name="--nnodes", metavar="N|MIN:MAX", group=_GROUP)] = ""
     """Number of hosts, as for torchrun. The run does not begin if fewer than MIN of --hosts can be
     used. --min is raised to the number of workers on the MIN hosts with the fewest workers. The run
-    is refused if fewer than MIN hosts could have that many together. N alone: MIN and MAX are N."""
+    is refused if fewer than MIN hosts could have that many together. The run is refused if fewer
+    hosts could have that many workers."""
     python: Annotated[str, Parameter(name="--host-python", metavar="PATH", group=_GROUP)] = ""
     """Python with Shoal on the hosts. By default the path of the Python that runs this command."""
     address: Annotated[str, Parameter(name="--host-address", metavar="ADDRESS", group=_GROUP)] = ""
@@ -189,7 +188,7 @@ class HostOptions:
 
     @property
     def min_nodes(self) -> int:
-        """Least number of hosts with which the run begins; 0: any number."""
+        """Least number of hosts; 0: any number."""
         return self._nodes()[0] if self.num_nodes else 0
 
     def _nodes(self) -> tuple[int, int]:

@@ -1,21 +1,17 @@
 """The launcher: starts a host's workers of one job, watches them, and restarts killed ones.
 
-Each worker has a slot, and each slot a member id: a restarted worker is a new incarnation of the
-same member. Every exit and every halt (SIGSTOP) is reported to the coordinator at once, so that
-other members need not wait for a lease to expire. Most exits are reported before the kernel has
-removed the process, see `shoal_client.liveness.lifeline`. The launcher sends heartbeats for running
-workers, so that a busy worker does not count as lost. It sleeps until a worker exits, is halted, or
-must be started or ended, or until a signal arrives.
+A restarted worker is a new incarnation of the same member. Every exit and halt (SIGSTOP) is
+reported to the coordinator at once; most exits even before the kernel has removed the process
+(`shoal_client.liveness.lifeline`). The launcher sends heartbeats for its workers, so that a busy
+worker does not count as lost.
 
-A worker that cannot end does not keep the launcher alive. A worker that was declared lost while it
-was halted is killed and replaced. A worker that does not end within the grace time after the job's
-end is killed, unless its script has left the finished job; it is abandoned if it hangs in the
-kernel.
+A worker that was declared lost while it was halted is killed and replaced. A worker that does not
+end within the grace time after the job's end is killed, unless its script has left the finished
+job. It is abandoned if it hangs in the kernel.
 
-The exit code alone does not show why a worker ended. So a worker writes how its membership ended to
-the beat board, memory that it shares with the launcher. A worker that was fenced (declared lost,
-but alive) or hit a time limit is restarted whatever its error code, up to the number of restarts. A
-worker that would be refused again is not restarted."""
+A worker writes how its membership ended to the beat board. Up to the number of restarts, a fenced
+worker, and one that hit a time limit, is restarted whatever its error code.
+"""
 
 import math
 import os
@@ -50,13 +46,10 @@ from shoal_proto.v1.membership_pb2 import ReportExitRequest, ReportHaltRequest
 from shoal_proto.v1.outputs_pb2 import OutputOwner, ServeOutputRequest
 
 OUTPUT_S = 2.0
-"""Time to read the last lines of a worker that exited."""
 KILLED_ANSWER_S = 0.5
-"""Limit of the wait for the coordinator's answer before a killed worker is restarted: the answer
-may say that the job is over. Short, as the coordinator may be unreachable."""
+"""Limit of the wait for the coordinator, which may say that the job is over."""
 WORKER_ADMISSION_S = 24 * 3600
-"""Time that a worker waits for a coordinator to admit it. Long, as the address is known to be right
-(a coordinator answered when the run began), and other members train on without a coordinator."""
+"""Time that a worker waits to be admitted. Other members train on without a coordinator."""
 _COLOURS = (36, 33, 32, 35, 34, 31)
 
 
@@ -80,10 +73,10 @@ _Event = Process | _Halted | _Signalled | _GivenUp | WorkerStatus
 
 
 class Launcher:
-    """Launcher of one `shoal run`: `run` returns the exit code when no worker is left."""
+    """Launcher of one `shoal run`."""
 
     def __init__(self, config: RunConfig, orders: StopOrders) -> None:
-        """`orders`: signals of this process, including those before and after the run."""
+        """`orders`: signals of this process, also before and after the run."""
         self._config = config
         self._orders = orders
         self._host = socket.gethostname()
@@ -94,7 +87,7 @@ class Launcher:
         root = config.output.log_directory or log_root(config.environment)
         self._logs = [WorkerLog(log_path(root, config.job, each.member_id)) for each in self.slots]
         self._shared_directory = Path()
-        # Signal handlers put events into this queue: a SimpleQueue is reentrant.
+        # Reentrant, for signal handlers.
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         self._reporter = HostReporter(config.coordinators)
         self._beats = HostBeats(config.coordinators, self._events.put)
@@ -110,7 +103,7 @@ class Launcher:
         )
 
     def run(self) -> int:
-        """Start the workers; when all have ended, return the exit code of the run."""
+        """Start the workers; return the run's exit code when all have ended."""
         with (
             self._orders.received(lambda number: self._events.put(_Signalled(number))),
             BeatBoard(len(self.slots)) as board,
@@ -155,11 +148,10 @@ class Launcher:
         return code
 
     def give_up(self, reason: str) -> None:
-        """End the workers, as their cluster is gone for good. Callable from any thread."""
+        """End the workers, as their cluster is gone. Callable from any thread."""
         self._events.put(_GivenUp(reason))
 
     def _next_event(self) -> _Event | None:
-        """Return the next event; None when a worker is due to be started or ended."""
         starts_s = (slot.start_at_s for slot in self.slots if slot.start_at_s is not None)
         until_s = min(min(starts_s, default=math.inf), self._worker_ends.next_s)
         try:
@@ -197,7 +189,7 @@ class Launcher:
         self._beats.started(process.pid, board.slots[slot.index], self._config.job)
         slot.watch = ExitWatch(life, process.pid, lambda code: self._report_exit(process, code))
 
-    # Called on the threads that watch a worker, which see its events in order.
+    # --- called on the threads that watch a worker, which see its events in order ---
 
     def _exited(self, process: Process) -> None:
         code = process.exit_code
@@ -206,8 +198,7 @@ class Launcher:
         self._events.put(process)
 
     def _report_exit(self, process: Process, code: int) -> None:
-        """Report an exit once for each process. Usually the lifeline shows it first, and the kernel
-        reports it later."""
+        """Report each process' exit once: the lifeline shows it first, and the kernel later."""
         with self._reporting:
             if process.pid in self._reported:
                 return
@@ -228,7 +219,7 @@ class Launcher:
         return next(each for each in self.slots if each.member_id == process.name)
 
     def _halted(self, process: Process, halted: bool) -> None:
-        # Called first, so that no later heartbeat says that the worker runs.
+        # First, so that no later heartbeat says that the worker runs.
         self._beats.halted(process.pid, halted)
         self._reporter.report(
             ReportHaltRequest(
@@ -242,12 +233,12 @@ class Launcher:
         )
         self._events.put(_Halted(process, halted))
 
-    # Called on the launcher's own thread.
+    # --- called on the launcher's own thread ---
 
     def _on_exit(self, process: Process, supervisor: Supervisor, board: BeatBoard) -> None:
         slot = next((each for each in self.slots if each.process is process), None)
         if slot is None:
-            return  # An abandoned process that hung in the kernel, and has ended after all.
+            return  # an abandoned process has ended after all
         code = process.exit_code
         assert code is not None and slot.watch is not None
         slot.watch.close()
@@ -259,8 +250,7 @@ class Launcher:
         slot.exits.append(Exit(code=code, ending=board.slots[slot.index].ending))
         exited = slot.exits[-1]
         if code == 0 or (code == DRAINED and not self._worker_ends.were_signalled):
-            # The answer shows if the worker has finished the job or left before the last batch, and
-            # if the job was stopped.
+            # The answer says if the worker has finished the job, and if the job was stopped.
             self._reporter.flush()
         if self._may_restart(slot):
             pause_s = slot.pause_s
@@ -287,7 +277,7 @@ class Launcher:
             return False
         if last.code > 0 and not last.is_temporary and self._config.restart.restart_on == "signal":
             return False
-        # The answer to the exit report contains the job's phase.
+        # The answer contains the job's phase.
         self._reporter.flush(KILLED_ANSWER_S if last.code < 0 else CALL_TIMEOUT_S)
         return not self._over and len(slot.exits) <= self._config.restart.max_restarts
 
@@ -298,8 +288,8 @@ class Launcher:
 
     @property
     def _over(self) -> str:
-        """The job's newest known phase if it is LOST, STOPPED or FAILED; else empty. Also empty if
-        the job was completed, see `_completed`."""
+        """The job's phase if it is LOST, STOPPED or FAILED; else empty, also once the job was
+        completed."""
         return "" if self._completed else self._reporter.final_phase
 
     @property
@@ -308,15 +298,14 @@ class Launcher:
 
     @property
     def _completed(self) -> bool:
-        """True if a worker of this launcher has finished the job, or found it finished. A script
-        that ends before the last batch, by `break` or sys.exit(0), does not finish it."""
+        """True if a worker has finished the job, or found it finished. A script that ends before
+        the last batch does not finish it."""
         if any(slot.joined_too_late for slot in self.slots):
             return True
         return self._num_done > 0 and not self._reporter.is_job_running
 
     @property
     def _num_done(self) -> int:
-        """Number of workers whose script has ended without an error."""
         return sum(any(each.code == 0 for each in slot.exits) for slot in self.slots)
 
     def _end_if_starved(self) -> None:
@@ -351,8 +340,7 @@ class Launcher:
             self._ended.append(slot.exits[-1])
 
     def _interrupt(self, event: _Signalled, board: BeatBoard) -> None:
-        # After the first signal, workers finish their step. A second signal, or the end of the
-        # grace time, kills them.
+        # After the first signal, workers finish their step. A second signal kills them.
         if self._interrupted:
             self._worker_ends.kill(self._worker_ends.running)
             return
@@ -365,8 +353,8 @@ class Launcher:
         self._worker_ends.order_stop()
 
     def _exit_code(self) -> int:
-        """Return the exit code of the run. If the job was completed by a script that ended with 0,
-        or without this run, it is 0, even after a signal, unless a script itself has failed."""
+        """Return the run's exit code: 0 for a completed job, even after a signal, unless a script
+        has failed."""
         if self._completed:
             # A replacement that was refused after the end, and a worker that was fenced while the
             # others trained on, are no failures of the job.
@@ -431,7 +419,6 @@ class Launcher:
         return write
 
     def _outputs(self) -> HostOutputs:
-        """Return the service that shows the workers' output on the page and to other readers."""
         config = self._config
         request = ServeOutputRequest(
             job=config.job,
@@ -448,13 +435,13 @@ class Launcher:
     def _say(self, text: str) -> None:
         with self._output:
             message = printable(text, lines=True)
-            # The output has no reader if an ssh connection was lost; the workers still drain.
+            # A lost ssh connection leaves no reader, but workers still drain.
             with suppress(BrokenPipeError):
                 print(f"shoal run: {message}", file=sys.stderr, flush=True)
 
     @contextmanager
     def _lifelines(self) -> Iterator[None]:
-        """Close the watches on lifelines at the end of the block, before the board is removed."""
+        """Close the watches before the board is removed."""
         try:
             yield
         finally:
@@ -464,7 +451,6 @@ class Launcher:
 
     @contextmanager
     def _open_logs(self) -> Iterator[None]:
-        """Close the files with the workers' output at the end of the block."""
         try:
             yield
         finally:
@@ -483,7 +469,6 @@ def _status_of(code: int) -> int:
 
 
 def _drain_text(num_joined: int, num_starting: int) -> str:
-    """Text of what workers do after a first signal. `num_starting`: those that have not joined."""
     parts = []
     if num_joined:
         one = "1 worker finishes its step and ends"

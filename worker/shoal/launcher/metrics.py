@@ -1,4 +1,4 @@
-"""Prometheus metrics of a launcher: its workers, their exits by cause, and their restarts."""
+"""Prometheus metrics of a launcher."""
 
 import platform
 from collections import Counter
@@ -25,11 +25,8 @@ def parse_address(text: str) -> tuple[str, int]:
 
 @contextmanager
 def serve_metrics(address: str, slots: Sequence[WorkerSlot]) -> Iterator[None]:
-    """Serve the metrics within the block; no effect without an address.
-
-    Raises InvalidSpec if prometheus_client is not installed, AddressInUse if the address
-    cannot be listened on.
-    """
+    """Serve the metrics within the block, if there is an address. Raises InvalidSpec without
+    prometheus_client, and AddressInUse if the address cannot be listened on."""
     if not address:
         yield
         return
@@ -61,7 +58,7 @@ def serve_metrics(address: str, slots: Sequence[WorkerSlot]) -> Iterator[None]:
 
 
 class LauncherCollector:
-    """Collects metrics on the metrics server's thread. Safe, as exits are only appended."""
+    """Collects metrics, on the server's thread: safe, as exits are only appended."""
 
     def __init__(self, slots: Sequence[WorkerSlot]) -> None:
         self._slots = slots

@@ -2,11 +2,10 @@
 
     python -m shoal.launcher.on_host DIRECTORY WORKERS [SCRIPT]
 
-The process prints a `HostGreeting`, or ends with a reason. Then it reads one line from stdin, the
-`LaunchOrder`, with keys and environment: on a command line, other users of the host would see them.
-While the run lasts, the keys are in a folder that only the user can read. Each further line acts as
-a Ctrl-C. The end of the connection acts as a SIGTERM: workers that still run after `--grace-s` are
-killed.
+The process prints a `HostGreeting`, or ends with a reason. Then it reads the `LaunchOrder`, a line
+with keys and environment, from stdin: on a command line, other users of the host would see them.
+During the run the keys are in a folder that only the user can read. Each further line acts as a
+Ctrl-C, and the end of the connection as a SIGTERM.
 """
 
 import json
@@ -38,7 +37,7 @@ class HostGreeting:
     version: str
     num_workers: int
     seen_address: str
-    """Address from which ssh has connected; empty without ssh."""
+    """The ssh client's address; empty without ssh."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,11 +45,9 @@ class LaunchOrder:
     """Order to a host to run workers."""
 
     arguments: Sequence[str]
-    """Arguments of `shoal`."""
     environment: Mapping[str, str]
-    """Variables to set."""
     files: Mapping[str, str]
-    """Contents of the certificate's files by name; empty: the run uses no TLS."""
+    """Contents of certificate files by name; empty: no TLS."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +58,10 @@ class HostEnding:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the host's workers as ordered on stdin; return the exit code of `shoal run`, 2 if the
-    host cannot be used, or 0 if no order arrives."""
+    """Run the host's workers as ordered on stdin.
+
+    Returns the exit code of `shoal run`, 2 if the host cannot be used, or 0 if no order arrives.
+    """
     # One stream, so that lines stay in order.
     os.dup2(sys.stdout.fileno(), sys.stderr.fileno())
     directory, workers, *script = arguments
@@ -81,11 +80,11 @@ def main(arguments: Sequence[str]) -> int:
             seen_address=os.environ.get("SSH_CONNECTION", "").partition(" ")[0],
         )
     )
-    # Not sys.stdin: Python cannot end while a thread waits within its buffer.
+    # With sys.stdin, Python cannot end while a thread reads.
     orders = FileIO(sys.stdin.fileno(), closefd=False)
     line = orders.readline(MAX_ORDER_BYTES)
     if not line.endswith(b"\n"):
-        return 0  # The connecting `shoal run` has ended, or leaves this host out.
+        return 0  # left out, or the other end has ended
     order = LaunchOrder(**json.loads(line))
     os.environ.update(order.environment)
     signal.signal(signal.SIGTERM, _leave)
@@ -107,7 +106,7 @@ def _problem(directory: str, script: Sequence[str]) -> str:
 
 
 def _write(folder: Path, files: Mapping[str, str]) -> None:
-    """Write the files into the folder, which has mode 700."""
+    """Write into the folder, which has mode 700."""
     for name, text in files.items():
         descriptor = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w") as file:
@@ -119,12 +118,12 @@ def _leave(number: int, frame: FrameType | None) -> None:
 
 
 def _relay(orders: FileIO) -> None:
-    """Turn each line into a SIGINT to this process, and the connection's end into a SIGTERM."""
+    """Turn each line into a SIGINT, and the connection's end into a SIGTERM."""
     main_thread = threading.main_thread().ident
     assert main_thread is not None
     while orders.readline(MAX_ORDER_BYTES):
         signal.pthread_kill(main_thread, signal.SIGINT)
-    # The output has no reader any more, and the workers must still be able to print.
+    # Without a reader, workers must still be able to print.
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
         os.dup2(nowhere, stream.fileno())

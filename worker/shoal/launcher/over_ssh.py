@@ -1,8 +1,7 @@
 """The launchers of `shoal run --hosts`: one on each host, over an `ssh` connection.
 
-The process on a host is `shoal.launcher.on_host`. This module writes the launch order and each
-Ctrl-C to its stdin. If a connection ends before the greeting, the host cannot be used; if it ends
-without an exit code, the host was lost.
+The process on a host is `shoal.launcher.on_host`. If a connection ends before the greeting, the
+host cannot be used. If it ends without an exit code, the host was lost.
 """
 
 import json
@@ -38,38 +37,34 @@ from shoal_proto.tls.identity import CA_FILE, VARIABLES
 from shoal_proto.tls.names import Caller, CertificateRole
 
 GREETING_S = 90.0
-"""Time for a host to connect and greet: a busy host may take long to start Python."""
+"""Time for a host to greet: a busy host may start Python slowly."""
 SLOW_S = 10.0
-"""Time after which the hosts that have not greeted are named."""
+"""Time after which hosts without a greeting are named."""
 KILLED_S = 15.0
-"""Time for hosts to end after a second Ctrl-C."""
+"""Time to end after a second Ctrl-C."""
 OUTPUT_S = 2.0
-"""Time to read the last lines of a connection that has ended."""
 END_S = 30.0
-"""Time for hosts to end after the grace time of their workers."""
+"""Time to end after the workers' grace time."""
 LAST_LINES = 3
 VALID = timedelta(days=30)
-"""Validity of the hosts' certificate, which is for this job alone and is not renewed."""
+"""Validity of the hosts' certificate, which is for this job."""
 INSISTED = 2
-"""Number of signals that are passed on; a further one ends the connections."""
+"""Number of signals that are passed on; the next one ends the connections."""
 DRAINED = 128 + signal.SIGTERM
 PASSED_ON = ("SHOAL_", "OMP_", "MKL_", "NCCL_", "GLOO_", "TORCH_", "PYTHON")
-"""Prefixes of the environment variables that hosts get."""
 KEPT_BACK = {
     *(*VARIABLES, "SHOAL_TLS", "SHOAL_COORDINATOR", "SHOAL_HTTP"),
     *("SHOAL_MEMBER_ID", "SHOAL_ADDRESS", "SHOAL_LOG_DIR", "SHOAL_METRICS"),
 }
-"""Variables that hosts do not get: other hosts need other values, or options give the values."""
+"""Variables that hosts do not get: their values differ, or options give them."""
 
 
 Sink = Callable[[str], None]
 _Message = HostGreeting | HostEnding | Process | int | str
-"""Message or ended process of a host; without a host, a signal or the reason to give up."""
+"""A host's message or ended process; without a host, a signal or the reason to give up."""
 
 
 class _Connection:
-    """Connection to one host: the local process, its stdin, and the messages received."""
-
     def __init__(self, host: RunHost) -> None:
         self.host = host
         self.process: Process | None = None
@@ -79,7 +74,7 @@ class _Connection:
         """Exit code of the host's launcher; None if it runs, or the host was lost."""
         self.is_over = False
         self.last_lines: list[str] = []
-        """Newest lines before the greeting. If no greeting follows, they say why."""
+        """Newest lines before the greeting: without one, they say why."""
 
     def start(self, command: Sequence[str], supervisor: Supervisor, sink: Sink) -> None:
         stdin, self.orders = os.pipe()
@@ -91,8 +86,7 @@ class _Connection:
             os.close(stdin)
 
     def write(self, data: bytes) -> None:
-        """Write to the host's stdin, in full."""
-        with suppress(BrokenPipeError):  # The end of the connection is another event.
+        with suppress(BrokenPipeError):  # the connection's end is an event
             while data:
                 data = data[os.write(self.orders, data) :]
 
@@ -103,7 +97,6 @@ class _Connection:
 
     @property
     def reason(self) -> str:
-        """Reason for which the host cannot be used."""
         if self.greeting is not None and self.greeting.version != version("shoal"):
             return f"it has shoal {self.greeting.version}, and this machine has {version('shoal')}"
         if self.last_lines:
@@ -113,7 +106,7 @@ class _Connection:
 
 
 class HostLaunchers:
-    """The launchers on all hosts. Call `connect`, then `run`; the end of the block ends them."""
+    """The launchers on all hosts. Call `connect`, then `run`. The end of the block ends them."""
 
     def __init__(self, config: RunConfig, orders: StopOrders, say: Callable[[str], None]) -> None:
         self._config = config
@@ -146,9 +139,11 @@ class HostLaunchers:
     # --- connecting ---
 
     def connect(self) -> RunConfig:
-        """Connect to the hosts, leave out hosts that cannot be used, and return the config with
-        bounds for the other hosts. Raises Unavailable if too few hosts remain, and InvalidSpec for
-        bad bounds, and if ssh is needed and not installed."""
+        """Connect to the hosts; return the config for those that can be used.
+
+        Raises Unavailable for too few hosts, and InvalidSpec for bad bounds, or if ssh is not
+        installed.
+        """
         check_ssh([*self._by_name])
         for each in self._connections:
             each.start(self._command(each.host), self._supervisor, self._sink(each))
@@ -235,7 +230,10 @@ class HostLaunchers:
 
     def run(self, config: RunConfig) -> int:
         """Have the hosts run the job; return the exit code when all have ended, after a third
-        signal, or at the time limit. `config`: as `connect` returned it, with the coordinators."""
+        signal, or at the time limit.
+
+        `config`: as `connect` returned it, with the coordinators.
+        """
         self._config = config
         files = _files_for_hosts(config)
         with self._orders.received(lambda number: self._events.put((None, number))):
@@ -261,8 +259,7 @@ class HostLaunchers:
         return code
 
     def give_up(self, reason: str) -> None:
-        """End the workers for this reason, for example the loss of their cluster. Callable from any
-        thread."""
+        """End the workers for this reason. Callable from any thread."""
         self._events.put((None, reason))
 
     def _on_event(self, connection: _Connection | None, message: _Message) -> None:
@@ -270,7 +267,7 @@ class HostLaunchers:
             assert isinstance(message, int | str)
             self._end(message)
         elif connection not in self._connections:
-            pass  # It was left out.
+            pass  # it was left out
         elif isinstance(message, HostEnding):
             connection.exit_code = message.exit_code
             self._codes.append(message.exit_code)
@@ -301,7 +298,6 @@ class HostLaunchers:
                 each.write(b"\n")
 
     def _end_if_starved(self) -> None:
-        """End the workers if too few are left and no other worker can join."""
         num_left = sum(_greeted(each).num_workers for each in self._connections if not each.is_over)
         codes = (each.exit_code for each in self._connections)
         if (
@@ -319,7 +315,7 @@ class HostLaunchers:
         return self._give_up_s - time.monotonic()
 
     def _exit_code(self) -> int:
-        """Return the run's exit code. If the job is finished, lost hosts do not count."""
+        """Return the run's exit code. Lost hosts do not count in a finished job."""
         phase = ""
         with suppress(ShoalError):
             phase = phase_of(self._config.coordinators, self._config.job)
@@ -341,13 +337,13 @@ class HostLaunchers:
     # --- called on the threads of the connections ---
 
     def _exited(self, process: Process) -> None:
-        process.drain(OUTPUT_S)  # The exit code is in its output.
+        process.drain(OUTPUT_S)  # its output has the exit code
         self._events.put((self._by_name[process.name], process))
 
     def _sink(self, connection: _Connection) -> Sink:
         def take(line: str) -> None:
             before, mark, text = line.partition(MARK)
-            # Before the greeting, a shell's start-up file may print a text without a line's end.
+            # A shell's start-up file may print without a line's end.
             is_message = mark and (not before or connection.greeting is None)
             if is_message and (message := _message(text)):
                 self._events.put((connection, message))
@@ -374,7 +370,6 @@ def _greeted(connection: _Connection) -> HostGreeting:
 
 
 def _message(text: str) -> HostGreeting | HostEnding | None:
-    """Return the message after a line's MARK; None if a script has printed the line."""
     try:
         content = json.loads(text)
         return HostEnding(**content) if "exit_code" in content else HostGreeting(**content)
@@ -383,8 +378,7 @@ def _message(text: str) -> HostGreeting | HostEnding | None:
 
 
 def _is_useful(address: str) -> bool:
-    """True for an IP address that is no loopback address and has no zone (fe80::1%eth0): other
-    machines can connect to it."""
+    """True for an IP address to which other machines can connect."""
     try:
         parsed = ip_address(address)
     except ValueError:
@@ -393,8 +387,8 @@ def _is_useful(address: str) -> bool:
 
 
 def _files_for_hosts(config: RunConfig) -> Mapping[str, str]:
-    """Return the TLS files for the hosts, by name. If this machine has the authority's key, they
-    contain a new certificate for this job alone, else the certificate of this machine's workers."""
+    """Return the hosts' TLS files, by name: with the authority's key, a new certificate for this
+    job, else this machine's."""
     files = worker_files(config)
     if files is None:
         return {}
@@ -419,7 +413,6 @@ def _environment(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def _arguments(config: RunConfig, num_workers: int) -> Sequence[str]:
-    """Return the arguments of `shoal` on a host."""
     restart, output = config.restart, config.output
     options: dict[str, object] = {
         "-n": num_workers,

@@ -1,4 +1,4 @@
-"""Options of `shoal run`, and the environment of each of its workers."""
+"""Options of `shoal run`, and its workers' environment."""
 
 import os
 import sys
@@ -25,16 +25,16 @@ KEPT_MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": str(32 * 1024 * 1024),
     "MALLOC_TRIM_THRESHOLD_": str(1024 * 1024 * 1024),
 }
-"""Settings of glibc's malloc, in bytes: blocks up to 32 MiB (the maximum) come from its heap, and
-the heap shrinks only if more than 1 GiB is free at its end. By default malloc returns the memory
-that a step frees to the kernel, which must clear each page again for the next step."""
+"""Settings of glibc's malloc, in bytes: blocks up to 32 MiB (the maximum) come from its heap, which
+keeps up to 1 GiB. By default malloc returns memory to the kernel after a step, which must clear
+each page again."""
 
 
 _INTERNAL = Parameter(parse=False)
 
 
 def _workers_of(kind: Any, tokens: Sequence[Any]) -> WorkerCount:
-    return num_workers_of(str(tokens[-1].value))  # RunConfig refuses 0.
+    return num_workers_of(str(tokens[-1].value))  # RunConfig refuses 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +92,7 @@ class RunConfig:
     script: Annotated[Sequence[str], Parameter(metavar="SCRIPT")] = field(kw_only=False)
     """Script that each worker runs, with its arguments; a module with -m."""
     module: Annotated[bool, Parameter(name=["-m", "--module"])] = False
-    """Run a module, not a script."""
+    """Run a module."""
     num_workers: Annotated[
         int,
         Parameter(name=["-n", "--nproc-per-node"], metavar="N", converter=_workers_of, n_tokens=1),
@@ -119,16 +119,16 @@ class RunConfig:
     output: Annotated[OutputOptions, Parameter(name="*")] = field(default_factory=OutputOptions)
     cluster: Annotated[ClusterOptions, Parameter(name="*")] = field(default_factory=ClusterOptions)
     alone: Annotated[bool, _INTERNAL] = False
-    """True if no worker can join from another host: fewer than the minimum would wait in vain."""
+    """True if no worker can join from another host."""
     environment: Annotated[Mapping[str, str], _INTERNAL] = field(
         default_factory=lambda: dict(os.environ)
     )
-    """Environment from which the workers' environment is made."""
+    """Origin of the workers' environment."""
 
     def __post_init__(self) -> None:
         if not self.job:
             name = _job_of(self.script[0], self.module)
-            # On a shared cluster two runs of a script must not meet by accident.
+            # Two runs of a script must not meet by accident.
             unique = f"{name}-{os.urandom(3).hex()}" if self.coordinators else name
             object.__setattr__(self, "job", unique)
         if not is_name(self.job):
@@ -138,7 +138,6 @@ class RunConfig:
                 expected=NAME_RULE,
                 fix="Give a name with --job; the default is the script's name.",
             )
-        # With --hosts, each host may have a number of its own.
         if self.num_workers < 1 and not self.over_ssh.hosts:
             raise InvalidSpec("no workers", seen=f"-n {self.num_workers}", expected="at least 1")
         if self.min_members < 1:
@@ -173,14 +172,16 @@ class RunConfig:
             )
         if self.over_ssh.hosts and not self.alone:
             check_reached(self.over_ssh.hosts, self.coordinators)
-        job_secret(self.environment)  # A bad secret is refused here, and not by each worker.
+        job_secret(self.environment)  # else each worker would refuse a bad secret
         if not self.over_ssh.hosts:
             self._set_bounds(self.num_workers)
 
     def on_hosts(self, num_workers: Sequence[int]) -> "RunConfig":
-        """Return the config with bounds for the hosts that can be used. `num_workers`: number of
-        workers of each of these hosts. Raises InvalidSpec for bad bounds, and if fewer hosts than
-        --nnodes requires could have the required number of workers."""
+        """Return the config with bounds for the hosts that can be used.
+
+        `num_workers`: workers of each host. Raises InvalidSpec for bad bounds, and if fewer hosts
+        than --nnodes requires could have enough workers.
+        """
         num_nodes, sizes = self.over_ssh.min_nodes, sorted(num_workers)
         least = max(self.min_members, sum(sizes[:num_nodes]))
         of_fewer = sum(sizes[1 - num_nodes :]) if num_nodes > 1 else 0
@@ -227,12 +228,12 @@ class RunConfig:
 
     @property
     def colour(self) -> bool:
-        """True if the prefixes of the output are coloured."""
+        """True if output prefixes are coloured."""
         return sys.stdout.isatty() and "NO_COLOR" not in self.environment
 
     @property
     def target(self) -> Sequence[str]:
-        """Arguments of each worker, after `python -u`."""
+        """Arguments of `python -u` in each worker."""
         return ("-m", *self.script) if self.module else tuple(self.script)
 
 
@@ -242,14 +243,14 @@ def _job_of(target: str, module: bool) -> str:
 
 
 def worker_files(config: RunConfig) -> TlsFiles | None:
-    """Return the workers' TLS files; None if the cluster does not use TLS."""
+    """Return the workers' TLS files, if the cluster uses TLS."""
     return config.tls.files_of(CertificateRole.WORKER) or files_at(
         config.coordinators, CertificateRole.WORKER
     )
 
 
 def worker_environment(config: RunConfig, member_id: str, index: int = 0) -> dict[str, str]:
-    """Return the environment of one worker; `index` is its local rank."""
+    """Return the environment of the worker with local rank `index`."""
     files = worker_files(config)
     environment = without_tls(config.environment) | (files.environment() if files else {})
     if config.output.verbose:
@@ -261,7 +262,7 @@ def worker_environment(config: RunConfig, member_id: str, index: int = 0) -> dic
         SHOAL_MIN_MEMBERS=str(config.min_members),
         SHOAL_MAX_MEMBERS=str(config.max_members),
         SHOAL_DESIRED_MEMBERS=str(config.desired_members),
-        # Not LOCAL_RANK: Accelerate then expects torchrun's variables, and ends without them.
+        # Not LOCAL_RANK: Accelerate would expect torchrun's variables.
         SHOAL_LOCAL_RANK=str(index),
         SHOAL_LOCAL_WORLD_SIZE=str(config.num_workers),
     )
@@ -273,19 +274,19 @@ def worker_environment(config: RunConfig, member_id: str, index: int = 0) -> dic
 
 
 def member_ids(config: RunConfig, host: str) -> list[str]:
-    """Return a member id for each worker. If SHOAL_MEMBER_ID is set, it is the id of a single
-    worker, or the prefix of several ids."""
+    """Return the workers' member ids: SHOAL_MEMBER_ID, with a suffix for each of several workers,
+    or random ids."""
     if member_id := config.environment.get("SHOAL_MEMBER_ID"):
         if config.num_workers == 1:
             return [member_id]
         return [f"{member_id}-{index}" for index in range(config.num_workers)]
-    # Launchers on one host, or on hosts of one name, must not share member ids.
+    # Hosts of one name, and launchers on one host, must not share ids.
     unique = f"{_name_part(host)}-{os.urandom(2).hex()}"
     return [f"{unique}-{index}" for index in range(config.num_workers)]
 
 
 def threads_per_worker(num_workers: int) -> int:
-    """Divide the cores that this process may use by the number of workers; at least one each."""
+    """Return each worker's share of the cores, at least one."""
     return max(1, len(os.sched_getaffinity(0)) // num_workers)
 
 

@@ -1,4 +1,4 @@
-"""Slots of a launcher's workers: each has its current process, and the exits of earlier ones."""
+"""Slots of a launcher's workers."""
 
 import signal
 from dataclasses import dataclass, field
@@ -12,12 +12,10 @@ from shoal_proto.exit_codes import describe_exit
 from shoal_proto.secrets import new_secret
 
 DRAINED = 128 + signal.SIGTERM
-"""The exit code of a worker that was asked to leave its job, and was drained."""
 PASSING_PAUSE_S = 0.5
 MAX_PASSING_PAUSE_S = 30.0
 """Limits of the pause before the restart of a worker that failed by no fault of its script. The
-pause doubles each time, as the cause may last: a host that swaps, a debugger, a laptop's lid, a
-server that is down."""
+pause doubles each time."""
 
 
 FOR_TORCHRUN = (
@@ -32,21 +30,20 @@ NEWEST_BYTES = 1 << 14
 
 @dataclass(frozen=True, kw_only=True)
 class Exit:
-    """The end of one process of a slot."""
+    """The end of a process."""
 
     code: int
     ending: MembershipEnding
 
     @property
     def is_temporary(self) -> bool:
-        """True if the process failed by no fault of its script: it was fenced, hit a time limit, or
-        could not reach a part of the cluster."""
+        """True if the process was fenced, hit a time limit, or could not reach a part of the
+        cluster."""
         return self._failed and self.ending in (MembershipEnding.FENCED, MembershipEnding.PASSING)
 
     @property
     def joined_too_late(self) -> bool:
-        """True if the process was not needed: it was a standby, or began to join after the others
-        had completed the job."""
+        """True if the process was not needed: it was a standby, or joined a completed job."""
         return self._failed and self.ending is MembershipEnding.FINISHED
 
     @property
@@ -78,31 +75,28 @@ class Exit:
 
 @dataclass(kw_only=True)
 class WorkerSlot:
-    """One worker's slot: its current process, and the exits of earlier ones."""
+    """One worker's slot: its process, and the exits of earlier ones."""
 
     index: int
     member_id: str
     launch_secret: str = field(default_factory=new_secret, repr=False)
-    """Secret that proves to the coordinator that a report comes from the launcher."""
+    """Proves that a report comes from the launcher."""
     process: Process | None = None
     halted: bool = False
-    """True if a signal has halted the process."""
     lost_s: float | None = None
-    """Time when the process was first seen as lost but running, by the monotonic clock."""
+    """Time (monotonic) when the running process was seen as lost."""
     killed_s: float | None = None
-    """Time when the launcher first killed the process, by the monotonic clock."""
+    """Time (monotonic) when the launcher first killed the process."""
     watch: ExitWatch | None = None
     start_at_s: float | None = None
-    """Time at which the next process is to be started, by the monotonic clock."""
+    """Time (monotonic) at which the next process is started."""
     has_joined: bool = False
-    """True if a process of this slot became a member of a job."""
     exits: list[Exit] = field(default_factory=list)
     printed: OutputTail = field(default_factory=OutputTail, repr=False)
-    """The newest output lines of all processes of this slot."""
 
     @property
     def pid(self) -> int:
-        """The process's pid; 0 if there is no process."""
+        """The pid; 0 without a process."""
         return self.process.pid if self.process is not None else 0
 
     @property
@@ -111,12 +105,12 @@ class WorkerSlot:
 
     @property
     def joined_too_late(self) -> bool:
-        """True if other members had completed the job before this slot's newest process joined."""
+        """True if the newest process joined a completed job."""
         return bool(self.exits) and self.exits[-1].joined_too_late
 
     @property
     def advice(self) -> str:
-        """Advice for an error whose own text gives none; empty if nothing is known."""
+        """Advice for an error whose own text gives none; may be empty."""
         if not self.exits or self.exits[-1].code in (0, DRAINED):
             return ""
         newest = self.printed.part(NEWEST_BYTES).data

@@ -1,4 +1,4 @@
-"""Ends a launcher's workers that do not end by themselves: asks, kills, or abandons them."""
+"""Ends workers that do not end by themselves: asks, kills, or abandons them."""
 
 import math
 import time
@@ -11,19 +11,19 @@ from shoal_client.local.process import KILLED_S
 
 
 class WorkerTermination:
-    """Decides when remaining workers are to end, by the monotonic clock, and ends them."""
+    """Decides when remaining workers are to end, and ends them."""
 
     def __init__(
         self, slots: Sequence[WorkerSlot], *, job: str, grace_s: float, say: Callable[[str], None]
     ) -> None:
         self._slots, self._job, self._grace_s, self._say = slots, job, grace_s, say
         self.were_signalled = False
-        """True if all workers were asked to end."""
         self._over_s = self._kill_s = self._leave_s = math.inf
 
     @property
     def next_s(self) -> float:
-        """The time at which `kill_overdue` or `left_behind` next has work to do; infinity: none."""
+        """The time (monotonic) of the next work of `kill_overdue` or `left_behind`; infinity:
+        none."""
         return min(self._over_s, self._kill_s, self._leave_s)
 
     @property
@@ -31,9 +31,8 @@ class WorkerTermination:
         return [slot for slot in self._slots if slot.process is not None]
 
     def order_stop(self) -> None:
-        """Ask all workers to finish their step and end, within the grace time."""
-        # SIGTERM whichever signal the launcher got: on SIGINT each script would end within its
-        # step, with a traceback.
+        """Ask all workers to end within the grace time."""
+        # Not SIGINT: each script would end within its step.
         self.were_signalled = True
         self._kill_s = time.monotonic() + self._grace_s
         for slot in self.running:
@@ -53,20 +52,20 @@ class WorkerTermination:
             slot.process.kill()
 
     def kill_if_lost(self, status: WorkerStatus) -> None:
-        """Kill a worker that was declared lost and does not end, so that it can be replaced."""
+        """Kill a worker that was declared lost and does not end."""
         slot = next((s for s in self.running if s.pid == status.pid), None)
         if slot is None or not status.is_lost or slot.killed_s is not None:
             return
         now_s = time.monotonic()
         slot.lost_s = now_s if slot.lost_s is None else slot.lost_s
-        # A running worker is notified of the loss, and ends by itself.
+        # A running worker learns of the loss, and ends by itself.
         if slot.halted or now_s >= slot.lost_s + self._grace_s:
             how = "while it was halted" if slot.halted else "and does not end"
             self._say(f"{slot.member_id} was declared lost {how}")
             self.kill([slot])
 
     def kill_overdue(self, over: str, board: BeatBoard) -> None:
-        """Kill workers whose grace time is over. `over`: the job's phase if the job has ended."""
+        """Kill workers whose grace time is over. `over`: the ended job's phase, or empty."""
         now_s = time.monotonic()
         if not over:
             self._over_s = math.inf
@@ -85,8 +84,7 @@ class WorkerTermination:
             self.kill(self.running)
 
     def _end_starting(self, board: BeatBoard) -> None:
-        """Ask workers that have not joined to end: they would join the stopped job if an operator
-        retried it before they come to that."""
+        """Ask workers that have not joined to end: an operator may retry the stopped job."""
         for slot in self.running:
             assert slot.process is not None
             if not board.slots[slot.index].has_joined(slot.pid):
@@ -94,8 +92,8 @@ class WorkerTermination:
                 slot.process.terminate()
 
     def _is_stuck(self, slot: WorkerSlot, over: str, board: BeatBoard) -> bool:
-        """True if a worker is to be killed because its job has ended. After a finished job, a
-        script that has left the job, or joined another, may continue with work of its own."""
+        """True if a worker of an ended job is to be killed; not for a script that has left a
+        finished job."""
         if over != "finished" or slot.halted:
             return True
         beat_slot = board.slots[slot.index]
@@ -104,8 +102,7 @@ class WorkerTermination:
         return not has_another and not beat_slot.has_left(slot.pid)
 
     def left_behind(self, *, ends: bool) -> Iterator[WorkerSlot]:
-        """Yield workers that did not end within KILLED_S of being killed. Yields none before the
-        run `ends`: until then such a worker blocks nothing."""
+        """Yield workers that did not end within KILLED_S of being killed, once the run `ends`."""
         now_s = time.monotonic()
         if now_s >= self._leave_s:
             self._leave_s = math.inf

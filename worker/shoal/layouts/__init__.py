@@ -1,1 +1,1 @@
-"""Layouts of a model over the ranks of one group: one module for each."""
+"""Layouts of a model over the ranks of one group."""

@@ -1,12 +1,12 @@
 """Base class of the layouts: their common part, and the methods that each one overrides.
 
-A layout is made anew for each generation, from the same model and for the group of that
-generation; it knows nothing of membership. Its life, on the trainer's thread except for `cut`:
+A layout is made for the group of one generation, and knows nothing of membership. Its life, on the
+trainer's thread except for `cut`:
 
     lay_out(model on meta, world) -> its parameters are filled in -> [open -> begin -> forward
       and backward, once or more -> reduce -> clip -> check -> optimizer -> stepped] per step
 
-It is dropped together with its group. Errors of a collective are raised as the group raises them.
+Errors of a collective are raised as the group raises them.
 """
 
 from abc import ABC, abstractmethod
@@ -33,114 +33,106 @@ from shoal.torch_private.dtensor import local_shape_and_offset
 from shoal.torch_private.modules import buffer_table, parameter_table
 
 LossFunction = Callable[[Any, Any], Tensor]
-"""(outputs, targets) -> the mean loss over the samples."""
+"""(outputs, targets) -> mean loss over samples."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """The ranks that a model is laid out over, and this process' rank among them."""
+    """The ranks that a model is laid out over, and this rank."""
 
     rank: int
     world_size: int
     device: torch.device
-    """The device that this rank computes on."""
     group: dist.ProcessGroup
-    """All ranks; also torch's default group, so that a DeviceMesh can be made."""
+    """Group of all ranks; also torch's default group, so that a DeviceMesh can be made."""
     generation: int = 0
     kept_regions: KeptRegions | None = None
-    """Memory that this rank shared with others in the previous generation."""
+    """Memory shared in the previous generation."""
     completes_passes: bool = False
-    """True if gradients are reduced after each pass of the layout; else only `Layout.reduce`
-    completes them."""
+    """True if each pass reduces gradients; else only `Layout.reduce` does."""
     makes_passes: bool = False
-    """True if `Layout.backward` makes all backward passes, as in a session, and the script's own
-    loss.backward() makes none."""
+    """True if `Layout.backward` makes all backward passes, as in a session."""
     exchanges: LayerExchanges = field(default_factory=LayerExchanges, repr=False, compare=False)
-    """Record of the layers for which this rank has communicated with others."""
+    """Record of the layers for which this rank has communicated."""
 
     def axis(self, name: str) -> str:
-        """Return the name of a DeviceMesh dimension, a different one in each generation.
+        """Return the name of a DeviceMesh dimension in this generation.
 
-        DTensor caches what it derives from a mesh, this process' coordinate included, by the mesh's
-        ranks and names. If the next generation has as many ranks and the same names, but this
-        process has another coordinate, the cache answers for the old mesh (seen in torch 2.13: rows
-        of another rank).
+        DTensor caches a mesh's properties by ranks and names: with equal names, the cache would
+        answer for an old mesh (seen in torch 2.13).
         """
         return f"{name}{self.generation}"
 
 
 class Layout(ABC):
-    """Part of a model on one rank (base class); all ranks' layouts compute steps together."""
+    """Part of a model on one rank (base class). All ranks compute steps together."""
 
     world: World
     module: nn.Module
-    """The module that runs a forward pass of the user's model on this rank, within a step."""
+    """The module that runs the user's model on this rank, within a step."""
     data_index: int = 0
-    """Index of this rank's share of each batch. Ranks that work on the same samples have the same
-    index."""
+    """Index of this rank's share of each batch, the same on ranks with the same samples."""
     data_count: int = 1
-    """Number of shares of a batch."""
     elementwise: bool = True
-    """True if parameters are sharded: then only an optimizer that updates each element separately
-    gives the same result as on one process."""
+    """True if parameters are sharded, and so need an optimizer that updates each element
+    separately."""
 
     shares_loss: bool = False
-    """True if `forward_backward` returns the loss of the last stage on all ranks."""
+    """True if `forward_backward` returns the last stage's loss on all ranks."""
 
     is_replicated: bool = False
-    """True if every rank holds all parameters and steps them: norms and faults of the reduced
-    gradients are then the same on all ranks without another message."""
+    """True if every rank holds all parameters: norms and faults are the same on all ranks without a
+    message."""
 
     exchanges_updates: bool = False
     """True if `stepped` sends updated parameters to other ranks."""
 
     looks_for_faults: bool = True
-    """True if `reduce` or `check` raises for gradients that are not finite. If False, such
-    gradients stay as they are, and `overflowed` reports them."""
+    """True if `reduce` or `check` raises for gradients that are not finite. If False, `overflowed`
+    reports them."""
 
     unreached: Sequence[str] = ()
-    """Names of parameters that the loss does not depend on, if the step's gradients were not
-    reduced for this reason; else empty."""
+    """Parameters that the loss does not depend on, if gradients were not reduced for this
+    reason."""
 
     step: int = 0
-    """Number of steps committed before this one, for error messages."""
+    """Number of steps committed before this one."""
 
     non_finite_check: NonFiniteCheck | None = None
-    """Check that reports a fault to all ranks, if a rank sees only its own gradients; else None."""
+    """Check that reports a fault to all ranks, if a rank sees only its own gradients."""
 
     faults_are_own: bool = False
-    """True if `reduce` cannot make finite gradients infinite. Then
-    `non_finite_check` finds every fault in some rank's own gradients, before they are reduced."""
+    """True if `reduce` cannot make finite gradients infinite: `non_finite_check` then finds every
+    fault before it."""
 
     @property
     def plain(self) -> nn.Module:
-        """The model under the user's own names, which the script sees and evaluates: `module`
-        itself, or the model that `module` wraps."""
+        """The model under the user's own names: `module`, or the model that `module` wraps."""
         return self.module
 
     @property
     @abstractmethod
     def parameters(self) -> Mapping[str, nn.Parameter]:
-        """Parameters (plain or DTensor) that this rank's optimizer steps, by the user's names.
-
-        A parameter of which this rank holds no element may be missing.
-        """
+        """Parameters (plain or DTensor) that this rank's optimizer steps, by the user's names. A
+        parameter of which this rank holds no element may be missing."""
 
     @property
     def held(self) -> Mapping[str, Tensor]:
-        """Tensors of the model's state on this rank, by name in the user's model: parameters and
-        persistent buffers, replicated ones included. Contains all of `parameters`."""
+        """Tensors of the model's state on this rank, by the user's names: `parameters` and
+        persistent buffers."""
         return {**self.parameters, **persistent_buffers(self.plain)}
 
     def shard(self, name: str, tensor: Tensor) -> TensorShard:
-        """Describe a tensor as a chunk of the whole tensor. `tensor`: one of `held`, or optimizer
-        state in the shape of the parameter `name`. The shard's tensor is a view: writing it writes
-        the parameter."""
+        """Describe a tensor as a chunk of the whole one.
+
+        `tensor`: one of `held`, or optimizer state in the shape of the parameter `name`. The
+        shard's tensor is a view.
+        """
         chunk, shape = self.chunk(name, tensor), tuple(tensor.shape)
         return TensorShard(shape=shape, chunk=chunk, tensor=local_part(tensor))
 
     def chunk(self, name: str, tensor: Tensor) -> Chunk:
-        """Return the chunk of `shard` without its content."""
+        """Return the chunk of `shard`."""
         if not isinstance(tensor, DTensor):
             return Chunk.whole(tensor.shape)
         key = (name, tensor.shape, tensor.placements)
@@ -150,60 +142,58 @@ class Layout(ABC):
 
     @cached_property
     def _chunks(self) -> dict[tuple[str, torch.Size, Any], Chunk]:
-        # Computing a chunk takes 0.1 ms, and a state has several for each parameter.
+        # Computing a chunk takes 0.1 ms.
         return {}
 
     def is_counted_here(self, name: str) -> bool:
         """True if sums over ranks count this rank's shard of a tensor of `held`.
 
-        Each element is counted on exactly one rank, which adds it to norms and writes it to
-        checkpoints. By default: every rank counts its `parameters`, and rank 0 all else too.
+        Exactly one rank counts each element, adds it to norms and writes it to checkpoints. By
+        default every rank counts its `parameters`, and rank 0 all else too.
         """
         return name in self.parameters or self.world.rank == 0
 
     def replicas(self, name: str) -> Sequence[int]:
-        """Ranks that hold the same bits of this rank's chunk of a tensor of `held`: each of them
-        publishes a part of the chunk. By default: this rank alone if it counts the tensor, else
-        none (another rank publishes it)."""
+        """Ranks with the same bits of this rank's chunk, each of which publishes a part. By default
+        this rank if it counts the tensor, else none."""
         return (self.world.rank,) if self.is_counted_here(name) else ()
 
     def is_lost_with_rank(self, name: str) -> bool:
         """True if the shard of this name, which begins with `model.` or `optim.`, is lost with this
-        rank, so that peers need a copy. True by default, as an unneeded copy does no harm."""
+        rank, as by default: peers need a copy."""
         return True
 
     @property
     def shared_memory(self) -> SharedMemory | None:
-        """Memory that all ranks share, for use before a step; None if they share none."""
+        """Memory that all ranks share, if they do, for use before a step."""
         return None
 
     @property
     def num_moved(self) -> int:
-        """Counter that rises with each exchange between ranks that bypasses the group.
-        Thread-safe."""
+        """Number of exchanges that bypass the group. Thread-safe."""
         return 0
 
     def failure_domains(self, hosts: Sequence[str]) -> Sequence[str]:
-        """Name each rank's failure domain: ranks of one domain may be lost together, so copies are
-        placed in other domains. By default: the host."""
+        """Name each rank's failure domain, by default its host. Ranks of one domain may be lost
+        together, so copies are placed in others."""
         return hosts
 
     @property
     def leaves(self) -> Sequence[Tensor] | None:
-        """Leaf tensors of every backward pass: autograd can limit a pass to their gradients. None
-        if the leaves differ from pass to pass."""
+        """Leaf tensors to which autograd can limit a backward pass; None if they differ from pass
+        to pass."""
         return None
 
     def watch(self, ours: Callable[[], bool]) -> None:
         """Make each later backward pass raise before its gradients reach other ranks, unless
-        `ours()` is true in the pass: see `shoal.model.gradients.bare_backward`."""
+        `ours()` is true: see `shoal.model.gradients.bare_backward`."""
         watch_parameters(self.plain.parameters(), ours)
 
     # --- a step ---
 
     def open(self) -> nn.Module:
-        """Return `plain` as a step begins. If parameters have to stay in this layout's own memory,
-        copies values there that the script has assigned to their `.data` meanwhile."""
+        """Return `plain` as a step begins. A layout with its own memory first copies values that
+        the script has assigned to parameters' `.data`."""
         return self.plain
 
     def begin(self) -> None:  # noqa: B027 - nothing to prepare is a fine default
@@ -213,31 +203,28 @@ class Layout(ABC):
     """See `reduce_in_backward`."""
 
     def reduce_in_backward(self, reduces: bool) -> None:
-        """Choose if the passes that follow reduce their gradients over the ranks, or leave the
-        reduction to a later pass."""
+        """Choose if later passes reduce their gradients over the ranks."""
         self.reduces = reduces
 
     @property
     def completes(self) -> bool:
-        """True if gradients are to be the whole batch's, not only this rank's, after the pass that
-        begins now."""
+        """True if gradients are to be the whole batch's after the pass that begins."""
         return self.reduces and self.world.completes_passes
 
     def note_loss(self, loss: Tensor) -> None:
-        """Record the loss, not checked yet, of the pass that begins. If it is not finite, `reduce`
-        or `check` raises NonFiniteGradient on this rank and an error on every other. By default:
-        keep the loss in `NonFiniteCheck.losses`."""
+        """Record the loss of the pass that begins. If it is not finite, `reduce` or `check` raises
+        NonFiniteGradient on this rank and an error on every other."""
         assert self.non_finite_check is not None, "a layout without one overrides this"
         self.non_finite_check.losses.note(loss)
 
     def begin_pass(self, loss: Tensor) -> None:  # noqa: B027 - most layouts reduce by their hooks
-        """Prepare a backward pass of this model; `loss` is weighted already."""
+        """Prepare a backward pass; `loss` is weighted already."""
 
     def end_pass(self) -> None:  # noqa: B027 - as `begin_pass`
         """End a pass."""
 
     def backward(self, loss: Tensor, weight: float) -> None:
-        """Add this rank's gradients of a loss that is the mean over its own samples.
+        """Add this rank's gradients of a loss, the mean over its own samples.
 
         `weight`: this rank's share of the global batch, times `data_count`.
         """
@@ -249,84 +236,83 @@ class Layout(ABC):
     def forward_backward(
         self, inputs: Any, targets: Any, loss_function: LossFunction, weight: float
     ) -> Tensor:
-        """Run the forward and the backward pass, for layouts that interleave them.
-
-        Returns the mean loss over this rank's samples, detached.
-        """
+        """Run both passes, for layouts that interleave them. Returns the mean loss over this rank's
+        samples, detached."""
         loss = loss_function(self.module(inputs), targets)
         self.backward(loss, weight)
         return loss.detach()
 
     def communicates_in_forward(self, *, is_first_step: bool) -> bool:
-        """True if a forward pass with gradients communicates with other ranks. `is_first_step`:
-        True in the first step of the generation."""
+        """True if a forward pass with gradients communicates. `is_first_step`: True in the
+        generation's first step."""
         return True
 
     def reduce(self) -> None:  # noqa: B027 - most layouts reduce in backward
-        """Complete the gradients of `parameters`: afterwards they are the global batch's."""
+        """Make the gradients of `parameters` those of the global batch."""
 
     def check(self) -> None:
-        """Raise on every rank if any rank's gradients are not finite: NonFiniteGradient on the
-        ranks at fault (if only a sum is not finite: on the ranks that see it), GenerationBroken on
-        the others. Called after `reduce`; may communicate. See `NonFiniteCheck.check`, used by
-        default, and `ShardedLayout.check`."""
+        """Raise on every rank if any rank's gradients are not finite.
+
+        NonFiniteGradient is raised on the ranks at fault (if only a sum is not finite: on the ranks
+        that see it), GenerationBroken on the others. Called after `reduce`; may communicate.
+        """
         if self.non_finite_check is not None:
             self.non_finite_check.check(self.parameters, self.step)
 
     def overflowed(self) -> bool:
-        """True if this rank sees gradients that are not finite; called in place of `check`."""
+        """True if this rank sees gradients that are not finite; in place of `check`."""
         return bool(name_of_fault(self.parameters))
 
     def share_buffers(self) -> None:  # noqa: B027 - nothing to do is a fine default
-        """Set persistent buffers, such as running means, to the first rank's values on all ranks
-        that hold them. Collective. Called before the optimizer steps."""
+        """Set persistent buffers, such as running means, to the first rank's values on all ranks.
+        Collective, before the optimizer steps."""
 
     def stepped(self) -> None:  # noqa: B027 - nothing to do is a fine default
-        """Called right after `optimizer.step()`. Communicates only if `exchanges_updates`."""
+        """Called after `optimizer.step()`. Communicates only if `exchanges_updates`."""
 
     def finish_passes(self) -> None:
         """End forward passes of all ranks outside of a step. Raises InvalidSpec on all ranks if
-        ranks that split layers among themselves computed with different layers."""
+        ranks that split layers computed with different ones."""
         self.world.exchanges.check_outside_step(self.world.group)
 
     def names_without_gradient(self) -> Sequence[str]:
-        """Name the trained parameters that this step gave no gradient on this rank, if all ranks
-        have to compute with the same parameters; else nothing."""
+        """Name the trained parameters without a gradient on this rank, if all ranks have to compute
+        with the same parameters."""
         return ()
 
     @property
     def names_stepped_elsewhere(self) -> Collection[str]:
-        """Names of the parameters that are whole on this rank, but that only another rank's
-        optimizer has stepped in this generation."""
+        """Parameters that are whole on this rank, but that only another rank has stepped in this
+        generation."""
         return ()
 
     def synchronised(self) -> bool:
-        """True if every gradient of the step went through the layout, so that ranks cannot drift;
-        False if the loss came from another module."""
+        """True if every gradient of the step went through the layout, so that ranks cannot
+        drift."""
         return True
 
     def release(self) -> None:  # noqa: B027 - most layouts keep no such references
-        """Drop the references to the group when it ends, even if `module` is still referenced.
+        """Drop references to the group at its end, when `module` may still be referenced.
 
-        Returns quickly, raises nothing, may be called twice. No step is taken afterwards.
+        Quick, raises nothing, may be called twice. No step follows.
         """
 
     def cut(self, reason: str) -> None:  # noqa: B027 - most layouts wait in the group only
-        """End waits that bypass the group: they raise. Called after the group was aborted, on any
-        thread; returns quickly."""
+        """End waits that bypass the group: they raise. Called on any thread after the group was
+        aborted; quick."""
 
     def groups(self) -> Iterator[dist.ProcessGroup]:
-        """Return the groups, other than the default one, that were made for this layout."""
+        """Return the groups that were made for this layout."""
         return iter(())
 
 
 LayOut = Callable[[nn.Module, World], Layout]
 """Lay a model over a world. The model's parameters are on the meta device, its buffers are real.
-The layout's parameters are uninitialised memory, to be filled afterwards."""
+The layout's parameters are uninitialised."""
 
 
 def shard_of(tensor: Tensor) -> TensorShard:
-    """Return a plain tensor as one whole chunk, or this rank's part of a DTensor as a chunk."""
+    """Return a plain tensor as a whole chunk, or this rank's part of a DTensor."""
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         return TensorShard.whole(tensor)
@@ -341,10 +327,7 @@ def _chunk_of(tensor: DTensor) -> Chunk:
 
 
 def materialise(module: nn.Module, device: torch.device) -> None:
-    """Allocate memory for parameters on the meta device, and move the (real) buffers to `device`.
-
-    Tied parameters and buffers stay tied.
-    """
+    """Allocate memory for parameters on the meta device, and move buffers. Tied ones stay tied."""
     real = [
         (part, name, buffer)
         for part in module.modules()
@@ -355,14 +338,14 @@ def materialise(module: nn.Module, device: torch.device) -> None:
     module.to_empty(device=device)
     for (part, name), (first, first_name) in tied:
         parameter_table(part)[name] = parameter_table(first)[first_name]
-    # `to_empty` has replaced the real buffers by empty ones. Put them back, still tied.
+    # `to_empty` has replaced the real buffers: put them back.
     for part, name, buffer in real:
         buffer_table(part)[name] = buffer
     move_buffers(module, device)
 
 
 def move_buffers(module: nn.Module, device: torch.device) -> None:
-    """Move all buffers to the device; tied buffers stay tied."""
+    """Move all buffers. Tied ones stay tied."""
     moved: dict[Tensor, Tensor] = {}
     for part in module.modules():
         for name, buffer in buffer_table(part).items():
@@ -373,7 +356,7 @@ def move_buffers(module: nn.Module, device: torch.device) -> None:
 
 
 def _tied(module: nn.Module) -> list[tuple[tuple[nn.Module, str], tuple[nn.Module, str]]]:
-    """List each further (module, name) of a tied parameter with its first (module, name)."""
+    """List each further (module, name) of a tied parameter with its first one."""
     first: dict[int, tuple[nn.Module, str]] = {}
     further = []
     for part in module.modules():

@@ -1,4 +1,4 @@
-"""Buffers that ranks have computed from samples of their own, such as running means."""
+"""Buffers that ranks compute from their own samples, such as running means."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -15,15 +15,15 @@ from shoal.torch_private.tensors import foreach_copy_
 log = structlog.get_logger(__name__)
 
 FIRST_STEPS = 3
-"""Number of steps of a generation in which members' buffers are compared. More than one, as in the
-first step buffers may still have their initial values."""
+"""Number of steps in which buffers are compared: in the first one they may have their initial
+values."""
 
 
 class BuffersBySamples:
-    """Detector of buffers that members compute from their own samples, in one generation.
+    """Detector of buffers that members compute from their own samples.
 
-    Such buffers are replaced by the first member's, so the trained model depends on the number of
-    members. Logs one warning. BatchNorm's buffers are left out: see docs/strategies.md.
+    The first member's buffers replace them, so the model depends on the number of members.
+    BatchNorm's buffers are left out: see docs/strategies.md.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -37,11 +37,11 @@ class BuffersBySamples:
 
     @property
     def is_early(self) -> bool:
-        """True while the values that members computed are still compared."""
+        """True while values are compared."""
         return bool(self._tables) and self._num_shared < FIRST_STEPS
 
     def compare_buffers(self, own: Sequence[Tensor], given: Sequence[Tensor]) -> None:
-        """Compare this member's values with the first member's, which are about to replace them."""
+        """Compare this member's values with the first member's."""
         self._num_shared += 1
         first = {id(one): other for one, other in zip(own, given, strict=True)}
         present = ((name, table.get(key)) for name, (table, key) in self._tables.items())
@@ -63,16 +63,15 @@ class BuffersBySamples:
 
 
 class RunningBuffers:
-    """The persistent buffers of a model that every rank holds.
+    """The persistent buffers of a replicated model.
 
-    DDP broadcasts the first rank's buffers only in the next forward pass. Until then the ranks'
-    buffers differ: if the first rank were lost, the job would continue with another rank's. So the
-    layout calls `broadcast_buffers` in every step.
+    DDP broadcasts the first rank's buffers only in the next forward pass: if that rank were lost,
+    the job would continue with other values.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._by_samples = BuffersBySamples(model)
-        # Listed once: walking over all modules takes longer than sending a few buffers.
+        # Walking over all modules takes longer than sending a few buffers.
         self._tables = [
             (buffer_table(part), transient_buffers(part))
             for part in model.modules()
@@ -80,7 +79,7 @@ class RunningBuffers:
         ]
 
     def broadcast_buffers(self, group: dist.ProcessGroup) -> None:
-        """Broadcast the first rank's buffers to every rank. Collective, unless there are none."""
+        """Broadcast the first rank's buffers. Collective, unless there are none."""
         if self._tables and group.size() > 1 and (buffers := list(self._each_once())):
             is_early = self._by_samples.is_early
             broadcast_packed(buffers, group, self._by_samples.compare_buffers if is_early else None)
@@ -95,7 +94,6 @@ class RunningBuffers:
 
 
 def _differs(one: Tensor, other: Tensor) -> bool:
-    """True if two values differ by more than the rounding of different kernels."""
     if one.dtype.is_floating_point:
         return not torch.allclose(one, other, rtol=1e-3, atol=1e-5, equal_nan=True)
     return not torch.equal(one, other)
@@ -107,30 +105,26 @@ def broadcast_packed(
     group: dist.ProcessGroup,
     look: Callable[[Sequence[Tensor], Sequence[Tensor]], None] | None = None,
 ) -> None:
-    """Overwrite the tensors, of any dtypes, with the tensors of the group's first rank.
-
-    Makes one broadcast, and calls `look(own, first)` before it overwrites.
-    """
+    """Overwrite the tensors with those of the group's first rank, in one broadcast. Calls
+    `look(own, first)` before."""
     packed = torch.cat([as_bytes(tensor.contiguous()) for tensor in tensors])
     wait_abortable(dist.broadcast(packed, group=group, group_src=0, async_op=True), group)
     parts = torch.split(packed, [tensor.nbytes for tensor in tensors])
     given = list(map(_as, parts, tensors))
     if look is not None:
         look(tensors, given)
-    # One kernel copies all tensors of one dtype.
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         alike = [(own, new) for own, new in zip(tensors, given, strict=True) if own.dtype == dtype]
         foreach_copy_([own for own, _ in alike], [new for _, new in alike])
 
 
 def _as(part: Tensor, tensor: Tensor) -> Tensor:
-    """View bytes in the dtype and shape of `tensor`; copy them if they are not aligned for it."""
     is_aligned = part.storage_offset() % tensor.element_size() == 0
     return (part if is_aligned else part.clone()).view(tensor.dtype).view(tensor.shape)
 
 
 class BuffersAside:
-    """Copy of a model's buffers, persistent or not, taken at construction."""
+    """Copy of a model's buffers, persistent or not."""
 
     def __init__(self, model: nn.Module) -> None:
         self._kept = [
@@ -143,8 +137,8 @@ class BuffersAside:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Restore the contents, and the buffers themselves if a module has replaced them. Buffers
-        that are unchanged are not written to."""
+        """Restore the contents, and buffers that a module has replaced. Unchanged buffers are not
+        written to."""
         for table, name, buffer, before in self._kept:
             table[name] = buffer
             if not torch.equal(buffer, before):

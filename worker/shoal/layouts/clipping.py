@@ -13,13 +13,11 @@ from shoal.torch_private.tensors import foreach_mul_, foreach_norm
 
 @torch.no_grad()
 def clip(layout: Layout, max_norm: float, among: Collection[str] | None = None) -> Tensor:
-    """Scale gradients so that their common 2-norm is at most `max_norm`. Returns the norm that they
-    had before.
+    """Scale gradients so that their common 2-norm is at most `max_norm`. Returns the earlier norm.
 
     Collective, unless the layout `is_replicated`. Equals torch.nn.utils.clip_grad_norm_ on one
-    process: each element of a parameter counts once, however many ranks hold it. The same
-    all-reduce carries the flags of the layout's `non_finite_check`. `among`: names of the
-    parameters to clip; None: all.
+    process: each element counts once. The all-reduce carries the flags of `non_finite_check` too.
+    `among`: names of parameters to clip; None: all.
     """
     gradients = local_gradients(
         {k: p for k, p in layout.parameters.items() if among is None or k in among}
@@ -36,10 +34,10 @@ def clip(layout: Layout, max_norm: float, among: Collection[str] | None = None) 
     if non_finite_check is not None:
         non_finite_check.set_flags(message[1:])
     total = message[0].sqrt()
-    # torch's own constant and order of operations: clipped runs stay equal to one process.
+    # torch's own constant and order: clipped runs equal one process.
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     held = list(gradients.values())
-    # Gradients may lie on the host of a rank that computes on a GPU.
+    # Gradients may lie on the host beside a GPU.
     foreach_mul_(held, factor.to(held[0].device) if held else factor)
     return total
 

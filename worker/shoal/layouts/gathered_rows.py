@@ -1,16 +1,12 @@
 """All members' rows of a batch, gathered in the batch's order, with exact gradients.
 
-A loss over pairs of samples needs the features of the whole global batch. Each member sends its
-rows to the others, and in backward adds up the gradients of its rows from all members' losses.
-A member's loss is weighted by its share before backward, and gradients are averaged over members
-after it. So two kinds of loss have the gradients of one process: a loss over all rows, the same on
-every member; and a mean over the member's own rows, each compared with all rows.
+Losses are weighted by shares before backward, and gradients averaged after it. So two kinds of loss
+have the gradients of one process: a loss over all rows, the same on every member; and a mean over
+the member's own rows, each compared with all rows.
 
-Members first exchange descriptions of a call. Descriptions, and rows on the host, are messages from
-rank to rank with their own tags, so none is mixed up with another collective's message. A member
-that makes more calls than the others waits until hang detection ends the generation. Rows on a GPU
-are sent by one collective of the group, once the descriptions agree. Backward passes reach the
-calls in the same order on every member.
+Members first exchange descriptions of a call. Descriptions, and rows on the host, are messages with
+their own tags, so none is mixed up with another collective's message. Rows on a GPU are sent by a
+collective, once the descriptions agree.
 """
 
 import json
@@ -41,28 +37,26 @@ CALL, OWN_CALL = "session.gather", "torch.distributed.all_gather"
 MAX_DIMS = 16
 MAX_SEEN_CHARS = 1000
 UNKNOWN = -1
-"""Value of `num_samples` if the script makes its batches itself."""
+"""Value of `num_samples` for a script's own batches."""
 _MESSAGE_BYTES = 1024
 _TAGS_PER_CALL, _NUM_CALLS, _CALLS_PER_STEP = 3, 8000, 64
-"""Limits that keep tags below 32767, which every MPI implementation allows."""
+"""Limits that keep tags below 32767, which every MPI allows."""
 _MESSAGE, _ROWS, _GRADIENTS = 1, 2, 3
 _HALVES = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """A member's share of the global batch of a step."""
+    """A member's share of a global batch."""
 
     index: int
-    """Index of the share. Members that work on the same samples have the same index."""
+    """The same on members with the same samples."""
     num_samples: int
-    """Number of samples, or `UNKNOWN`."""
+    """`UNKNOWN` if the script makes its batches."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _CallMessage:
-    """A member's message to the others about a call."""
-
     call: str
     index: int
     num_samples: int
@@ -70,14 +64,12 @@ class _CallMessage:
     of: str
     """Shape of a row, and dtype."""
     trains: bool
-    """True if a backward pass will follow."""
     outputs: int = 0
-    """Checksum of the outputs' shapes and dtypes, by rank, in a call of torch's all-gather."""
+    """Checksum of the outputs' shapes and dtypes, in a call of torch's all-gather."""
 
 
 class RowGathers:
-    """Gathers of one member in one step. Used by one thread at a time, the trainer's or
-    autograd's."""
+    """Gathers of one member in one step. For one thread at a time, the trainer's or autograd's."""
 
     def __init__(
         self,
@@ -89,10 +81,12 @@ class RowGathers:
         *,
         by_messages: bool | None = None,
     ) -> None:
-        """`members`: names by rank. `step`: number of committed steps. `waits(what)`: context in
-        which this member waits for the others. `by_messages`: send rows from rank to rank over the
-        host, not by a collective; the same on all members. None: do so for rows on the host, and
-        for all rows of a Gloo group."""
+        """`members`: names by rank. `step`: number of committed steps. `waits(what)`: context of a
+        wait for others.
+
+        `by_messages`: send rows from rank to rank over the host, not by a collective; the same on
+        all members. None: only rows on the host, and all rows of a Gloo group.
+        """
         self._by_messages = True if by_messages is None and is_gloo(group) else by_messages
         self._p2p: AbortableP2P | None = AbortableP2P(group, torch.device("cpu"))
         self._rank = group.rank()
@@ -104,8 +98,11 @@ class RowGathers:
 
     @eager
     def gather(self, tensor: Tensor) -> Tensor:
-        """Return the rows of all members. Collective. Raises InvalidSpec if `tensor` is not a dense
-        tensor with rows; and on all members if their rows do not fit together."""
+        """Return the rows of all members. Collective.
+
+        Raises InvalidSpec if `tensor` is not a dense tensor with rows, and on all members if their
+        rows do not fit together.
+        """
         _check(tensor)
         trains = tensor.requires_grad and torch.is_grad_enabled()
         messages = self._meet(
@@ -120,9 +117,8 @@ class RowGathers:
         return gathered
 
     def check_own(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
-        """Check a call of torch's own all-gather before the script makes it. Raises InvalidSpec on
-        all members if a rank's outputs do not have the shapes and dtypes that the ranks will
-        send."""
+        """Check a call of torch's own all-gather before it is made. Raises InvalidSpec on all
+        members if a rank's outputs do not fit the tensors that will be sent."""
         messages = self._meet(
             call=OWN_CALL,
             rows=len(tensor) if tensor.ndim else 1,
@@ -144,7 +140,7 @@ class RowGathers:
             )
 
     def close(self) -> None:
-        """End the step: later gradients of its gathers raise."""
+        """End the step: later gradients raise."""
         p2p, self._p2p = self._p2p, None
         if p2p is not None:
             p2p.close()
@@ -158,7 +154,7 @@ class RowGathers:
         *,
         by_messages: bool,
     ) -> None:
-        """Send to and receive from the given ranks. All tensors are contiguous. Raises InvalidSpec
+        """Send contiguous tensors to the given ranks, and receive from them. Raises InvalidSpec
         after `close`."""
         p2p = self._p2p
         if p2p is None:
@@ -177,11 +173,10 @@ class RowGathers:
                 _all_to_all(sends, receives, p2p.group)
 
     def uses_host_messages(self, rows: Tensor) -> bool:
-        """True if these rows go from rank to rank, over the host."""
+        """True if these rows are sent over the host."""
         return is_on_host(rows) if self._by_messages is None else self._by_messages
 
     def _meet(self, **fields: Any) -> list[_CallMessage]:
-        """Exchange messages about the call; return each member's, by rank."""
         self._num_calls += 1
         own = _CallMessage(index=self._share.index, num_samples=self._share.num_samples, **fields)
         messages = [_packed(own) for _ in self._members]
@@ -229,7 +224,7 @@ class RowGathers:
     def _refusal(
         self, what: str, messages: Sequence[_CallMessage], *, expected: str, fix: str = ""
     ) -> InvalidSpec:
-        """Build the error of a call, the same on all members. Collective, as all detect it."""
+        """Return the error of a call, the same on all members. Collective."""
         if self._p2p is not None:
             barrier_after_collective(self._p2p.group)
         by_member = zip(self._members, messages, strict=True)
@@ -238,8 +233,6 @@ class RowGathers:
 
 
 class _RowRoutes:
-    """Routes of one call: where each row comes from, and where its gradient goes."""
-
     def __init__(
         self, gathers: RowGathers, messages: Sequence[_CallMessage], rank: int, num_calls: int
     ) -> None:
@@ -248,8 +241,8 @@ class _RowRoutes:
         by_index: dict[int, list[int]] = {}
         for each, message in enumerate(messages):
             by_index.setdefault(message.index, []).append(each)
-        # Ranks with the same samples are numbered. Rank n of them exchanges rows with rank n of
-        # each other share, so all ranks of a share send and receive the same.
+        # Rank n of each share exchanges rows with rank n of the others, so all ranks of a share
+        # send and receive the same.
         column = by_index[messages[rank].index].index(rank)
         self._ranks = [ranks[column] for _, ranks in sorted(by_index.items())]
         self._index = self._ranks.index(rank)
@@ -274,7 +267,7 @@ class _RowRoutes:
         received = [own if index == self._index else torch.empty_like(own) for index in self._all()]
         sends = [(parts[index], self._ranks[index]) for index in self._others]
         self._exchange(sends, received, _GRADIENTS, gradient)
-        # Sum in the same order on every rank, and round to half precision once.
+        # The same order on every rank; rounded to half precision once.
         wide = torch.float32 if own.dtype in _HALVES else own.dtype
         total = own.new_zeros((num_rows, *own.shape[1:]), dtype=wide)
         for each in received:
@@ -283,7 +276,6 @@ class _RowRoutes:
         return summed
 
     def _placed(self, rows: Tensor) -> Tensor:
-        """Return the rows contiguous, on the device that sends them."""
         device = torch.device("cpu") if self._gathers.uses_host_messages(rows) else rows.device
         return rows.detach().to(device).resolve_conj().resolve_neg().contiguous()
 
@@ -315,7 +307,7 @@ class _Gather(torch.autograd.Function):
 
 
 def is_gather(node: Node) -> bool:
-    """True if this node of the autograd graph sends the gradients of rows to their owners."""
+    """True if this autograd node sends gradients of rows to their owners."""
     return getattr(node, "_forward_cls", None) is _Gather
 
 
@@ -361,7 +353,6 @@ def _unpacked(message: Tensor) -> _CallMessage:
 
 
 def _in_bytes(tensors: Sequence[tuple[Tensor, int]]) -> list[tuple[Tensor, int]]:
-    """Return the non-empty tensors as bytes."""
     return [(as_bytes(each), rank) for each, rank in tensors if each.numel()]
 
 
@@ -370,7 +361,6 @@ def _all_to_all(
     receives: Sequence[tuple[Tensor, int]],
     group: dist.ProcessGroup,
 ) -> None:
-    """Exchange the tensors by one all-to-all over the whole group."""
     empty = receives[0][0].new_empty(0, dtype=torch.uint8)
     sent, received = [empty] * group.size(), [empty] * group.size()
     for tensors, by_rank in ((sends, sent), (receives, received)):

@@ -1,4 +1,4 @@
-"""The gradients on one rank: their norms, and their faults."""
+"""One rank's gradients: norms and faults."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,9 +13,9 @@ from shoal_proto.errors import InvalidSpec
 
 
 def sum_of_squares(norms: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return the sum of squares as a float64 tensor [1] on the device; 0 if `norms` is empty."""
+    """Return the sum of squares as a float64 tensor [1]; 0 if `norms` is empty."""
     total = torch.zeros(1, dtype=torch.float64, device=device)
-    # `stack` needs one device and dtype; a model's gradients may be of several.
+    # `stack` needs one device and dtype.
     for kind in dict.fromkeys((norm.device, norm.dtype) for norm in norms):
         alike = torch.stack([norm for norm in norms if (norm.device, norm.dtype) == kind])
         total += alike.double().square().sum().to(device)
@@ -23,7 +23,7 @@ def sum_of_squares(norms: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def not_reduced(step: int, unreached: Sequence[str], strategy: str) -> InvalidSpec:
-    """Build the error of a step whose gradients were not reduced: members would drift apart.
+    """Return the error of a step whose gradients were not reduced.
 
     `unreached`: parameters without a gradient. `strategy`: name of the strategy's class.
     """
@@ -47,11 +47,11 @@ def not_reduced(step: int, unreached: Sequence[str], strategy: str) -> InvalidSp
 
 
 def name_of_fault(parameters: Mapping[str, nn.Parameter]) -> str:
-    """Return the name of the first parameter whose gradient on this rank has a NaN or Inf; empty if
-    there is none."""
+    """Return the first parameter whose gradient on this rank has a NaN or Inf; empty if there is
+    none."""
     gradients = local_gradients(parameters)
-    # The norms take one pass over all gradients. A norm of finite numbers may overflow, so the test
-    # of each element decides.
+    # One pass over all gradients. A norm of finite numbers may overflow, so each element is tested
+    # then.
     norms = foreach_norm(list(gradients.values()))
     if math.isfinite(sum_of_squares(norms, torch.device("cpu")).item()):
         return ""
@@ -59,15 +59,15 @@ def name_of_fault(parameters: Mapping[str, nn.Parameter]) -> str:
 
 
 def local_gradients(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    """Return this rank's part of each gradient, in the gradient's own memory; empty parts are left
-    out. A replicated gradient of a sharded parameter is first replaced by this rank's part."""
+    """Return this rank's parts of the gradients, in their own memory, without empty ones. A sharded
+    parameter's replicated gradient is replaced by this rank's part."""
     gradients = {}
     for name, parameter in parameters.items():
         gradient = parameter.grad
         if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
             own = gradient_cut_as(parameter, gradient)
             if own is not gradient:
-                # Otherwise each rank would count all elements of the replicated gradient.
+                # Else each rank would count all elements.
                 parameter.grad = gradient = own
         if gradient is not None:
             gradients[name] = local_of(gradient) if isinstance(gradient, DTensor) else gradient

@@ -1,11 +1,9 @@
 """Record of the layers for which a rank communicated, to detect ranks that compute with different
 layers.
 
-A message does not say which layer it belongs to. If the script of one rank skips a layer, or
-computes with another one, ranks combine values of different layers, with no error until a rank
-waits for a message that never comes. Naming the layer before each message would double the cost of
-a layer. So each rank records its layers, and the records are compared off the critical path: in the
-message that ends a step, and by a rank that has waited for long.
+A message does not name its layer: ranks may combine values of different layers, until one waits for
+a message that never comes. Records are compared in the message that ends a step, and by a rank that
+has waited for long.
 """
 
 import json
@@ -22,34 +20,29 @@ from shoal.backends.abortable.gather import barrier_after_collective, gather, re
 from shoal_proto.errors import InvalidSpec
 
 PASSES_END = -1
-"""Entry that records no layer: the rank has finished its passes and notifies the others."""
+"""Entry for the end of a rank's passes."""
 _SIZES, _SIZES_END = -2, -(1 << 31)
-"""An entry `_SIZES - n` records that a value had n elements; `_SIZES_END`: that many, or more."""
+"""An entry `_SIZES - n` records that a value had n elements, `_SIZES_END` that many or more."""
 MAX_KEPT = 4096
-"""Maximum number of exchanges that are kept individually. Above it, the older half of them is
-replaced by a digest."""
+"""Limit of exchanges kept one by one; above it a digest replaces the older half."""
 MAX_RECORDED = 64
-"""Number of the newest exchanges that a rank reports."""
 MAX_WORD_CHARS = 120
-"""Maximum length of the description of one exchange, in characters."""
 DIGEST_BITS, FIRST_BITS = 38, 16
-"""Bits of the two parts of `LayerExchanges.summary`: a digest, and the lowest rank of the peers."""
+"""Bits of the parts of `LayerExchanges.summary`: digest, and lowest rank of the peers."""
 WORD_BITS = DIGEST_BITS + FIRST_BITS + 1
-"""Bits of `LayerExchanges.summary`, of which the highest is always set if layers are split."""
+"""Bits of `LayerExchanges.summary`; the highest is set if layers are split."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangeRecord:
-    """Record of a rank's exchanges in a step; the last one may be in progress."""
+    """Record of a rank's exchanges in a step. The last one may be in progress."""
 
     step: int
-    """Number of steps begun in the generation."""
     count: int
     last: Sequence[str]
-    """Descriptions of the newest exchanges, in order."""
 
     def exchange_at(self, position: int) -> str | None:
-        """Return the exchange at this position; None if not yet made, or no longer kept."""
+        """Return the exchange at this position, if it is made and still kept."""
         index = position - (self.count - len(self.last))
         return self.last[index] if 0 <= index < len(self.last) else None
 
@@ -64,61 +57,64 @@ class ExchangeSite:
         self._value, self._gradient = 2 * number, 2 * number + 1
 
     def value(self) -> int:
-        """Record that ranks are about to exchange the layer's values. Returns the number of the
-        exchange: at most 24 bits, the same on all ranks. `gradient` returns such a number too."""
+        """Record that ranks exchange the layer's values now.
+
+        Returns the exchange's number: at most 24 bits, the same on all ranks.
+        """
         self._note(self._value)
         return self._value
 
     def gradient(self) -> int:
-        """Record that ranks are about to exchange the layer's gradients."""
+        """Record that ranks exchange the layer's gradients now. Returns a number as `value`
+        does."""
         self._note(self._gradient)
         return self._gradient
 
 
 class LayerExchanges:
-    """Exchanges of one rank in one generation. Used by one thread at a time, the trainer's or
-    autograd's; another thread may call `record` while that one waits."""
+    """Exchanges of one rank in one generation.
+
+    For one thread at a time, the trainer's or autograd's. Another thread may call `record` while
+    that one waits.
+    """
 
     def __init__(self) -> None:
         self._names: list[str] = []
         self._subjects: list[str] = []
-        """Names of the values exchanged in forward passes, such as "outputs"; by layer number."""
+        """Names of values exchanged in forward passes, such as "outputs", by layer."""
         self._done: list[int] = []
         self._forgotten, self._digest = 0, 0
-        """The number of exchanges that are no longer kept, and a digest of them."""
+        """Number and digest of exchanges that are not kept."""
         self._steps = 0
         self._has_ended = False
-        """True if nothing more is recorded in this step."""
         self._whole: dict[int, nn.Parameter] = {}
-        """Parameters that each rank has whole. The key is the exchange that is recorded if the
-        parameter has no gradient."""
+        """Parameters that each rank has whole, by the exchange that records a missing gradient."""
         self._without: set[int] | None = None
-        """Keys of `_whole` whose parameters this rank's own passes left without a gradient; None
-        until `note_missing_gradients`."""
+        """Keys of `_whole` without a gradient from this rank's passes; None until
+        `note_missing_gradients`."""
         self.peers: Sequence[int] = ()
-        """The ranks that split layers with this one, itself included; empty if nothing is split."""
+        """The ranks that split layers with this one, itself included, if there are any."""
         self.is_compared = False
-        """True if ranks outside this rank's own tensor group may find a difference, and report it
-        to this rank."""
+        """True if ranks outside of this tensor group may report a difference to this rank."""
         self.report_refusal: Callable[[InvalidSpec], None] = lambda refusal: None
         """Called before this rank raises a refusal that not all ranks know of."""
 
     def set_peers(self, peers: Sequence[int]) -> None:
-        """Set the peers that split layers with this rank. If the script's models have different
-        peers, nothing is compared."""
+        """Set the peers that split layers with this rank. With several models of different peers,
+        nothing is compared."""
         differ = self._names and tuple(peers) != self.peers
         self.peers = () if differ else tuple(peers)
 
     def add_site(self, name: str, *, what: str = "outputs") -> ExchangeSite:
-        """Add the layer of this name; all ranks add the same layers in the same order.
-        `what`: the values that ranks exchange for it in forward passes, as messages name them."""
+        """Add a layer; all ranks add the same ones in the same order. `what`: the values exchanged
+        in forward passes."""
         self._names.append(name)
         self._subjects.append(what)
         return ExchangeSite(self, len(self._names) - 1)
 
     def add_whole_parameters(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Add the parameters that each rank has whole. Their gradients are broadcast after the
-        passes, so the same parameters must lack a gradient on all ranks."""
+        """Add the parameters that each rank has whole. The same ones must lack a gradient on all
+        ranks, as gradients are broadcast."""
         for name, parameter in parameters.items():
             if parameter.requires_grad and not isinstance(parameter, DTensor):
                 self._names.append(name)
@@ -131,13 +127,12 @@ class LayerExchanges:
         self._done, self._has_ended, self._without = [], False, None
 
     def note_missing_gradients(self) -> None:
-        """Record the parameters without a gradient, before other ranks' gradients are added:
-        afterwards every parameter may have one."""
+        """Record the parameters without a gradient, before other ranks' gradients are added."""
         without = {exchange for exchange, each in self._whole.items() if each.grad is None}
         self._without = without if self._without is None else self._without & without
 
     def note(self, exchange: int) -> None:
-        """Record an exchange that the ranks are about to make."""
+        """Record an exchange that is about to begin."""
         if self._has_ended:
             return
         self._done.append(exchange)
@@ -145,9 +140,8 @@ class LayerExchanges:
             self._forget(MAX_KEPT // 2)
 
     def stop_at_mismatch(self, size: int | None = None) -> None:
-        """End the record, as ranks have just found that their exchanges differ: later exchanges
-        are not recorded. `size`: the number of elements of this rank's value, if only sizes differ
-        and the layer was the same."""
+        """End the record, as exchanges were found to differ. `size`: elements of this rank's value,
+        if only sizes differ."""
         if size is not None:
             self.note(_SIZES - min(size, -_SIZES_END + _SIZES))
         self._has_ended = True
@@ -166,8 +160,8 @@ class LayerExchanges:
         return (count & ((1 << (DIGEST_BITS - 32)) - 1)) << 32 | checksum
 
     def check_outside_step(self, group: dist.ProcessGroup) -> None:
-        """Record the end of passes that were made outside of a step, and compare the layers of all
-        ranks. Collective over all ranks; raises what `check_exchanges` raises."""
+        """Record the end of passes outside of a step, and compare all ranks' layers. Collective;
+        raises what `check_exchanges` raises."""
         if self._names:
             self.note(PASSES_END)
             record = self.record()
@@ -180,7 +174,7 @@ class LayerExchanges:
             )
 
     def record(self) -> ExchangeRecord | None:
-        """Return the record for other ranks to compare with theirs; None if there is none."""
+        """Return the record for other ranks to compare, if there is any."""
         done = self._done
         if not self.peers or not done:
             return None
@@ -189,8 +183,7 @@ class LayerExchanges:
         return ExchangeRecord(step=self._steps, count=count, last=last)
 
     def summary(self) -> int:
-        """Return a digest of the record, of `WORD_BITS` bits, for comparison with the peers' when
-        passes end; 0 if nothing is split."""
+        """Return a digest of the record, of `WORD_BITS` bits; 0 if nothing is split."""
         if not self.peers:
             return 0
         return (1 << FIRST_BITS | min(self.peers)) << DIGEST_BITS | self._digest_of_all()
@@ -219,8 +212,10 @@ def check_exchanges(
     digests: Sequence[int], records: Sequence[ExchangeRecord | None], members: Sequence[str] = ()
 ) -> None:
     """Raise InvalidSpec if ranks that split layers with each other communicated for different
-    layers. `digests`, `records`: `LayerExchanges.summary` and `.record` by rank. `members`: names
-    by rank."""
+    layers.
+
+    `digests`, `records`: `LayerExchanges.summary` and `.record` by rank. `members`: names by rank.
+    """
     names = members or [f"rank {rank}" for rank in range(len(digests))]
     by_name = {names[r]: own for r in ranks_that_differ(digests) if (own := records[r]) is not None}
     if not by_name:
@@ -231,8 +226,8 @@ def check_exchanges(
 
 
 def ranks_that_differ(digests: Sequence[int]) -> Sequence[int]:
-    """Return the first group of peers whose `LayerExchanges.summary` differ: they communicated for
-    different layers. `digests` by rank."""
+    """Return the first group of peers that communicated for different layers. `digests`:
+    `LayerExchanges.summary` by rank."""
     if all(digest == digests[0] for digest in digests):
         return ()
     groups: dict[int, list[int]] = {}
@@ -244,9 +239,8 @@ def ranks_that_differ(digests: Sequence[int]) -> Sequence[int]:
 
 
 def difference(records: Mapping[str, ExchangeRecord]) -> Mapping[str, str] | None:
-    """Find the first known position at which members in the same step differ. Return the exchange
-    at that position of each member whose record still has it; None if there is no such position.
-    """
+    """Return the exchanges at the first known position where members in the same step differ, by
+    member; None if there is no such position."""
     newest = max((each.step for each in records.values()), default=0)
     same = {name: each for name, each in records.items() if each.step == newest}
     ends = [(each.count - len(each.last), each.count) for each in same.values()]
@@ -263,8 +257,8 @@ def describe_exchanges(exchanges: Mapping[str, str]) -> str:
 
 
 def different_layers(seen: str) -> InvalidSpec:
-    """Build the refusal of members that communicated for different layers. `seen`: the exchange of
-    each member."""
+    """Return the refusal of members that communicated for different layers. `seen`: each member's
+    exchange."""
     return InvalidSpec(
         "members that split layers among them computed with different layers at the same time",
         seen=seen,

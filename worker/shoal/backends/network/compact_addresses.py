@@ -1,9 +1,7 @@
 """Compact encoding of the addresses that Gloo's ranks announce: short for any number of ranks.
 
-A rank announces its listener and, for each of N peers, the number of the connection to that peer:
-8 N bytes. Most numbers are one more than the previous number, so they are stored as runs of equal
-differences. A value that this does not shorten is kept unchanged. The first byte of the result
-names the encoding.
+A rank announces its listener and, for each peer, the number of the connection to that peer. Runs of
+numbers with equal differences are stored together.
 """
 
 import struct
@@ -19,16 +17,16 @@ Array = npt.NDArray[Any]
 _WORD_BYTES = 8
 _UNCHANGED, _AS_RUNS = b"\0", b"\1"
 _REST = struct.Struct("<B")
-"""Format of the number of bytes before the first word: words are aligned to the value's end."""
+"""Number of bytes before the first word. Words are aligned to the value's end."""
 _RUNS = np.dtype([("difference", "<i8"), ("count", "<u4")])
 _EDGE_WORDS = 32
-"""Number of words kept at each end of a run: more than a socket's address has."""
+"""Number of words kept at each end of a run."""
 MAX_WORDS = 1 << 20
-"""Limit of a value in words: enough for a million ranks."""
+"""Limit of a value in words."""
 
 
 def compact(value: bytes) -> bytes:
-    """Encode the value. The result is at most one byte longer, and short for an address."""
+    """Encode the value. The result is at most one byte longer."""
     rest = len(value) % _WORD_BYTES
     words = np.frombuffer(value, dtype="<i8", offset=rest)
     differences = np.diff(words, prepend=np.int64(0))
@@ -58,9 +56,9 @@ def expand(packed: bytes) -> bytes:
 
 
 def without_runs(value: bytes) -> bytes:
-    """Remove the middle of each long run of equal differences: these are connection numbers.
+    """Remove the middle of each long run of connection numbers.
 
-    Everything else in the value, such as the address of a listener, stays in one piece.
+    A listener's address stays in one piece.
     """
     rest = len(value) % _WORD_BYTES
     words = np.frombuffer(value, dtype="<i8", offset=rest)
@@ -73,7 +71,6 @@ def without_runs(value: bytes) -> bytes:
 
 
 def _runs(differences: Array) -> tuple[Array, Array]:
-    """Return the start and the length of each run of equal differences."""
     starts = np.flatnonzero(np.append(True, differences[1:] != differences[:-1]))
     starts = starts[: len(differences)]
     return starts, np.diff(starts, append=len(differences))

@@ -1,4 +1,4 @@
-"""Progress of a GPU, as seen by a thread other than the trainer's."""
+"""Detection of a GPU that makes no progress."""
 
 import threading
 from collections.abc import Callable
@@ -22,23 +22,22 @@ class DeviceEvent(Protocol):
 class DeviceProgress:
     """Detector of a device that does not advance in the trainer's work. For one thread.
 
-    A collective that waits for a lost peer never ends, and the device is stuck. A trainer that
-    waits for the device then hangs in any call, such as the script's own `loss.item()`, and its
-    processor looks busy. A script that hangs by itself leaves the device idle.
+    After a lost peer, the trainer may hang in any call that waits for the device, such as
+    `loss.item()`.
     """
 
     def __init__(self, record: Callable[[], DeviceEvent | None]) -> None:
-        """`record` returns an event after all work that the trainer has queued so far, or None if
-        no event can be recorded now."""
+        """`record` returns an event after all queued work, or None if no event can be recorded
+        now."""
         self._record = record
         self._event: DeviceEvent | None = None
         self._since_s = 0.0
         self._is_failed = False
 
     def stalled_since_s(self, now_s: float) -> float | None:
-        """Return the time of the check that recorded the last event, if the device has not reached
-        that event yet. None if it has, during the capture of a CUDA graph, and after the device
-        has failed. Called from time to time."""
+        """Return the time since which the device has not reached the last recorded event. None if
+        the device has reached it, while a CUDA graph is captured, and after the device has
+        failed."""
         if self._is_failed:
             return None
         try:
@@ -59,14 +58,14 @@ class DeviceProgress:
 
 
 class _CaptureLock:
-    """Mutual exclusion between captures of CUDA graphs and calls that would invalidate them."""
+    """Mutual exclusion of captures of CUDA graphs, and calls that invalidate one."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._num_captures = 0
 
     def watch(self) -> None:
-        """Track each capture that begins after this call. May be called again."""
+        """Track captures from now on. May be called again."""
         graph, ended = torch.cuda.CUDAGraph, lambda: self._count(-1)
         # A capture that could not begin has no `capture_end`.
         before_calls(graph, "capture_begin", lambda *_, **__: self._count(1), failed=ended)
@@ -77,8 +76,7 @@ class _CaptureLock:
             self._num_captures = max(self._num_captures + change, 0)
 
     def excluded(self) -> "_Excluded":
-        """Return a context in which no capture begins. Its value is False if a capture is in
-        progress."""
+        """Return a context in which no capture begins. Its value is False during a capture."""
         return _Excluded(self)
 
 

@@ -1,11 +1,8 @@
 """Gloo groups that can be cut: collectives on the CPU that end when a peer is lost.
 
-Gloo cannot abort an operation. If a peer dies, only its neighbours notice. If a peer is suspended,
-no rank notices before the timeout. And a group cannot be destroyed while an operation in it hangs.
-So `cut` shuts down the group's own connections: waiting operations raise within milliseconds, and
-each member's failure spreads through the ring. A group that is still connecting may have no
-connection to shut down, while this member waits for a peer to connect. `cut` then connects to the
-member's own listener, and closes that connection.
+Gloo cannot abort an operation. So `cut` shuts down the group's connections: waiting operations then
+raise within milliseconds. A group that is still connecting may have no connection yet. `cut` then
+connects to the member's own listener, and closes that connection.
 """
 
 import socket
@@ -33,12 +30,12 @@ from shoal_proto.errors import InvalidSpec
 
 log = structlog.get_logger(__name__)
 
-# Gloo's errors have no class of their own. Most begin with a path in its source.
+# Gloo's errors have no class of their own.
 _FAILURE_MARKS = ("gloo", "pair closure", "closed by peer", "connection reset", "timed out waiting")
 
 
 class GlooBackend:
-    """Backend "gloo" of sessions; see the module."""
+    """Backend "gloo" of sessions."""
 
     name = "gloo"
     is_watched = True
@@ -66,8 +63,8 @@ class GlooGroup:
     def __init__(
         self, seat: Seat, store: Store, live: LiveGloo | None = None, *, beside: str = ""
     ) -> None:
-        """`beside`: an additional backend that torch makes for the group, such as "cuda:nccl". A
-        cut does not end that backend's operations: the caller has to end them."""
+        """`beside`: an additional backend, such as "cuda:nccl". A cut does not end its
+        operations."""
         self._backend = f"cpu:{PLUGIN},{beside}" if beside else PLUGIN
         self._seat = seat
         self._live = live
@@ -141,9 +138,9 @@ class GlooGroup:
     def retire_group(
         self, forget: Callable[[], None], also: Iterable[dist.ProcessGroup] = ()
     ) -> None:
-        """Retire the group. `forget` removes groups from torch; those in `also` are freed too."""
-        # Keep references before torch drops the group: if DDP's reducer had the last reference, it
-        # would wait for Gloo's threads and hold the GIL meanwhile.
+        """Retire the group. `forget` removes groups from torch. `also`: groups to free too."""
+        # Without these, DDP's reducer may have the last reference, and wait for Gloo's threads with
+        # the GIL.
         groups, self._groups = [*self._groups, *also], []
         if self._is_default:
             self._is_default = False
@@ -157,8 +154,6 @@ class GlooGroup:
             self._live.drop()
 
     def _reconnect(self) -> Any | None:
-        """Return the previous generation's group, connected to the members of this generation.
-        None, on all members alike, if they have to make a new group."""
         if self._live is None:
             return None
         started_s = time.perf_counter()
@@ -173,8 +168,7 @@ class GlooGroup:
     def _connect(self, rank: int, world_size: int, store: Store) -> Any:
         seat = self._seat
         make: Any = ProcessGroupGloo
-        # The group keeps this timeout for all later operations, so it cannot be the limit for
-        # connecting: `_within_limit` sets that limit.
+        # Not the limit for connecting: the group keeps it for later operations.
         options = gloo_options(seat.address, timeout_s=seat.collective_s)
         addresses = AddressStore(store, rank, world_size, limit_s=seat.bring_up_s)
         with self._within_limit():
@@ -185,7 +179,6 @@ class GlooGroup:
 
     @contextmanager
     def _within_limit(self) -> Iterator[None]:
-        """Return a context in which to connect. Cuts the group after a bring-up's time limit."""
         seat = self._seat
         late = f"its members were not connected within {seat.bring_up_s:g} s"
         timer = threading.Timer(seat.bring_up_s, self.cut, (late,))
@@ -206,10 +199,8 @@ class GlooGroup:
             raise ended_in_bring_up(self._seat.generation, self._reason)
 
     def _end_accepting(self) -> None:
-        """Connect to this member's own listener as each peer would, and close the connections.
-
-        Gloo first reads the number of the pair, which is the peer's rank.
-        """
+        """Connect to this member's own listener as each peer would, and close the connections. Gloo
+        first reads the peer's rank."""
         for address in listening(self._store.announced):
             for rank in range(self._seat.world_size):
                 try:
@@ -221,13 +212,11 @@ class GlooGroup:
 
 
 _ready: list[tuple[GlooGroup, Any]] = []
-"""The group that is being opened, and its connected Gloo group for `init_process_group`."""
+"""The group that is being opened, with its connected Gloo group."""
 _current: list[GlooGroup] = []
-"""The group that was opened last; empty before the first."""
 
 
 def _create(options: Any, unused: Any) -> Any:
-    """Make a group for torch: the default group, or one for the user's own `new_group`."""
     if _ready:
         owner, gloo = _ready.pop()
         _current[:] = [owner]

@@ -1,8 +1,6 @@
 """NCCL groups: collectives between GPUs, cut by aborting their communicators.
 
 Tensors on the host go over Gloo in the same group: transfers of state, peer checkpoints, votes.
-That part is a `GlooGroup`, as on CPUs. So a cut aborts NCCL's communicators and ends Gloo's
-connections.
 """
 
 import os
@@ -31,35 +29,33 @@ from shoal_proto.errors import GenerationBroken, InvalidSpec
 log = structlog.get_logger(__name__)
 
 ABORTED_S = 10.0
-"""Time for which the next bring-up waits for the aborts of this generation's communicators."""
+"""Limit of the next bring-up's wait for these aborts."""
 _IDENTITY = struct.Struct("<64q")
-"""A GPU's id as ranks exchange it: one number for each byte of the text. Same in all releases."""
+"""A GPU's id as ranks exchange it. Must not change between releases."""
 _FAILURE_MARKS = ("nccl", "communicator was aborted", "watchdog")
 
 
 class StreamedDevice(Protocol):
-    """A device whose collectives are queued on a stream, and can be aborted there."""
+    """A device whose collectives can be aborted on its stream."""
 
     kind: str
-    """torch's name of the device: "cuda"."""
     transport: str
-    """torch's backend for the device: "nccl"."""
 
     def identity(self) -> str:
-        """Return an id of the device; two ranks have the same id only if they share the device."""
+        """Return an id of the device, equal on two ranks only if they share the device."""
 
     def connect(self, group: dist.ProcessGroup, waiter: AbortableWaiter) -> None:
-        """Create the group's communicator; see `communicators.connect`."""
+        """Create the group's communicator."""
 
     def synchronise(self) -> None:
         """Wait for all work that was queued on the device."""
 
     def fault(self) -> str:
-        """Return the error for which torch has aborted a group; empty if there is none."""
+        """Return the error for which torch has aborted a group; "" if there is none."""
 
 
 class Cuda:
-    """The CUDA device that is current for the thread that calls."""
+    """The current CUDA device of the calling thread."""
 
     kind, transport = "cuda", "nccl"
 
@@ -70,7 +66,7 @@ class Cuda:
         connect(group, torch.device("cuda", torch.cuda.current_device()), waiter)
 
     def synchronise(self) -> None:
-        # All streams: a script may have run a collective on a stream of its own.
+        # All streams, also a script's own.
         torch.cuda.synchronize()
 
     def fault(self) -> str:
@@ -78,7 +74,7 @@ class Cuda:
 
 
 class NcclBackend:
-    """See `shoal.backends.process_group.interface.Backend`."""
+    """See `process_group.interface.Backend`."""
 
     name = "nccl"
     is_watched = True
@@ -95,7 +91,7 @@ class NcclBackend:
         self._progress: DeviceProgress | None = None
 
     def group(self, seat: Seat, store: Store) -> "NcclGroup":
-        # Called by the trainer: its current device is the one to watch.
+        # The trainer's current device is the one to watch.
         device = torch.device("cuda", torch.cuda.current_device())
         self._progress = self._progress or cuda_progress(device)
         return NcclGroup(seat, store)
@@ -112,7 +108,7 @@ class NcclBackend:
 
 
 class NcclGroup:
-    """A `process_group.interface.Group` on the CUDA device that is current when it is opened."""
+    """A `process_group.interface.Group` on the CUDA device that is current in `open`."""
 
     def __init__(self, seat: Seat, store: Any, device: StreamedDevice | None = None) -> None:
         self._seat = seat
@@ -136,17 +132,19 @@ class NcclGroup:
         return group
 
     def cut(self, reason: str) -> None:
-        # Set first: an aborted collective ends without an error, and `check` must know the reason.
+        # Set first: `check` needs the reason, as an aborted collective ends without an error.
         self._reason = self._reason or reason or "the group was cut"
         self._connecting.abort(self._reason)
         self._host.cut(self._reason)
-        # All groups, also those of device meshes: waits in them have to end too.
+        # Also groups of device meshes.
         self._aborts.begin(backends_on(self._kind))
 
     def check(self) -> None:
-        """Raise GenerationBroken if a collective was aborted, by `cut` or by torch's watchdog. The
-        collective itself ends without an error, with an incomplete result (torchft, pull request
-        147). The reason of the abort is recorded before the collective ends."""
+        """Raise GenerationBroken if a collective was aborted, by `cut` or by torch's watchdog.
+
+        An aborted collective ends without an error, with an incomplete result (torchft, pull
+        request 147).
+        """
         self._device.synchronise()
         if fault := self._reason or self._device.fault():
             raise GenerationBroken(
@@ -157,7 +155,7 @@ class NcclGroup:
         if not (self._reason or self._device.fault()):
             self._host.retire_group(dist.destroy_process_group, list(all_groups()))
             return
-        # Abort also groups made after the cut, and all groups if torch's watchdog has aborted one.
+        # Also groups made after the cut, or all groups if torch's watchdog aborted one.
         self._aborts.begin(backends_on(self._kind))
         if not self._aborts.wait(ABORTED_S):
             log.warning(
@@ -174,8 +172,6 @@ class NcclGroup:
         self._host.keep_for_ever()
 
     def _check_unshared(self, group: dist.ProcessGroup) -> None:
-        """Raise InvalidSpec, on all ranks, if two ranks share a GPU and NCCL is not configured for
-        that: it would fail in each generation."""
         if group.size() == 1:
             return
         own = _IDENTITY.pack(*self._device.identity().encode().ljust(64, b"\0"))
@@ -193,19 +189,17 @@ class NcclGroup:
 class Aborts:
     """Aborts of a generation's groups on a device, made concurrently. Thread-safe.
 
-    `ProcessGroupNCCL::abort` waits for its communicators up to the group's limit, and then raises.
-    The abort of one group may wait, in cudaFree, for a kernel of another group that waits for a
-    lost peer (pytorch issue 119797). So each abort has a thread, and the kernels of all groups end
-    together.
+    An abort may wait, in cudaFree, for a kernel of another group that waits for a lost peer
+    (pytorch issue 119797).
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._begun: list[tuple[Any, threading.Thread]] = []
-        """Aborted backends with their threads. Kept, so that no later backend has the same `id`."""
+        """Aborted backends, kept so that no later backend has the same `id`."""
 
     def begin(self, backends: Iterable[Any]) -> None:
-        """Begin to abort each backend for which no abort has begun. Does not wait."""
+        """Begin to abort backends for which no abort has begun, without waiting."""
         with self._lock:
             known = {id(backend) for backend, _ in self._begun}
             for backend in backends:

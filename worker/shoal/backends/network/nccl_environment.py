@@ -1,7 +1,7 @@
-"""Environment variables of NCCL: above all those that decide what an error does to the process.
+"""Environment variables of NCCL, above all those that decide what an error does to the process.
 
-Images and launchers export some of them (torchrun: TORCH_NCCL_ASYNC_ERROR_HANDLING=1), for jobs
-that end with the first error. A member has to survive the error, for the next generation.
+Images and launchers export some for jobs that end with the first error. A member has to survive the
+error.
 """
 
 import re
@@ -14,36 +14,33 @@ from shoal_proto.errors import InvalidSpec
 log = structlog.get_logger(__name__)
 
 REQUIRED: Mapping[str, str] = {
-    # CleanUpOnly: torch aborts the communicator of a collective that failed or timed out. The other
-    # modes (ErrorHandlingMode in torch's ProcessGroupNCCL.hpp) end the process, or do nothing.
+    # CleanUpOnly: torch aborts the communicator of a failed collective. Other modes
+    # (ErrorHandlingMode in torch's ProcessGroupNCCL.hpp) end the process, or do nothing.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
-    # The monitor ends a process whose watchdog was silent for some minutes, because the process was
-    # stopped or suspended, or because an abort hangs. Heartbeats detect these cases.
+    # The monitor ends a process whose watchdog is silent for minutes. Heartbeats detect that here.
     "TORCH_NCCL_ENABLE_MONITORING": "0",
-    # A dump before an abort would make the trainer wait longer.
+    # A dump would delay the abort.
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_EXTRA_DUMP_ON_EXEC": "0",
-    # If on, all ranks report through the store before an abort; meant for a process that then ends.
+    # If on, all ranks report through the store before an abort.
     "TORCH_NCCL_DESYNC_DEBUG": "0",
-    # If on, the first NaN fails a device assertion, and the process cannot use its GPU any more.
-    # With AMP, gradients that are not finite are normal.
+    # If on, the first NaN makes the GPU unusable. With AMP, NaN gradients are normal.
     "TORCH_NCCL_NAN_CHECK": "0",
-    # If on, errors are sent to all ranks through the store. Here the coordinator reports losses.
+    # If on, errors are sent to all ranks. Here the coordinator reports losses.
     "TORCH_NCCL_PROPAGATE_ERROR": "0",
-    # If on, a timeout ends the process, from torch 2.15 on (pytorch pull request 196187).
+    # If on, a timeout ends the process from torch 2.15 on (pytorch pull request 196187).
     "TORCH_NCCL_TEARDOWN_ON_TIMEOUT": "0",
 }
-"""Values that let a member survive an error of NCCL."""
+"""Values with which a member survives an error of NCCL."""
 _OLD_NAMES: Mapping[str, str] = {
     "NCCL_ASYNC_ERROR_HANDLING": "TORCH_NCCL_ASYNC_ERROR_HANDLING",
     "NCCL_DESYNC_DEBUG": "TORCH_NCCL_DESYNC_DEBUG",
 }
-"""Older names of the variables, which torch reads too."""
+"""Older names that torch reads too."""
 _BLOCKING = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
 _NUMBER = re.compile(r"\s*([+-]?[0-9]{1,20})")
-"""Matches the part at the beginning of a text that C++ reads as a number."""
+"""Matches what C++ reads as a number at the beginning of a text."""
 _INT = range(-(1 << 31), 1 << 31)
-"""Numbers that fit into C++'s int."""
 _OFF = ("0", "false", "f", "no", "n")
 _ON = ("1", "true", "t", "yes", "y")
 _SWITCHES = (
@@ -71,14 +68,12 @@ _NUMBERS = (
     "TORCH_FR_BUFFER_SIZE",
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC",
 )
-"""Numbers that torch reads, like `_SWITCHES`, when it makes a group or a communicator. An invalid
-or empty value would raise an error of NCCL in each generation, which looks like the loss of a
-peer."""
+"""Numbers that torch reads. An invalid value would raise an error of NCCL in each generation, which
+looks like the loss of a peer."""
 
 
 def require_survival(environment: MutableMapping[str, str]) -> None:
     """Set the required variables and remove empty ones, for groups that are made after this call.
-    Log a warning about values that are replaced.
 
     Raises InvalidSpec for a value that torch cannot read, and if NCCL's waits are set to block: no
     abort could then end the trainer's wait.
@@ -130,6 +125,5 @@ def _check_readable(environment: Mapping[str, str]) -> None:
 
 
 def _is_int(value: str) -> bool:
-    """True if C++ reads the text as an int."""
     number = _NUMBER.match(value)
     return number is not None and int(number[1]) in _INT

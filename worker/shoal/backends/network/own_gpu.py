@@ -1,4 +1,4 @@
-"""Choice of this worker's GPU if several workers of a host see the same GPUs."""
+"""Choice of a worker's GPU on a host with several workers."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,22 +10,20 @@ import torch
 from shoal_proto.errors import InvalidSpec
 
 SHARES_GPU = "NCCL_MULTI_RANK_GPU_ENABLE"
-"""Environment variable of NCCL 2.30 and newer; "1" lets several ranks share a GPU."""
+"""Environment variable since NCCL 2.30; "1" lets several ranks share a GPU."""
 _HIDES_GPUS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalRank:
-    """Index of one worker among all workers that its launcher runs on this host."""
+    """Index of a worker among those of its launcher."""
 
     rank: int = 0
     world_size: int = 1
 
     def gpu(self, num_visible: int) -> int | None:
-        """Return the index of this worker's GPU among `num_visible`; None if there are too few.
-
-        A worker that sees a single GPU uses it: the launcher or scheduler has hidden the others.
-        """
+        """Return the index of this worker's GPU; None if there are too few. A single visible GPU is
+        this worker's."""
         if num_visible == 1:
             return 0
         return self.rank if num_visible >= max(self.world_size, self.rank + 1) else None
@@ -35,8 +33,8 @@ class LocalRank:
     ) -> None:
         """Raise InvalidSpec if the model's GPU, at `index`, is not this worker's GPU.
 
-        Raises also if the host has too few GPUs for its workers. If several workers see a single
-        GPU, and no variable hides others, NCCL has to be configured to share it.
+        Raises also if the host has too few GPUs. Several workers may use one visible GPU if a
+        variable hides others, or if NCCL is configured to share it.
         """
         own = self.gpu(num_visible)
         is_hidden = any(environment.get(name) for name in _HIDES_GPUS)
@@ -63,13 +61,13 @@ class LocalRank:
 
 
 def shares_gpu(environment: Mapping[str, str]) -> bool:
-    """True if NCCL is configured to let several ranks share one GPU."""
+    """True if NCCL may let several ranks share a GPU."""
     return environment.get(SHARES_GPU, "") == "1"
 
 
 def check_unshared(gpus: Sequence[str], environment: Mapping[str, str] = os.environ) -> None:
-    """Raise InvalidSpec if two ranks share a GPU and NCCL is not configured for that. `gpus`: the
-    id of each rank's GPU, by rank."""
+    """Raise InvalidSpec if two ranks share a GPU and NCCL is not configured for that. `gpus`: GPU
+    ids by rank."""
     by_gpu: dict[str, list[int]] = {}
     for rank, gpu in enumerate(gpus):
         by_gpu.setdefault(gpu, []).append(rank)
@@ -86,11 +84,10 @@ def check_unshared(gpus: Sequence[str], environment: Mapping[str, str] = os.envi
 
 @contextmanager
 def own_gpu_used(local_rank: LocalRank) -> Iterator[None]:
-    """Return a context in which "cuda" means this worker's GPU. Does nothing if the worker sees
-    fewer than two GPUs, or fewer than the host has workers, or is the host's only worker.
+    """Return a context in which "cuda" means this worker's GPU, if the host has a GPU for each of
+    several workers.
 
-    The setting remains after the block, for a script that evaluates its model, but is undone after
-    an error.
+    The setting remains after the block, but is undone after an error.
     """
     if not torch.cuda.is_available() or (num_visible := torch.cuda.device_count()) < 2:
         yield
@@ -106,7 +103,7 @@ def own_gpu_used(local_rank: LocalRank) -> Iterator[None]:
 
 
 def check_gpu(local_rank: LocalRank, device: torch.device) -> None:
-    """Check a model's device by `LocalRank.check`; make it the current device, as NCCL needs."""
+    """Check a model's device, and make it the current device, as NCCL needs."""
     if device.type != "cuda":
         return
     index = torch.cuda.current_device() if device.index is None else device.index

@@ -1,9 +1,7 @@
 """Check if the other ranks of a Gloo group are still connected.
 
-If a peer closes its connections, a collective usually raises within milliseconds. But after a write
-to a connection that was just reset, Gloo may wait until the collective's time limit, with no
-connection left to shut down. The end of the generation aborts such a wait in the trainer. Any other
-thread, such as one that writes a checkpoint, checks the connections itself while it waits.
+After a write to a connection that was just reset, Gloo may wait until the collective's time limit.
+The end of the generation aborts such a wait only in the trainer.
 """
 
 import threading
@@ -23,21 +21,18 @@ from shoal_proto.errors import GenerationBroken
 
 LOOK_EVERY_S = 0.5
 STUCK_AFTER_S = 5.0
-"""Time in which a collective should fail once a rank has closed its connection. A collective that
-has not failed by then is stuck."""
+"""Time in which a collective should fail once a rank has closed its connection."""
 
 _stores: weakref.WeakKeyDictionary[Any, AddressStore] = weakref.WeakKeyDictionary()
-"""Stores by Gloo group of this process, with the addresses that the group's ranks announced."""
 
 
 def connected_by(gloo: Any, addresses: AddressStore) -> None:
-    """Register the store in which the ranks of this Gloo group announced their addresses."""
+    """Register the store of the group's addresses."""
     _stores[gloo] = addresses
 
 
 class PeerConnections:
-    """Connections of one Gloo group of a session. For the thread that waits for the group's
-    collectives."""
+    """Connections of one Gloo group. For the thread that waits for the group's collectives."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -68,5 +63,5 @@ class PeerConnections:
 
 
 def _setting(ended: threading.Event) -> Callable[[Any], None]:
-    """Return a callback that sets the event, and refers to nothing else."""
+    """Return a callback that refers to nothing but the event."""
     return lambda _: ended.set()

@@ -1,13 +1,7 @@
 """A Gloo group that is reconnected in each generation, by torch's own `reconfigure`.
 
-The generation's number is the group's number, and its ranks are the group's. Each member writes
-its group's handle to the generation's store, and reconnects its group with all ranks' handles.
-Then each member writes its outcome to the store, and the generation uses the group only if all
-members succeeded. Otherwise all of them make a new group.
-
-torch's handle for Gloo consists of two numbers: the member's rank and the group's number, both from
-the generation for which the group was last connected. Handles are unique within a generation
-because a new group is made with its member's rank in that generation.
+Members exchange handles, reconnect, and then exchange outcomes, through the generation's store. If
+a member failed, all members make a new group.
 """
 
 import weakref
@@ -29,19 +23,18 @@ from shoal_proto.errors import GenerationBroken, ShoalError
 log = structlog.get_logger(__name__)
 
 RECONFIGURE_S = 15.0
-"""Time limit of a reconfiguration; all members are present when it begins."""
+"""Time limit of a reconfiguration."""
 MAX_REASON_CHARS = 300
 _READY, _FAILED = b"ready", b"failed: "
 
 
 class LiveGloo:
-    """The reconfigurable Gloo group of one process. For the trainer; one `GlooGroup` at a time."""
+    """The reconfigurable Gloo group of one process. For the trainer."""
 
     def __init__(self) -> None:
         self._store = _CurrentStore(HashStore())
         self._live: list[ReconfigurableGloo] = []
-        """The group, or nothing; `_free` empties the list."""
-        # Freeing joins the group's threads: neither the trainer nor the process' exit may do it.
+        # Freeing joins the group's threads, for which neither the trainer nor the exit may wait.
         weakref.finalize(self, _free, self._live)
 
     def connect(self, seat: Seat, store: Store) -> Any | None:
@@ -72,14 +65,14 @@ class LiveGloo:
         return self._live[0].gloo
 
     def drop(self) -> None:
-        """Drop the group, as an operation in it may never end. The next generation makes a new
+        """Drop the group: an operation in it may never end. The next generation makes a new
         group."""
         _free(self._live)
 
     def _handle(self, seat: Seat) -> str:
         address, timeout_s = seat.address, seat.collective_s
         if self._live:
-            # A new listener for each generation: `cut` finds the generation's connections by it.
+            # `cut` finds the generation's connections by its listener.
             self._live[0].renew(address=address, timeout_s=timeout_s)
         else:
             group = ReconfigurableGloo(
@@ -89,7 +82,6 @@ class LiveGloo:
         return self._live[0].handle()
 
     def _reconfigure(self, seat: Seat, handles: list[bytes], messages: "_GroupMessages") -> bytes:
-        """Reconfigure the group; return the failure, empty if there was none."""
         try:
             self._live[0].reconfigure(
                 seat.generation,
@@ -125,8 +117,6 @@ def _faults(values: list[bytes]) -> list[str]:
 
 
 class _GroupMessages:
-    """Messages that the members of a generation exchange about its group."""
-
     def __init__(self, seat: Seat, store: Store) -> None:
         self._seat, self._store = seat, store
 
@@ -134,15 +124,13 @@ class _GroupMessages:
         self._store.set(key, value)  # type: ignore[arg-type]  # torch takes bytes too
 
     def exchange(self, what: str, value: bytes) -> list[bytes]:
-        """Publish `value`; return the values of all ranks, by rank, once all are published."""
         keys = [f"live/{what}/{rank}" for rank in range(self._seat.world_size)]
         self.set(keys[self._seat.rank], value)
         return [bytes(each) for each in self._store.multi_get(keys)]
 
 
 class _Addresses(AddressStore):
-    """Store of addresses in which a rank that could not reconfigure writes a failure in place of
-    its address."""
+    """Store of addresses in which a rank that could not reconfigure writes its failure."""
 
     def __init__(self, store: Store, seat: Seat) -> None:
         super().__init__(store, seat.rank, seat.world_size)
@@ -154,8 +142,6 @@ class _Addresses(AddressStore):
 
 
 class _CurrentStore(AnnouncingStore):
-    """Store of a group for all generations, which forwards to the present generation's store."""
-
     def move_to(self, store: Any) -> None:
         self._inner = store
         self._values = {}

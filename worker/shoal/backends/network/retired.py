@@ -1,9 +1,7 @@
 """Gloo groups of past generations, freed once no operation runs in them.
 
-Freeing a group waits for its threads, and so for their current operations. An operation that was
-cut in the middle of a write may never end, and nothing reports that. So a group is not freed by the
-trainer or at the exit of the process, but by a separate thread, which releases the GIL while it
-waits: for 10 ms or for ever.
+Freeing a group waits for its operations, of which one that was cut in the middle of a write may
+never end. So a separate thread frees groups, without holding the GIL.
 """
 
 import atexit
@@ -18,30 +16,29 @@ import structlog
 log = structlog.get_logger(__name__)
 
 RETIRED_S = 1.0
-"""Delay before a group is freed: its threads are then idle, and its peers no longer need it."""
+"""Delay before a group is freed: its peers do not need it then."""
 EXIT_S = 2.0
-"""Time for which the exit of the process waits for operations that do not end."""
+"""Time for which the process' exit waits for operations."""
 
 _free_at_once = threading.Event()
 _threads: list[threading.Thread] = []
 
 
 def retire(groups: list[Any]) -> None:
-    """Free the groups in a thread. The list must hold their last references; it is emptied."""
+    """Free the groups in a thread. The list must hold their last references, and is emptied."""
     thread = threading.Thread(target=_free, args=(groups,), name="shoal-free-group", daemon=True)
     _threads[:] = [*(each for each in _threads if each.is_alive()), thread]
     thread.start()
 
 
 def keep_for_ever(groups: Iterable[Any]) -> None:
-    """Never free these groups, as freeing would wait for an operation that does not end. Rarely
-    needed; costs memory and a thread."""
+    """Never free these groups, as freeing would wait for ever. Costs memory and a thread."""
     for group in groups:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def free_now(limit_s: float) -> bool:
-    """Free all remaining groups without delay; return True if that succeeded within `limit_s`."""
+    """Free all remaining groups now; return True if that succeeded within `limit_s`."""
     waiting = [each for each in _threads if each.is_alive()]
     if not waiting:
         return True
@@ -59,7 +56,7 @@ def _free(groups: list[Any]) -> None:
 
 
 def _at_exit() -> None:
-    # The interpreter would free the remaining groups when it ends, and wait without a limit.
+    # The interpreter would wait without a limit.
     if not free_now(EXIT_S):
         log.warning("groups_not_freed", reason=f"an operation did not end within {EXIT_S:g} s")
 

@@ -1,9 +1,7 @@
 """Search for the sockets of this process that carry a group's connections.
 
-A connection belongs to a group if and only if one of its two ends is a listener that a member of
-the group announced. No list of sockets is kept: it could become stale. A descriptor is inspected
-only through a duplicate, which refers to the same socket even if the owner closes its descriptor
-and the kernel reuses the number.
+A connection belongs to a group if one of its ends is a listener that a member announced.
+Descriptors are inspected through duplicates, as the kernel may reuse the number of a closed one.
 """
 
 import contextlib
@@ -16,7 +14,7 @@ from pathlib import Path
 
 _INTERNET = (socket.AF_INET, socket.AF_INET6)
 _ESTABLISHED = 1
-"""First byte of TCP_INFO (`tcp(7)`) for a connection that neither side has closed."""
+"""TCP_INFO's first byte (`tcp(7)`) for a connection that neither side has closed."""
 
 
 def socket_address_bytes(family: int, address: tuple[str, int]) -> bytes:
@@ -28,10 +26,8 @@ def socket_address_bytes(family: int, address: tuple[str, int]) -> bytes:
 
 
 def shut_connections(announced: Callable[[bytes], bool]) -> int:
-    """Shut down every connection with an `announced` end; return their number.
-
-    Both sides then see the connection closed. Listening sockets are not touched.
-    """
+    """Shut down every connection with an `announced` end; return their number. Listeners stay
+    open."""
     count = 0
     for connection in _internet_sockets():
         with connection:
@@ -39,7 +35,7 @@ def shut_connections(announced: Callable[[bytes], bool]) -> int:
                 try:
                     connection.shutdown(socket.SHUT_RDWR)
                 except OSError:
-                    continue  # the peer has closed it already
+                    continue
                 count += 1
     return count
 
@@ -74,7 +70,7 @@ def _internet_sockets() -> Iterator[socket.socket]:
                 continue
             duplicate = os.dup(int(entry.name))
         except OSError:
-            continue  # closed since it was listed
+            continue
         try:
             found = socket.socket(fileno=duplicate)
         except OSError:
@@ -96,6 +92,6 @@ def _state(connection: socket.socket) -> int:
 
 def _ends(connection: socket.socket) -> list[bytes]:
     ends = [connection.getsockname()[:2]]
-    with contextlib.suppress(OSError):  # not connected yet: it has only its own end
+    with contextlib.suppress(OSError):  # not connected yet
         ends.append(connection.getpeername()[:2])
     return [socket_address_bytes(connection.family, end) for end in ends]

@@ -1,4 +1,4 @@
-"""Stores that Gloo uses in place of its generation's store; they forward calls to that store."""
+"""Stores for Gloo, which forward calls to the generation's store."""
 
 from collections.abc import Sequence
 from datetime import timedelta
@@ -9,12 +9,12 @@ from shoal.torch_private.c10d import Store
 from shoal_proto.errors import GenerationBroken
 
 MAX_ANNOUNCED_BYTES = 1 << 20
-"""Limit of a Gloo address; longer values in the store are not kept."""
+"""Limit of a Gloo address; longer values are not kept."""
 
 
 class AnnouncingStore(Store):
-    """Store that forwards all calls, and keeps all values that are set or read: in some of them
-    members announce their listeners. After `abort`, a set or read raises GenerationBroken."""
+    """Store that keeps all values that are set or read: some are addresses of listeners. After
+    `abort`, a set or read raises GenerationBroken."""
 
     def __init__(self, inner: Any) -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class AnnouncingStore(Store):
         self._aborted = ""
 
     def announced(self, end: bytes) -> bool:
-        """True if a value that passed through contains this socket address."""
+        """True if a kept value contains this socket address."""
         return any(end in value for value in list(self._values))
 
     def abort(self, reason: str) -> None:
@@ -100,9 +100,8 @@ class AnnouncingStore(Store):
 class AddressStore(AnnouncingStore):
     """Store for Gloo's bring-up: one call waits for the addresses of all ranks.
 
-    Gloo sets PREFIX/RANK, and then waits for PREFIX/0, PREFIX/1, ... and reads each value. The
-    first of these waits is extended to all of these keys. An inner store that keeps awaited values
-    then answers the reads without calls. Other keys are forwarded unchanged.
+    Gloo sets PREFIX/RANK, then waits for PREFIX/0, PREFIX/1, ... and reads each value. The first
+    wait is extended to all of these keys.
     """
 
     def __init__(
@@ -135,7 +134,6 @@ class AddressStore(AnnouncingStore):
         return [self._keep(self._address(*each)) for each in zip(keys, values, strict=True)]
 
     def _address(self, key: str, value: bytes) -> bytes:
-        """Return the address as Gloo wrote it."""
         prefix, _, last = key.rpartition("/")
         is_compact = prefix in self._prefixes and last.isdigit()
         return expand(bytes(value)) if is_compact else value

@@ -1,1 +1,1 @@
-"""Interface of all backends, and a process group in Python with few methods to implement."""
+"""Interface of all backends, and base class for a process group in Python."""

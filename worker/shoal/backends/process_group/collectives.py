@@ -1,8 +1,6 @@
 """A process group in Python, with torch's many names for collectives mapped to a few methods.
 
-torch 2.13 calls a group's methods by old and new names, with one tensor or with lists, in place or
-not. A subclass implements the eleven methods under "for the transport"; all other methods are here.
-The bytes moved are counted.
+A subclass implements the eleven methods under "for the transport".
 """
 
 from abc import abstractmethod
@@ -22,19 +20,20 @@ class Count(NamedTuple):
 
     calls: int
     bytes: int
-    """Sum of the tensors' sizes: of inputs, or of outputs for `all_gather` and `recv`. 0 for a
-    barrier."""
+    """Size of the tensors: of inputs, or of outputs for `all_gather` and `recv`."""
 
 
-# Untyped: torch's stubs know neither the constructor without a store nor all of the names.
+# Untyped: torch's stubs are incomplete.
 _ProcessGroup: Any = dist.ProcessGroup
 
 
 class CollectiveGroup(_ProcessGroup):  # type: ignore[misc]
-    """Base class of process groups in Python. Transport methods get tensors detached from autograd.
+    """Base class of process groups in Python.
 
-    A list with a tensor for each rank is indexed by rank; `all_reduce_each`, `reduce_each` and
-    `broadcast_each` get the tensors of one coalesced call."""
+    Transport methods get tensors detached from autograd. Lists with a tensor for each rank are
+    indexed by rank. `all_reduce_each`, `reduce_each` and `broadcast_each` get the tensors of one
+    coalesced call.
+    """
 
     def __init__(self, rank: int, size: int, name: str, timeout_s: float) -> None:
         super().__init__(rank, size)
@@ -50,7 +49,7 @@ class CollectiveGroup(_ProcessGroup):  # type: ignore[misc]
 
     @abstractmethod
     def reduce_each(self, tensors: list[Tensor], op: Any, root: int) -> dist.Work:
-        """Reduce each tensor, on the root only; the other ranks' tensors are unchanged."""
+        """Reduce each tensor on the root; the other ranks' tensors are unchanged."""
 
     @abstractmethod
     def broadcast_each(self, tensors: list[Tensor], root: int) -> dist.Work: ...
@@ -69,7 +68,8 @@ class CollectiveGroup(_ProcessGroup):  # type: ignore[misc]
     def reduce_scatter_each(
         self, outputs: list[Tensor], inputs: list[list[Tensor]], op: Any
     ) -> dist.Work:
-        """Fill `outputs[i]` with the reduction of `inputs[i][own rank]`; sizes may differ."""
+        """Fill `outputs[i]` with the reduction of `inputs[i][own rank]`; sizes may differ between
+        ranks."""
 
     @abstractmethod
     def exchange(self, outputs: list[Tensor], inputs: list[Tensor]) -> dist.Work:
@@ -95,8 +95,8 @@ class CollectiveGroup(_ProcessGroup):  # type: ignore[misc]
     # --- torch's names ---
 
     def _get_backend(self, device: torch.device) -> Any:
-        """Return the backend for tensors of the device. torch asks for it before a batch of sends
-        and receives, since 2.14."""
+        """Return the backend for the device's tensors. Since 2.14 torch asks before a batch of
+        sends and receives."""
         return self
 
     @property
@@ -136,7 +136,7 @@ class CollectiveGroup(_ProcessGroup):  # type: ignore[misc]
     def allgather_coalesced(
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
     ) -> dist.Work:
-        """See `allgather`, but with `outputs[rank][i]`: torch swaps the indices here."""
+        """See `allgather`, but with `outputs[rank][i]`, as torch swaps the indices here."""
         return self.allgather([list(each) for each in zip(*outputs, strict=True)], inputs)
 
     def all_gather_single_coalesced(
@@ -216,7 +216,6 @@ class CollectiveGroup(_ProcessGroup):  # type: ignore[misc]
         return self.receive_one(_plain(tensors)[0], None, tag)
 
     def _parts(self, whole: Tensor, part: Tensor) -> list[Tensor]:
-        """Split the whole into equal flat parts by rank, each as large as `part`."""
         size, num_ranks = part.numel(), self.size()
         if whole.numel() != size * num_ranks:
             raise ShapeMismatch(
@@ -229,7 +228,6 @@ class CollectiveGroup(_ProcessGroup):  # type: ignore[misc]
         return [flat[rank * size : (rank + 1) * size] for rank in range(num_ranks)]
 
     def _rows(self, tensor: Tensor, sizes: list[int] | None) -> list[Tensor]:
-        """Split the tensor's rows by rank."""
         num_rows, num_ranks = len(tensor), self.size()
         if not sizes and num_rows % num_ranks:
             raise ShapeMismatch(
@@ -243,8 +241,7 @@ class CollectiveGroup(_ProcessGroup):  # type: ignore[misc]
 def counts(group: dist.ProcessGroup | None = None) -> dict[str, Count]:
     """Return this rank's calls and bytes in a group, or in all of its groups, by operation.
 
-    For example `{"all_gather": Count(calls=2, bytes=800)}`. A coalesced operation is one call. Only
-    groups of the backends `in-memory` and `mpi` count.
+    A coalesced operation is one call. Only groups of the backends `in-memory` and `mpi` count.
     """
     total: dict[str, Count] = {}
     for each in _counting(group):
@@ -271,5 +268,4 @@ def _plain(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _reduction(options: Any) -> Any:
-    """Return the kind of reduction, such as `ReduceOp.SUM`, which is the default."""
     return options.reduceOp.op if options is not None else dist.ReduceOp.SUM

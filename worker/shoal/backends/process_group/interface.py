@@ -1,4 +1,4 @@
-"""Interface between a session and a transport of collectives."""
+"""Interface between a session and a transport."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -20,65 +20,59 @@ class Seat:
     rank: int
     world_size: int
     address: str
-    """IP address at which the other members reach this member."""
     bring_up_s: float
-    """Limit for connecting the group; `open` raises after it."""
     collective_s: float
-    """Time limit of each collective."""
 
 
 class Group(Protocol):
-    """The group of one generation. Made without I/O, so that it can be cut at any moment."""
+    """The group of one generation. It is made without I/O, so that it can be cut at any moment."""
 
     def open(self) -> dist.ProcessGroup:
-        """Connect to the other members; afterwards this is torch.distributed's default group.
+        """Connect to the other members, and become torch.distributed's default group.
 
         Raises GenerationBroken if the group is cut meanwhile, RuntimeError if a peer does not
         connect, and InvalidSpec if torch has a default group already or ranks share a GPU.
         """
 
     def cut(self, reason: str) -> None:
-        """End every present and later operation: it raises, or `check` does. Thread-safe, quick."""
+        """End every present and later operation: either it raises, or `check` does. Thread-safe,
+        quick."""
 
     def check(self) -> None:
         """Raise GenerationBroken if a collective may have ended with an incomplete result.
 
-        Called before results of collectives change the state permanently. On a device, an aborted
-        collective ends without an error; so there, this call waits for all work that the trainer
-        has queued.
+        Called before results change the state permanently. On a device, this call waits for all
+        queued work.
         """
 
     def retire(self) -> None:
         """Stop being the default group, and free the group once no operation runs in it.
 
-        Peers' operations in progress are not disturbed, unless the group was cut.
+        Does not disturb peers' operations, unless the group was cut.
         """
 
     def keep_for_ever(self) -> None:
-        """Never free the group: an operation in it does not end, and freeing would wait for it."""
+        """Never free the group: an operation in it may not end, and freeing would wait for it."""
 
 
 class Backend(Protocol):
-    """Factory of groups on one transport."""
+    """Factory of groups."""
 
     name: str
     is_watched: bool
-    """True if the session itself detects hangs; otherwise the transport's time limits do."""
+    """True if the session detects hangs; otherwise the transport's time limits do."""
 
     def group(self, seat: Seat, store: Store) -> Group: ...
 
     def stalled_since_s(self, now_s: float) -> float | None:
-        """Return the time (`time.monotonic`) since which the device has made no progress in the
-        trainer's work. None if it advances, or if there is no device besides the host. Called by
-        the session's hang detection with the present time."""
+        """Return the time (`time.monotonic`) since which the device has made no progress. None if
+        it advances, or if there is no device besides the host."""
 
     def is_failure(self, error: BaseException) -> bool:
         """True if the error comes from a failed collective, not from the script's own code."""
 
 
 class _NoBackend:
-    """Backend of a strategy for which none was set; it makes no groups."""
-
     name = "none"
     is_watched = False
 
@@ -96,13 +90,13 @@ NO_BACKEND = _NoBackend()
 
 
 def ended_in_bring_up(generation: int, reason: str) -> GenerationBroken:
-    """Return the error for a generation that was over before its members trained."""
+    """Return the error for a generation that ended during its bring-up."""
     what = f"generation {generation} ended while it was brought up"
     return GenerationBroken(what, seen=reason)
 
 
 def refuse_default_group() -> None:
-    """Raise InvalidSpec if torch.distributed has a default group, as there can be only one."""
+    """Raise InvalidSpec if torch.distributed has a default group."""
     if dist.is_initialized():
         backend = dist.get_backend()
         if backend.startswith("shoal"):

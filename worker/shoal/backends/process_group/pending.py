@@ -1,4 +1,4 @@
-"""Works (`dist.Work`) of a process group that is written in Python."""
+"""Works (`dist.Work`) of process groups in Python."""
 
 from collections.abc import Sequence
 from datetime import timedelta
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Pending(dist.Work):
-    """Operation in progress. `get_future` waits until the operation is complete."""
+    """Operation in progress. `get_future` waits for its end."""
 
     def __init__(self, tensors: Sequence[Tensor], timeout_s: float) -> None:
         super().__init__()
@@ -29,8 +29,7 @@ class Pending(dist.Work):
         return self._tensors
 
     def get_future(self) -> Any:
-        # A future's callbacks run on the thread that completes it, and may communicate. So the
-        # future is complete when it is returned: callbacks then run on the thread of this rank.
+        # Completed here, so that callbacks, which may communicate, run on this rank's thread.
         future: Any = torch.futures.Future()
         self.finish(self._timeout_s)
         future.set_result(self._tensors)
@@ -46,7 +45,7 @@ class Pending(dist.Work):
 
 
 class CompletedWork(Pending):
-    """Work that was complete when it was created."""
+    """Work that is complete from the start."""
 
     def finish(self, timeout_s: float) -> None: ...
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from shoal_proto.errors import InvalidSpec
 
 MANY_ELEMENTS = 1024
-"""Number of elements from which `add_up` leaves the order of additions to torch: that is faster."""
-_Op: Any = dist.ReduceOp.RedOpType  # the stub has no members
+"""Number of elements from which `add_up` lets torch choose the order: that is faster."""
+_Op: Any = dist.ReduceOp.RedOpType
 _FOLDS: Mapping[Any, Callable[..., Tensor]] = {
     _Op.SUM: torch.add,
     _Op.AVG: torch.add,
@@ -25,7 +25,7 @@ _FOLDS: Mapping[Any, Callable[..., Tensor]] = {
 
 
 def check_has_mean(tensor: Tensor) -> None:
-    """Raise InvalidSpec for a tensor of whole numbers: their mean may not be a whole number."""
+    """Raise InvalidSpec for a tensor of whole numbers."""
     if not (tensor.is_floating_point() or tensor.is_complex()):
         raise InvalidSpec(
             "this reduction is not supported",
@@ -35,10 +35,9 @@ def check_has_mean(tensor: Tensor) -> None:
 
 
 def reduced(parts: Sequence[Tensor], op: Any) -> Tensor:
-    """Reduce the ranks' tensors, in the order of ranks: the same bits, whichever rank does it.
+    """Reduce the ranks' tensors, in the order of ranks: every rank computes the same bits.
 
-    Raises InvalidSpec for an unsupported reduction, such as an average of whole numbers; ValueError
-    if shapes or dtypes differ.
+    Raises InvalidSpec for an unsupported reduction, and ValueError if shapes or dtypes differ.
     """
     fold = _FOLDS.get(op)
     if fold is None:
@@ -63,11 +62,10 @@ def reduced(parts: Sequence[Tensor], op: Any) -> Tensor:
 
 
 def add_up(parts: Tensor, total: Tensor) -> None:
-    """Fill `total` with the sum of the parts, over their first dimension. Finite parts never make
-    all of `total` NaN: added one after the other, they overflow to an infinity and stay there.
+    """Fill `total` with the sum of the parts, over their first dimension.
 
-    torch adds eight or more parts in several sums of their own, two of which may overflow to
-    infinities of different signs. Among many elements, some are spared this.
+    torch adds eight or more parts in several partial sums: two may overflow to infinities of
+    different signs, and make NaN. A small total is added part by part instead.
     """
     if total.numel() >= MANY_ELEMENTS:
         torch.sum(parts, dim=0, out=total)

@@ -1,4 +1,4 @@
-"""Predicates about a group's transport for tensors on the host, from torch's table of groups."""
+"""Predicates about a group's transport for tensors on the host."""
 
 import functools
 
@@ -7,22 +7,22 @@ import torch.distributed as dist
 from shoal.backends.process_group.collectives import CollectiveGroup
 
 PLUGIN = "shoal_gloo"
-"""torch's name of the backend whose Gloo groups belong to a session's generation."""
+"""torch's name of the backend for a session's Gloo groups."""
 
 
 def is_gloo(group: dist.ProcessGroup) -> bool:
-    """True if Gloo carries the group's tensors on the host, under torch's name or Shoal's."""
+    """True if Gloo carries the group's tensors on the host, under either name."""
     return _host_transport(group) in ("gloo", PLUGIN)
 
 
 def can_be_cut(group: dist.ProcessGroup) -> bool:
-    """True if the group's tensors on the host go over a Gloo group of a session's generation.
-    Tensors on a GPU may go over NCCL."""
+    """True if a session's Gloo group carries the group's tensors on the host. Tensors on a GPU may
+    go over NCCL."""
     return _host_transport(group) == PLUGIN
 
 
 def _host_transport(group: dist.ProcessGroup) -> str:
-    # torch's table may not have a group that is written in Python.
+    # torch's table may lack a group that is written in Python.
     if isinstance(group, CollectiveGroup):
         return ""
     return _transports(dist.get_backend_config(group)).get("cpu", "")
@@ -30,6 +30,5 @@ def _host_transport(group: dist.ProcessGroup) -> str:
 
 @functools.cache
 def _transports(config: str) -> dict[str, str]:
-    """Parse a configuration such as "cpu:gloo,cuda:nccl"; return transports by kind of device."""
     pairs = (each.partition(":") for each in config.split(","))
     return {device: transport for device, _, transport in pairs}

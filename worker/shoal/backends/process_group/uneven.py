@@ -1,7 +1,7 @@
-"""Collectives over parts of different sizes, on every backend.
+"""Collectives over parts of different sizes, on every backend, without padding.
 
-Gloo refuses lists of different sizes for all-gather and all-to-all, but its all-to-all of one
-tensor with split sizes accepts them. Nothing is padded.
+Gloo refuses lists of different sizes for all-gather and all-to-all. Its all-to-all of one tensor
+with split sizes accepts them.
 """
 
 from collections.abc import Sequence
@@ -52,9 +52,8 @@ def reduce_scatter_uneven(
 ) -> None:
     """Fill `output` with this rank's part of the tensor reduced over all ranks.
 
-    `sizes`: number of elements of each rank's part of the flat tensor, in order; they may differ,
-    and may be 0. Raises ShapeMismatch if they do not add up to the tensor, or if the output does
-    not have the size of this rank's part.
+    `sizes`: numbers of elements of the ranks' parts; they may differ, and may be 0. Raises
+    ShapeMismatch if `sizes` do not add up, or if the output has another size than this rank's part.
     """
     rank, flat = dist.get_rank(group), tensor.reshape(-1)
     if sum(sizes) != flat.numel() or output.numel() != sizes[rank]:

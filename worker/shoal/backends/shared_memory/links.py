@@ -1,9 +1,7 @@
 """Connections between ranks that share memory: they notify a rank when another is lost.
 
-Shared memory does not show that a peer has died. So each rank has a connection to rank 0, and a
-thread waits for the connection's end. A rank that leaves in order sends `LEAVING` first. A
-connection that ends without that message, also by `cut`, means a loss; rank 0 then ends all its
-connections, which notifies the others.
+Each rank has a connection to rank 0, and sends `LEAVING` when it leaves in order. A connection's
+end without that message means a loss. Rank 0 then ends all its connections.
 """
 
 import os
@@ -17,19 +15,17 @@ LEAVING = b"L"
 
 
 class PeerSockets:
-    """Connections of one rank: rank 0 has a connection to each other rank, any other rank has one
-    to rank 0."""
+    """Connections of one rank: of rank 0 to each other rank, of any other rank to rank 0."""
 
     def __init__(
         self, connections: Sequence[socket.socket], on_lost: Callable[[str], None]
     ) -> None:
-        """Start a thread that waits for the loss of a rank, and then calls `on_lost` with the
-        reason, at most once. `on_lost` is a bound method, and is referred to weakly, so that the
-        connections are closed even if its object does not call `close`."""
+        """Start a thread that calls `on_lost` with the reason, at most once, when a rank is lost.
+        The bound method `on_lost` is referred to weakly, so that the connections are closed even
+        without `close`."""
         self._connections = tuple(connections)
-        # Held while this rank notifies its peers that it leaves: a notified peer ends its
-        # connection at once, and `_watch` would then close the connections to the other peers.
-        # Reentrant: garbage collection may run the finalizer in the thread that holds the lock.
+        # Held while this rank sends LEAVING: once a notified peer ends its connection, `_watch`
+        # would close the others. Reentrant, as garbage collection may run the finalizer here.
         leaving = threading.RLock()
         self._finalizer = weakref.finalize(self, _leave, self._connections, leaving, os.getpid())
         for connection in self._connections:
@@ -46,7 +42,7 @@ class PeerSockets:
         self._finalizer()
 
     def cut(self) -> None:
-        """End the connections without a message: then no rank waits for this one. Thread-safe."""
+        """End the connections without a message: the peers then see a loss. Thread-safe."""
         self._finalizer.detach()
         _shut(self._connections)
 
@@ -56,8 +52,6 @@ def _watch(
     on_lost: "weakref.WeakMethod[Callable[[str], None]]",
     leaving: threading.RLock,
 ) -> None:
-    """Watch until no connection is left; then close the sockets, to which `PeerSockets` may still
-    refer."""
     _await_lost(connections, on_lost)
     with leaving:
         for connection in connections:
@@ -88,13 +82,13 @@ def _await_lost(
 
 def _leave(connections: Sequence[socket.socket], leaving: threading.RLock, owner: int) -> None:
     if os.getpid() != owner:
-        return  # A process that the script has forked has the connections too, but is no rank.
+        return  # A process forked by the script has the connections too, but is no rank.
     with leaving:
         for connection in connections:
             try:
                 connection.send(LEAVING)
             except OSError:
-                continue  # The peer has closed it already.
+                continue
         _shut(connections)
 
 
@@ -103,4 +97,4 @@ def _shut(connections: Sequence[socket.socket]) -> None:
         try:
             connection.shutdown(socket.SHUT_RDWR)
         except OSError:
-            continue  # Shut already.
+            continue

@@ -1,8 +1,8 @@
 """Memory that all ranks of a group on one machine share, and barriers in it.
 
-A value that a rank wrote before a barrier can be read by all ranks after it. Each barrier is a
-dissemination barrier (Hensgen, Finkel and Manber 1988): in round r a rank posts to the rank 2^r
-after it and waits for the rank 2^r before it, so n ranks need log2(n) rounds, rounded up.
+A value that a rank wrote before a barrier can be read by all ranks after it. Barriers are
+dissemination barriers (Hensgen, Finkel and Manber 1988): in round r a rank posts to the rank 2^r
+after it, and waits for the rank 2^r before it.
 """
 
 import ctypes
@@ -21,11 +21,11 @@ from shoal_proto.errors import GenerationBroken
 
 _WORD_BYTES = 8
 _STORES_IN_ORDER = platform.machine() == "x86_64"
-"""True if a processor sees another processor's stores in the order in which they were made."""
+"""True if a processor sees another one's stores in the order in which they were made."""
 
 
 def head_bytes(world_size: int) -> int:
-    """Return the number of bytes that barriers need, rounded up to whole pages."""
+    """Return the number of bytes that barriers need, in whole pages."""
     semaphores = _num_rounds(world_size) * world_size * SEMAPHORE_BYTES
     return whole_pages(semaphores + world_size * (2 * _WORD_BYTES + NOTE_BYTES))
 
@@ -35,7 +35,7 @@ def whole_pages(num_bytes: int) -> int:
 
 
 def initialise(head: mmap.mmap, world_size: int) -> None:
-    """Initialise the memory of the barriers: once, by one rank, before any other rank has it."""
+    """Initialise the barriers' memory, on one rank, before any other has it."""
     for semaphore in _semaphores(head, _num_rounds(world_size) * world_size):
         semaphore.initialise()
 
@@ -46,42 +46,40 @@ class SharedMemory:
     def __init__(
         self, head: mmap.mmap, data: memoryview, rank: int, world_size: int, limit_s: float
     ) -> None:
-        """`head`: initialised memory for the barriers only. `data`: memory for the caller.
-        `limit_s`: time limit of each wait for other ranks."""
+        """`head`: initialised memory for the barriers. `data`: memory for the caller. `limit_s`:
+        time limit of each wait for other ranks."""
         self.rank, self.world_size = rank, world_size
         rounds = _num_rounds(world_size)
         self.data = data
-        """The caller's part of the memory."""
         words = memoryview(head)[rounds * world_size * SEMAPHORE_BYTES :].cast("Q")
-        # Two sets of words: a rank may be at the next barrier while another still reads the words
-        # of this barrier.
+        # Two sets: a rank may write at the next barrier while another still reads the words of this
+        # one.
         self._words = words[:world_size], words[world_size : 2 * world_size]
         self._processors = Processors(words[2 * world_size : 3 * world_size], rank)
         semaphores = _semaphores(head, rounds * world_size)
         self._rounds = [semaphores[r * world_size : (r + 1) * world_size] for r in range(rounds)]
         self._limit_s = limit_s
         self._has_processor_each = world_size <= len(os.sched_getaffinity(0))
-        """True if there is a processor for each rank."""
         self._num_barriers = self._num_awaited = 0
         self._lock = threading.Lock()
         self.reason = ""
-        """Reason for which the ranks no longer meet; empty while they do."""
+        """Reason for which barriers raise; empty while they work."""
         self._links: PeerSockets | None = None
         self._on_left: Callable[[], None] | None = None
         self._other_semaphores: tuple[Semaphore, ...] = ()
 
     @property
     def num_barriers(self) -> int:
-        """Number of barriers of this rank so far. Thread-safe."""
+        """Number of this rank's barriers so far. Thread-safe."""
         return self._num_barriers
 
     @property
     def num_moved(self) -> int:
-        """Number of barriers and of other waits so far. Thread-safe."""
+        """Number of this rank's barriers and other waits so far. Thread-safe."""
         return self._num_barriers + self._num_awaited
 
     def watch(self, links: PeerSockets, on_left: Callable[[], None]) -> None:
-        """Set the connections to peers. `close` calls `on_left`: this rank then writes no more."""
+        """Set the connections to peers. `close` calls `on_left`, once this rank writes no more."""
         self._links, self._on_left = links, on_left
 
     def gather_words(self, word: int = 0) -> Sequence[int]:
@@ -91,7 +89,7 @@ class SharedMemory:
         return self.await_others()
 
     def arrive(self, word: int = 0) -> None:
-        """Begin a barrier, without waiting: the first part of `gather_words`."""
+        """Begin a barrier, without waiting."""
         self._raise_if_over()
         self._words[self._num_barriers % 2][self.rank] = word
         if self._rounds:
@@ -103,9 +101,9 @@ class SharedMemory:
         """Complete the barrier that `arrive` began.
 
         `sign`: the word that every rank writes in this barrier; it differs from the sign two
-        barriers earlier. Once all ranks have arrived, a rank may continue and leave, which cuts the
-        barrier for ranks that have not woken up yet. Such a rank completes the barrier all the same
-        if it reads the sign from every rank and the processor keeps stores in order.
+        barriers earlier. A rank that leaves cuts the barrier for ranks still asleep. Such a rank
+        completes the barrier if it reads the sign from every rank and the processor keeps stores in
+        order.
         """
         words = self._words[self._num_barriers % 2]
         self._num_barriers += 1
@@ -116,20 +114,19 @@ class SharedMemory:
                     self._post(number)
                 self._wait(semaphores[self.rank], deadline_s)
         except GenerationBroken:
-            # Stores are in order: a rank's earlier writes are visible once its sign is.
             if not (sign and _STORES_IN_ORDER) or any(word != sign for word in words):
                 raise
         return list(words)
 
     def register_waiters(self, semaphores: Sequence[Semaphore]) -> None:
-        """Register semaphores for `wait_for`, so that `cut` ends waits for them too."""
+        """Register semaphores for `wait_for`: `cut` ends waits for them too."""
         with self._lock:
             self._other_semaphores = tuple(semaphores)
 
     def wait_for(self, semaphore: Semaphore) -> None:
         """Wait until another rank has posted the semaphore. Raises what `gather_words` raises."""
         self._wait(semaphore, time.monotonic() + self._limit_s)
-        # Counted, as barriers are, for the hang detection, which checks if this rank advances.
+        # Counted for the hang detection.
         self._num_awaited += 1
 
     def _wait(self, semaphore: Semaphore, deadline_s: float) -> None:
@@ -156,11 +153,10 @@ class SharedMemory:
         return is_posted
 
     def _post(self, number: int) -> None:
-        """Post to the rank that waits for this rank in round `number`."""
         self._rounds[number][(self.rank + (1 << number)) % self.world_size].post()
 
     def cut(self, reason: str) -> None:
-        """Make every wait of this rank and of all others raise. Thread-safe, quick."""
+        """Make every wait of all ranks raise. Thread-safe, quick."""
         with self._lock:
             if self.reason:
                 return

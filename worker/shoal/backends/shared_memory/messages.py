@@ -1,7 +1,6 @@
 """Exchange of a few integers between all ranks.
 
-Over Gloo this is a collective, which takes 0.2 ms with two ranks that have a core each. Ranks of
-one machine write into shared memory, with a barrier, which takes a tenth of that time.
+Shared memory takes a tenth of the time of a collective of Gloo, 0.2 ms with two ranks.
 """
 
 import ctypes
@@ -19,7 +18,7 @@ from shoal.torch_private.c10d import timeout_of
 
 _WORD_BYTES = ctypes.sizeof(ctypes.c_int64)
 _NUM_SETS = 2
-"""Number of sets of words: a rank may write a set while another still reads the previous one."""
+"""Number of sets of words: a rank may write one while another rank still reads the previous one."""
 
 
 class SharedMessages:
@@ -32,17 +31,14 @@ class SharedMessages:
         self._rank, self._world_size = group.rank(), group.size()
         self._message: torch.Tensor | None = None
         self._own_words: list[int] = []
-        """The words sent, if there is no other rank."""
         self._work: dist.Work | None = None
         self._memory: SharedMemory | None = None
         self._values = memoryview(b"").cast("q")
         self.beside = memoryview(b"")
-        """The caller's part of the memory, as asked for in `enable_shared_memory`."""
         self._reason = ""
         self.may_share = self._world_size > 1 and can_be_cut(group)
-        """True if `enable_shared_memory` may be called and has not been; the same on all ranks."""
+        """True if `enable_shared_memory` may be called; the same on all ranks."""
         self.has_sent = False
-        """True if words were sent and not received yet."""
 
     @property
     def is_shared(self) -> bool:
@@ -51,7 +47,7 @@ class SharedMessages:
 
     @property
     def memory(self) -> SharedMemory | None:
-        """The memory that carries the words, or None."""
+        """The memory that carries the words, if there is any."""
         return self._memory
 
     def enable_shared_memory(self, beside_bytes: int = 0) -> None:
@@ -71,7 +67,7 @@ class SharedMessages:
         self.beside = memory.data[first : first + beside_bytes]
 
     def send_values(self, words: Sequence[int]) -> None:
-        """Send `num_words` words, signed integers of 64 bits, to the other ranks. Does not wait."""
+        """Send `num_words` signed integers of 64 bits to the other ranks. Does not wait."""
         self.has_sent = True
         memory = self._memory
         if memory is not None:
@@ -89,9 +85,11 @@ class SharedMessages:
         self._work = dist.all_reduce(message, group=self._group, async_op=True)
 
     def receive_values(self) -> list[list[int]]:
-        """Wait for the words of all ranks; return them by rank. Raises GenerationBroken or
-        RuntimeError if a rank dies before it has sent them. If it dies later, every rank still
-        reads its words in memory (on x86-64); over Gloo only some may have received them."""
+        """Wait for the words of all ranks; return them by rank.
+
+        Raises GenerationBroken or RuntimeError if a rank dies before it has sent its words. If it
+        dies later, every rank still reads them in memory (on x86-64).
+        """
         self.has_sent = False
         memory, count = self._memory, self._num_words
         if memory is not None:
@@ -112,13 +110,13 @@ class SharedMessages:
     def forget(self) -> None:
         """Discard words that were sent and not received, on all ranks alike."""
         if self.has_sent and self._memory is not None:
-            # The other ranks cannot distinguish these words from the next ones.
+            # Other ranks cannot distinguish these words from the next ones.
             self._memory.cut("values were sent and not received")
         self.has_sent = False
         self._message = self._work = None
 
     def cut(self, reason: str) -> None:
-        """Make waits in memory raise, see `SharedMemory.cut`. Thread-safe."""
+        """Make waits in memory raise. Thread-safe."""
         self._reason = reason
         memory = self._memory
         if memory is not None:
@@ -133,12 +131,10 @@ class SharedMessages:
             memory.close()
 
     def _start_of(self, rank: int, memory: SharedMemory) -> int:
-        """Return the index of the rank's first word in the next exchange."""
         return (memory.num_barriers % _NUM_SETS * self._world_size + rank) * self._num_words
 
 
 def _sign_of(memory: SharedMemory) -> int:
-    """Return the sign of the next exchange, see `SharedMemory.await_others`."""
     return memory.num_barriers + 1
 
 
@@ -149,6 +145,6 @@ def bits_of(number: float) -> int:
 
 
 def number_of(word: int) -> float:
-    """Return the float with these bits, the inverse of `bits_of`."""
+    """Return the float with these bits."""
     number: float = struct.unpack("<d", struct.pack("<q", word))[0]
     return number

@@ -1,10 +1,9 @@
 """Set-up of shared memory between the ranks of a group, if all of them are on one machine.
 
-Rank 0 announces the name of a Unix socket, which is also its key, in a collective of the group.
-Then it creates the memory and sends its descriptors to the other ranks over this socket. Either all
-ranks share the memory or none does. Memory that all ranks kept from the previous generation is
-reused, see `regions`. But the memory for barriers is always new: a late `cut` of a past generation
-posts to the old one.
+Rank 0 announces the name of a Unix socket, which is also its key, in a collective. Over this socket
+it sends the memory's descriptors. Either all ranks share the memory or none does.
+
+The barriers' memory is always new: a late `cut` of a past generation posts to the old one.
 """
 
 import hashlib
@@ -34,24 +33,21 @@ from shoal_client.connection.transport import transport_of
 log = structlog.get_logger(__name__)
 
 OPEN_S = 2.0
-"""Time within which all ranks must have mapped the memory; otherwise no rank uses it."""
+"""Time within which all ranks must have mapped the memory."""
 DECISION_S = 10.0
-"""Limit of a rank's wait for rank 0's decision. It is longer than rank 0 takes: a rank that has the
-memory and stopped waiting first would be the only one not to use it."""
+"""Limit of a rank's wait for rank 0's decision. It is longer than rank 0 takes."""
 MAX_SILENT = 256
-"""Limit of connections without a complete greeting, above which the oldest is closed."""
+"""Limit of connections without a complete greeting; above it the oldest is closed."""
 _HOST_BYTES, _NAME_BYTES = 32, 32
 GREETING = struct.Struct("=I32s")
-"""A rank's first message to rank 0: its number, and the socket's name as key."""
+"""A rank's first message: its number, and the key."""
 _REGION = struct.Struct(f"=Q{ID_BYTES}s")
-"""The region's size and id, sent with the descriptors of the barriers' memory and of the region."""
+"""The region's size and id, sent with the descriptors of barriers and region."""
 _DONE, _AGREED = b"D", b"A"
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Opened:
-    """Memory and connections of one rank after the set-up."""
-
     head: mmap.mmap
     region: MemoryRegion
     connections: list[socket.socket]
@@ -62,11 +58,12 @@ def share_memory(
 ) -> SharedMemory | None:
     """Return memory of this size that all ranks of the group share. Collective.
 
-    Returns None, on all ranks alike, if they are not on one machine, if the machine cannot share
-    memory, if not all have mapped it within OPEN_S, or if SHOAL_TRANSPORT excludes it. `limit_s`:
-    time limit of each barrier. The first region in `kept` is reused, with its old contents, if all
-    ranks have that region, its size `fits` and no other process may write to it. `close` adds the
-    memory's region to `kept`. Raises RuntimeError as the group's collectives do, and
+    Returns None, on all ranks alike, if they are not on one machine, if not all have mapped it
+    within OPEN_S, or if SHOAL_TRANSPORT excludes it.
+
+    `limit_s`: time limit of each barrier. The first region in `kept` is reused, with its old
+    contents, if all ranks have it, its size `fits` and no other process may write to it. `close`
+    adds the memory's region to `kept`. Raises RuntimeError as the group's collectives do, and
     InvalidSpec for an unknown SHOAL_TRANSPORT.
     """
     old = kept.take() if kept is not None else None
@@ -113,7 +110,6 @@ def _open(group: dist.ProcessGroup, num_bytes: int, old: MemoryRegion | None) ->
 
 
 def _region_for(num_bytes: int, old: MemoryRegion | None) -> MemoryRegion:
-    """Return the old region, which all ranks have, if it can be reused; else a new region."""
     if old is not None and old.fits(num_bytes) and old.has_no_other_writer():
         old.acquire()
         return old
@@ -125,7 +121,7 @@ class _Refused(Exception):
 
 
 def _host() -> bytes:
-    """Return an id that two processes have in common only if they can share memory; zeros if this
+    """Return an id that is equal in two processes only if they can share memory. Zeros: this
     process cannot share memory."""
     if not available() or transport_of(None) != "auto":
         return bytes(_HOST_BYTES)
@@ -139,7 +135,6 @@ def _host() -> bytes:
 
 
 def _new_listener(stack: ExitStack) -> tuple[socket.socket | None, bytes]:
-    """Return a listening Unix socket and its random name; None and zeros if that is impossible."""
     name = secrets.token_bytes(_NAME_BYTES)
     try:
         listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
@@ -152,15 +147,15 @@ def _new_listener(stack: ExitStack) -> tuple[socket.socket | None, bytes]:
 
 
 def socket_address(name: bytes) -> str:
-    """Return the address of rank 0's socket with this random name."""
-    # Any process can list the addresses of sockets. All of `name` is the key, so the address has
-    # only half of it.
+    """Return the address of rank 0's socket."""
+    # Any process can list addresses of sockets: the address has only half of the key.
     return f"\0shoal-ranks-{name[: _NAME_BYTES // 2].hex()}"
 
 
 def serve(listener: socket.socket, name: bytes, world_size: int, region: MemoryRegion) -> _Opened:
-    """Make the memory for barriers, and send it and the region to all other ranks, which connect to
-    `listener` with `name` as key. For rank 0. Raises OSError, also if a rank is late, and _Refused.
+    """Make the barriers' memory, and send it and the region to all other ranks. For rank 0.
+
+    `name`: the key that ranks must send. Raises _Refused, and OSError, also if a rank is late.
     """
     deadline_s = time.monotonic() + OPEN_S
     with ExitStack() as stack:
@@ -189,14 +184,15 @@ def serve(listener: socket.socket, name: bytes, world_size: int, region: MemoryR
 
 
 class _Greetings:
-    """Greetings of ranks that have the key, in order of arrival. Any process can list the socket's
-    name and connect, but without the key it cannot delay the ranks."""
+    """Greetings of ranks that have the key, in order of arrival.
+
+    Any process can connect, but without the key it cannot delay the ranks.
+    """
 
     def __init__(self, listener: socket.socket, key: bytes) -> None:
         self._listener, self._key = listener, key
         self._selector = selectors.DefaultSelector()
         self._received: dict[socket.socket, bytes] = {}
-        """The part of its greeting that each connection has sent; oldest connection first."""
 
     def __enter__(self) -> Self:
         self._listener.setblocking(False)
@@ -228,7 +224,7 @@ class _Greetings:
         try:
             connection = self._listener.accept()[0]
         except BlockingIOError:
-            return  # The connection is gone already.
+            return
         connection.setblocking(False)
         if len(self._received) >= MAX_SILENT:
             self._refuse(next(iter(self._received)), "no greeting yet, and too many connections")
@@ -236,7 +232,7 @@ class _Greetings:
         self._selector.register(connection, selectors.EVENT_READ)
 
     def _read(self, connection: socket.socket) -> bool:
-        """Read more of a greeting; return True if it is complete."""
+        """Read from the connection; return True if its greeting is complete."""
         received = self._received[connection]
         try:
             piece = connection.recv(GREETING.size - len(received))
@@ -252,7 +248,7 @@ class _Greetings:
         return len(received) + len(piece) == GREETING.size
 
     def _refuse(self, connection: socket.socket, reason: str) -> None:
-        # If it was a rank's connection, the set-up ends without shared memory at the deadline.
+        # If this was a rank, the set-up ends without shared memory at the deadline.
         log.warning("greeting_refused", reason=reason)
         self._forget(connection)
         connection.close()
@@ -263,11 +259,13 @@ class _Greetings:
 
 
 def receive(name: bytes, rank: int, old: MemoryRegion | None) -> _Opened:
-    """Map the memory that rank 0 sends from the socket of this name. If rank 0 sends the region
-    `old`, this rank's mapping of it is used. For all other ranks. Raises OSError and _Refused: then
-    no rank uses the memory. Raises RuntimeError if rank 0 does not decide within DECISION_S."""
+    """Map the memory that rank 0 sends. For all other ranks.
+
+    `old`: a region to reuse, if rank 0 sends it. Raises OSError or _Refused if no rank uses the
+    memory, and RuntimeError if rank 0 does not decide within DECISION_S.
+    """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        # The kernel's limit: with Python's timeout, `connect` would fail at once on a full backlog.
+        # With Python's timeout, `connect` would fail at once on a full backlog.
         limit = struct.pack("@ll", int(OPEN_S), int(OPEN_S % 1 * 1e6))
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         connection.connect(socket_address(name))
@@ -288,7 +286,6 @@ def receive(name: bytes, rank: int, old: MemoryRegion | None) -> _Opened:
             for descriptor in descriptors:
                 os.close(descriptor)
         connection.sendall(_DONE)
-        # Rank 0 sends _AGREED before its own deadline, or closes the connection.
         connection.settimeout(DECISION_S)
         try:
             decision = connection.recv(1)
@@ -300,5 +297,5 @@ def receive(name: bytes, rank: int, old: MemoryRegion | None) -> _Opened:
 
 
 def _remaining_s(deadline_s: float) -> float:
-    """Return the remaining time as a socket's timeout: never 0, which would mean non-blocking."""
+    """Return the remaining time; never 0, which would mean non-blocking."""
     return max(deadline_s - time.monotonic(), 0.001)

@@ -1,14 +1,10 @@
 """Placement of ranks on processors: ranks that wait for each other do not share a processor.
 
-The kernel often wakes a rank on the processor of the rank that woke it, although another processor
-is free. This is common in virtual machines: an idle processor may not count as free there, as its
-host may have given it away. Both ranks then take turns for some milliseconds, until the kernel
-balances the load. A step of a two-stage pipeline took 17.5 ms with such wake-ups, and 15.5 ms when
-each rank kept its own processor.
+The kernel often wakes a rank on the waker's processor although another one is free: a step of a
+two-stage pipeline took 17.5 ms with such wake-ups, and 15.5 ms without.
 
-So each rank notes its processor, and moves if another rank has noted the same processor. The rank
-is not pinned: the kernel may move it again at once. An affinity mask that the user has set is kept.
-Without a mask, the rank may also use processors that its cpuset gets later.
+So each rank notes its processor, and moves if another rank has noted the same one. The rank is not
+pinned, and a user's affinity mask is kept.
 """
 
 import ctypes
@@ -17,23 +13,23 @@ from collections.abc import Collection
 
 NOTE_BYTES = 8
 _ALL = b"\xff" * 1024
-"""Affinity mask with all bits set: Linux has at most 8,192 processors."""
+"""All bits set: Linux has at most 8,192 processors."""
 libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Processors:
-    """One rank's view of the processors that the ranks use. For one thread at a time."""
+    """One rank's view of the processors. For one thread at a time."""
 
     def __init__(self, notes: memoryview, rank: int) -> None:
         """`notes`: shared memory with 64 bits for each rank, 0 at first."""
         self._notes, self._rank = notes, rank
         self._last_alone = -1
-        """The last processor on which this rank was alone: its caches may be warm there."""
+        """The last processor on which this rank was alone."""
         self._may_move = True
 
     def avoid_shared_processor(self) -> None:
-        """Note this thread's processor. If another rank has noted the same processor, move to one
-        that no rank has noted, if there is any."""
+        """Note this thread's processor. If another rank has noted it too, move to a processor that
+        no rank has noted."""
         number = int(libc.sched_getcpu())
         self._notes[self._rank] = _note_of(number)
         if self._notes.tolist().count(_note_of(number)) == 1:
@@ -48,29 +44,27 @@ class Processors:
         if not free:
             return
         to = self._last_alone if self._last_alone in free else _next(number, free)
-        # Noted before the move, so that the other rank does not move too.
+        # Noted first, so that the other rank does not move too.
         self._notes[self._rank] = _note_of(to)
         try:
             _move_within(allowed, to)
         except OSError:
-            # Some sandboxes forbid moves. The rank stays: moving only saves time.
+            # Some sandboxes forbid moves. The rank then stays, which only costs time.
             self._may_move = False
 
 
 def _move_within(allowed: set[int], to: int) -> None:
-    """Move to the processor, then restore the mask `allowed`, even if a signal handler raises."""
     try:
         os.sched_setaffinity(0, {to})
     finally:
-        # Since version 6.2 Linux keeps the mask that was asked for. If only `allowed` were asked
-        # for, a thread without a mask could not use processors that its cpuset gets later.
+        # Since version 6.2 Linux keeps the mask that was asked for: asking only for `allowed` would
+        # exclude processors that the cpuset gets later.
         _ask_for_all()
         if os.sched_getaffinity(0) != allowed:
             os.sched_setaffinity(0, allowed)
 
 
 def _ask_for_all() -> None:
-    """Allow all processors, also later ones: the default if no mask was ever set."""
     if libc.sched_setaffinity(0, len(_ALL), _ALL):
         raise OSError(ctypes.get_errno(), "sched_setaffinity failed")
 
@@ -80,5 +74,5 @@ def _note_of(number: int) -> int:
 
 
 def _next(number: int, free: Collection[int]) -> int:
-    """Return the free processor with the next higher number, which is probably near."""
+    """Return the free processor with the next higher number: probably a near one."""
     return min(free, key=lambda each: (each < number, each))

@@ -1,12 +1,9 @@
 """Memory that the ranks of one machine share, and keep for the next generation.
 
-New memory is expensive: the kernel clears each page when it is first touched, and every process
-maps it. That takes 22 ms of processor time for 38 MB, while all members wait. Members that survive
-a loss already share memory, so they reuse it.
+New memory takes 22 ms of processor time for 38 MB, while all members wait.
 
-A process of an old generation may have been stopped in the middle of writing, and continue later.
-So a process that may write holds a lock, which the kernel releases when the process ends. Memory is
-reused only if no other process holds a lock.
+A stopped process of an old generation may continue to write later. So a process that may write
+holds a lock until it ends, and memory is reused only if no other process holds one.
 """
 
 import fcntl
@@ -21,26 +18,25 @@ NO_REGION = bytes(ID_BYTES)
 _FLOCK = struct.Struct("@hhqqi")
 """glibc's `struct flock`: type, whence, start, length, process."""
 _WORTH_KEEPING = 0.5
-"""Minimum fraction of a region that must be in use; below it, a smaller region is made."""
+"""Minimum fraction of a region that must be in use for the region to be reused."""
 
 
 class MemoryRegion:
-    """One process' mapping of a piece of shared memory, with its lock."""
+    """One process' mapping of shared memory, with its lock."""
 
     def __init__(self, descriptor: int, region_id: bytes, num_bytes: int) -> None:
         """Map the memory of the descriptor, which the caller still owns. Raises OSError."""
         self.region_id = region_id
-        # Opened again: a lock belongs to a file description, and each process needs its own.
+        # Opened again: a lock belongs to a file description, so each process needs its own.
         self._descriptor = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
         self._finalizer = weakref.finalize(self, os.close, self._descriptor)
-        # mmap keeps a duplicate of its descriptor. A duplicate of the received descriptor would
-        # keep the sender's lock after the sender has ended.
+        # mmap keeps a duplicate of its descriptor, which must not keep the sender's lock.
         self.mapped = mmap.mmap(self._descriptor, num_bytes)
         self.acquire()
 
     @classmethod
     def create(cls, num_bytes: int) -> "MemoryRegion":
-        """Make a new region. Raises OSError if the system has no memory for it."""
+        """Make a new region. Raises OSError without memory."""
         descriptor = os.memfd_create("shoal-ranks", os.MFD_CLOEXEC)
         try:
             os.ftruncate(descriptor, num_bytes)
@@ -50,7 +46,7 @@ class MemoryRegion:
 
     @property
     def descriptor(self) -> int:
-        """Descriptor to send to other processes; this object still owns it."""
+        """Descriptor to send to other processes; this object owns it."""
         return self._descriptor
 
     @property
@@ -58,15 +54,15 @@ class MemoryRegion:
         return len(self.mapped)
 
     def fits(self, num_bytes: int) -> bool:
-        """True if the region has at least `num_bytes` and is not much too large."""
+        """True if the region is large enough, and not much too large."""
         return _WORTH_KEEPING * self.num_bytes <= num_bytes <= self.num_bytes
 
     def acquire(self) -> None:
-        """Take the lock, which lets this process write."""
+        """Take the lock that allows this process to write."""
         self._lock(fcntl.F_OFD_SETLK, fcntl.F_RDLCK)
 
     def leave(self) -> None:
-        """Release the lock: this process does not write until it calls `acquire` again."""
+        """Release the lock: this process writes no more until it calls `acquire`."""
         self._lock(fcntl.F_OFD_SETLK, fcntl.F_UNLCK)
 
     def has_no_other_writer(self) -> bool:
@@ -75,7 +71,8 @@ class MemoryRegion:
         return kind == fcntl.F_UNLCK
 
     def close(self) -> None:
-        """Close the descriptor. Memory is freed once nothing refers to it. May be called twice."""
+        """Close the descriptor. Mapped memory stays until nothing refers to it. May be called
+        twice."""
         self._finalizer()
 
     def _lock(self, command: int, kind: int) -> bytes:
@@ -83,22 +80,22 @@ class MemoryRegion:
 
 
 class KeptRegions:
-    """Regions of one member, kept between two generations."""
+    """Regions of one member, between two generations."""
 
     def __init__(self) -> None:
         self._regions: list[MemoryRegion] = []
 
     def take(self) -> MemoryRegion | None:
-        """Remove and return the region that was kept first; None if there is none."""
+        """Remove and return the region that was kept first, if there is any."""
         return self._regions.pop(0) if self._regions else None
 
     def keep(self, region: MemoryRegion) -> None:
-        """Keep a region for the next generation, and release this process' lock on it."""
+        """Keep a region for the next generation, and release its lock."""
         region.leave()
         self._regions.append(region)
 
     def clear(self) -> None:
-        """Close and drop all regions."""
+        """Close and drop all."""
         regions, self._regions = self._regions, []
         for region in regions:
             region.close()

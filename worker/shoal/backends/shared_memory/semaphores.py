@@ -1,13 +1,9 @@
 """Semaphores of the C library, in memory that processes of one machine share.
 
-Writes before a post are visible to reads after the wait, on any processor. A long wait takes no
-processor time and does not hold the GIL.
+Writes before a post are visible to reads after the wait. A wait does not hold the GIL.
 
-Ranks that depend on each other wait for about 0.1 ms at a time. A rank that sleeps meanwhile is
-often woken on the processor of the rank that woke it, and both share this processor while another
-is idle. A step of a two-stage pipeline took 9.2 ms on two processors. It took 5.2 ms, and less
-processor time in all, when both ranks polled for a moment before they slept. With more ranks than
-processors, polling would only delay the other ranks.
+A step of a two-stage pipeline took 9.2 ms on two processors, and 5.2 ms when both ranks polled
+before they slept: a sleeping rank is often woken on its waker's processor.
 """
 
 import ctypes
@@ -20,7 +16,7 @@ SEMAPHORE_BYTES = 64
 _libc = ctypes.CDLL(None, use_errno=True)
 _NANOSECONDS = 1_000_000_000
 _POLL_S = 0.0003
-"""Time for which a waiting process polls, yielding the processor in between, before it sleeps."""
+"""Time for which a waiting process polls before it sleeps."""
 
 
 class _Timespec(ctypes.Structure):
@@ -28,23 +24,23 @@ class _Timespec(ctypes.Structure):
 
 
 def available() -> bool:
-    """True if the C library can wait by the monotonic clock: glibc 2.30 or newer."""
+    """True if the C library can wait by the monotonic clock (glibc 2.30)."""
     return hasattr(_libc, "sem_clockwait")
 
 
 class Semaphore:
-    """Semaphore at an address, whose memory must exist as long as the semaphore is used."""
+    """Semaphore at an address, whose memory must outlive the semaphore."""
 
     def __init__(self, address: int) -> None:
         self._address = ctypes.c_void_p(address)
 
     def initialise(self) -> None:
-        """Initialise the semaphore, before any other process gets it."""
+        """Initialise the semaphore before any other process gets it."""
         if _libc.sem_init(self._address, 1, 0):
             raise OSError(ctypes.get_errno(), "sem_init failed")
 
     def post(self) -> None:
-        """Post: end one wait, now or later. Thread-safe."""
+        """End one wait, now or later. Thread-safe."""
         if _libc.sem_post(self._address):
             raise OSError(ctypes.get_errno(), "sem_post failed")
 
@@ -61,8 +57,8 @@ class Semaphore:
         return True
 
     def spin_wait(self, deadline_s: float) -> bool:
-        """Poll for a moment, without sleeping; return True if the semaphore was posted. Called
-        before `wait` if there is a processor for each rank."""
+        """Poll for a moment; return True if the semaphore was posted. Called before `wait` if there
+        is a processor for each rank."""
         soon_s = min(time.monotonic() + _POLL_S, deadline_s)
         while _libc.sem_trywait(self._address):
             if time.monotonic() > soon_s:

@@ -1,1 +1,1 @@
-"""Layouts that combine pipeline, data and tensor parallelism over a mesh of ranks."""
+"""Layouts with pipeline, data and tensor parallelism."""

@@ -1,4 +1,4 @@
-"""Layout over a mesh of ranks, pipeline x data x tensor: stages, copies and splits."""
+"""Layout over a mesh of ranks: stages, copies and splits."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +26,7 @@ from shoal.model.tied_tensors import persistent_buffers
 from shoal.torch_private.dtensor import forget_groups
 
 BUCKET_BYTES = 25 * 1024 * 1024
-"""Limit of the messages in which gradients are averaged; a larger gradient has its own message."""
+"""Limit of a message with several gradients."""
 AXES = ("pipeline", "data", "tensor")
 
 
@@ -36,10 +36,8 @@ class HybridPlan:
 
     mesh: MeshShape
     cut: tuple[Outline, Sequence[int]] | None
-    """The model's traced forward pass (`Outline`), and the stage of each of its segments; None if
-    there is one stage."""
+    """The traced forward pass, and the stage of each of its segments; None for one stage."""
     tensor: TensorPlan
-    """Plan of the whole model, for `mesh.tensor` ranks."""
     schedule: ScheduleSpec
 
 
@@ -128,7 +126,6 @@ class HybridLayout(Layout):
 
     @torch.no_grad()
     def _complete(self) -> None:
-        """Average gradients over the ranks with the same stage and the same split."""
         self.world.exchanges.note_missing_gradients()
         self._inner.reduce()
         if self.plan.mesh.data > 1:
@@ -136,8 +133,8 @@ class HybridLayout(Layout):
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Complete gradients that no pass has completed, and make the gradients of unsplit
-        parameters equal within a tensor group."""
+        """Complete gradients that no pass has completed, and make those of unsplit parameters equal
+        within a tensor group."""
         self._gradients.finish(self._complete)
         if self.plan.mesh.tensor > 1:
             broadcast_gradients(list(self.parameters.values()), self._ranks)
@@ -170,8 +167,6 @@ class HybridLayout(Layout):
 
 
 class _OneStage(Layout):
-    """Layout of the whole model as one stage, which a tensor group may split."""
-
     non_finite_check: NonFiniteCheck
 
     def __init__(
@@ -201,8 +196,6 @@ class _OneStage(Layout):
 def _splitter(
     mesh: DeviceMesh, plan: TensorPlan, ranks: TensorGroup
 ) -> Callable[[nn.Module], None]:
-    """Return a function that splits a stage by the whole model's plan."""
-
     def split(stage: nn.Module) -> None:
         parallelise(stage, mesh, plan_of_stage(stage, plan), ranks)
 
@@ -210,9 +203,9 @@ def _splitter(
 
 
 def plan_of_stage(stage: nn.Module, plan: TensorPlan) -> TensorPlan:
-    """Return the entries of the whole model's plan that concern this stage's modules."""
+    """Return the plan's entries for this stage's modules."""
     own = dict(stage.named_modules())
-    # A stage may run a module whose parameters are on another stage: it splits none of these.
+    # A stage may run a module whose parameters another stage holds.
     kept = [
         entry
         for entry in plan.entries
@@ -241,10 +234,9 @@ def average_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGro
 
 
 def broadcast_gradients(parameters: Sequence[nn.Parameter], ranks: TensorGroup) -> None:
-    """Broadcast the gradients of unsplit parameters from the first rank of a tensor group.
+    """Broadcast the gradients of unsplit parameters from a tensor group's first rank.
 
-    The ranks' gradients differ only because kernels add in no fixed order, or because hardware
-    differs. Over many steps, these differences suffice to let the ranks' parameters drift apart.
+    Kernels that add in no fixed order would let the ranks' parameters drift apart.
     """
     whole = [p for p in parameters if p.grad is not None and not isinstance(p, DTensor)]
     for bucket in buckets(whole):
@@ -252,8 +244,8 @@ def broadcast_gradients(parameters: Sequence[nn.Parameter], ranks: TensorGroup) 
 
 
 def buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Yield the parameters of each message, in order. They have one dtype, and at most
-    `BUCKET_BYTES` unless the message has a single parameter."""
+    """Yield the parameters of each message, in order: of one dtype, and at most `BUCKET_BYTES`
+    unless there is one parameter."""
     by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
     for parameter in parameters:
         by_dtype.setdefault(parameter.dtype, []).append(parameter)
@@ -271,7 +263,7 @@ def buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
 
 
 def _local_gradient(parameter: nn.Parameter) -> Tensor:
-    """Return this rank's part of the gradient, writable; zeros if there is none."""
+    """Return this rank's part, writable; zeros if there is none."""
     if parameter.grad is None:
         return torch.zeros_like(local_part(parameter))
     return local_part(parameter.grad)

@@ -1,4 +1,4 @@
-"""Shape of the mesh of ranks: the numbers of stages, copies and splits."""
+"""Shape of the mesh of ranks."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,14 +9,12 @@ from shoal_proto.numbers_given import convert_fields
 
 @dataclass(frozen=True, kw_only=True)
 class MeshShape:
-    """Sizes of a mesh of ranks. Ranks are numbered along `tensor` first, along `pipeline` last."""
+    """Sizes of a mesh of ranks, which are numbered along `tensor` first, along `pipeline` last."""
 
     pipeline: int
-    """Number of stages that the layers are cut into."""
     data: int
     """Number of copies, which take different samples."""
     tensor: int
-    """Number of ranks that each layer is split over."""
 
     @property
     def world_size(self) -> int:
@@ -27,7 +25,7 @@ class MeshShape:
         return self.pipeline, self.data, self.tensor
 
     def coordinates(self, rank: int) -> tuple[int, int, int]:
-        """Return the coordinates of a rank in the mesh: (stage, copy, split)."""
+        """Return a rank's (stage, copy, split)."""
         along, tensor = divmod(rank, self.tensor)
         return *divmod(along, self.data), tensor
 
@@ -37,13 +35,13 @@ class MeshShape:
 
 @dataclass(frozen=True, kw_only=True)
 class FixedSizes:
-    """Sizes that the user fixed; None leaves a size to be chosen."""
+    """Sizes that the user fixed."""
 
     pipeline: int | None = None
     data: int | None = None
     tensor: int | None = None
     max_rank_bytes: int | None = None
-    """Limit of parameters, gradients and optimizer state together on one rank."""
+    """Limit of parameters, gradients and optimizer state on one rank."""
 
     def __post_init__(self) -> None:
         sizes = ("pipeline", "data", "tensor", "max_rank_bytes")
@@ -68,14 +66,14 @@ class FixedSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFacts:
-    """Facts about a model that decide which meshes suit it."""
+    """Facts about a model that decide its meshes."""
 
     state_bytes: int
-    """Size of parameters, gradients and optimizer state together."""
+    """Size of parameters, gradients and optimizer state."""
     pipeline_sizes: frozenset[int]
-    """Numbers of stages that the model can be cut into."""
+    """Possible numbers of stages."""
     tensor_sizes: frozenset[int]
-    """Numbers of ranks that the model's layers can be split over."""
+    """Possible numbers of ranks that split layers."""
 
 
 def mesh_for(world_size: int, facts: ModelFacts, fixed: FixedSizes) -> MeshShape:
@@ -83,14 +81,12 @@ def mesh_for(world_size: int, facts: ModelFacts, fixed: FixedSizes) -> MeshShape
 
     Candidates use every rank, have the fixed sizes and suit the model. The choice among them:
 
-    1. with `max_rank_bytes`: a mesh within that limit, with the most copies (the fewest bytes sent
-       per step); if no mesh is within the limit, the mesh that exceeds it least;
-    2. without it: the most even mesh (4 ranks: two stages and two copies; 8 ranks: 2 x 2 x 2);
-    3. among equals: in case 1 the most even mesh, in case 2 the most copies; then the most stages,
-       as stages send less than split layers.
+    1. with `max_rank_bytes`: a mesh within that limit, with the most copies; if there is none, the
+       mesh that exceeds the limit least;
+    2. without it: the most even mesh (8 ranks: 2 x 2 x 2);
+    3. among equals: in case 1 the most even mesh, in case 2 the most copies; then the most stages.
 
-    A size that the user fixed is used even if it does not suit the model. If `data` is not fixed,
-    there is a mesh for each multiple of the product of the fixed sizes. Raises InvalidSpec if the
+    A size that the user fixed is used even if it does not suit the model. Raises InvalidSpec if the
     fixed sizes do not fit the world size, or leave sizes that do not suit the model.
     """
     if world_size % fixed.product or (fixed.is_complete and world_size != fixed.product):
@@ -130,7 +126,6 @@ def _suits(mesh: MeshShape, facts: ModelFacts, fixed: FixedSizes) -> bool:
 
 
 def _preference(mesh: MeshShape, facts: ModelFacts, max_rank_bytes: int | None) -> tuple[int, ...]:
-    """Return a sort key: the smallest is preferred."""
     evenness = sorted(mesh.sizes, reverse=True)
     if max_rank_bytes is None:
         return (*evenness, -mesh.data, -mesh.pipeline)

@@ -1,8 +1,7 @@
 """FSDP and tensor parallelism: layers are split over a few ranks, and each part is cut by rows.
 
-Consecutive ranks are a tensor group: they work on the same samples, each with its part of every
-split layer. Ranks with the same index in their tensor groups shard one part by rows: they gather it
-from each other, a group of layers at a time, and reduce its gradients.
+Consecutive ranks are a tensor group, which works on the same samples. Ranks with the same index in
+their groups shard a part by rows.
 """
 
 from collections.abc import Iterator, Sequence
@@ -36,8 +35,8 @@ from shoal.torch_private.fsdp import mesh_of_rows
 
 
 class SplitShardedLayout(ShardedLayout):
-    """Layout in which a rank holds some rows of its part of each parameter. A parameter that is not
-    split has the same rows on all ranks of a tensor group."""
+    """Layout in which a rank holds some rows of its part of each parameter. An unsplit parameter
+    has the same rows on a whole tensor group."""
 
     non_finite_check: NonFiniteCheck
 
@@ -82,7 +81,6 @@ class SplitShardedLayout(ShardedLayout):
         super()._shard(model, options)
 
     def _chunk_of(self, parameter: nn.Parameter) -> Chunk:
-        """Return the chunk that this rank will hold of a parameter not yet cut by rows."""
         offsets, sizes = [0] * parameter.ndim, list(parameter.shape)
         if isinstance(parameter, DTensor):
             (placement,) = parameter.placements
@@ -101,9 +99,8 @@ class SplitShardedLayout(ShardedLayout):
         return super().is_counted_here(name)
 
     def failure_domains(self, hosts: Sequence[str]) -> Sequence[str]:
-        """Return the hosts if there are several, else the tensor groups: all ranks of a tensor
-        group work on the same samples, and leave together if a gradient is not finite. So unsplit
-        parameters are copied to another group too, although each rank of a group has them."""
+        """Return the hosts or, on one host, the tensor groups: a group's ranks leave together if a
+        gradient is not finite."""
         if len(set(hosts)) > 1:
             return hosts
         return [str(rank // self.plan.degree) for rank in range(self.world.world_size)]
@@ -134,9 +131,8 @@ class SplitShardedLayout(ShardedLayout):
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Reduce as `ShardedLayout` does, then broadcast the gradients of unsplit parameters from
-        the first rank of each tensor group: see `broadcast_gradients` in `hybrid/layout.py`.
-        """
+        """Reduce as `ShardedLayout` does, and broadcast gradients of unsplit parameters: see
+        `broadcast_gradients` in `hybrid/layout.py`."""
         super().reduce()
         self._gradients.finish(self._complete)
         if self.plan.degree == 1:
@@ -170,7 +166,7 @@ class SplitShardedLayout(ShardedLayout):
 
 
 def _narrow(offsets: list[int], sizes: list[int], dim: int, part: int, num_parts: int) -> None:
-    """Narrow to one of `num_parts` parts along a dimension, cut as by torch.chunk."""
+    """Narrow to one of `num_parts` parts, cut as by torch.chunk."""
     chunk = -(-sizes[dim] // num_parts)
     start = min(sizes[dim], part * chunk)
     offsets[dim] += start
@@ -178,6 +174,5 @@ def _narrow(offsets: list[int], sizes: list[int], dim: int, part: int, num_parts
 
 
 def tensor_degree(world_size: int, tensor: int) -> int:
-    """Return the number of ranks that split a layer: `world_size`'s largest divisor up to
-    `tensor`."""
+    """Return the largest divisor of `world_size` up to `tensor`."""
     return next(n for n in range(min(tensor, world_size), 0, -1) if world_size % n == 0)
