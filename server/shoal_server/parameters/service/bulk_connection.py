@@ -68,7 +68,6 @@ _BOUNDS = MessageBounds()
 
 
 def _checked(message: M) -> M:
-    """Check a message against the bounds that gRPC calls have too. Raises InvalidSpec."""
     _BOUNDS.check(message)
     return message
 
@@ -107,7 +106,7 @@ class BulkServerConnection:
         arena: SharedArena | None,
         use: PermittedUse,
     ) -> None:
-        """`use`: the use that the connection's key permits. Other calls are refused."""
+        """`use`: the use that the connection's key permits."""
         self._wire = wire
         self._calls = calls
         self._arena = arena
@@ -122,7 +121,7 @@ class BulkServerConnection:
         beating = asyncio.create_task(self._beat(), name="bulk-beats")
         waits = {answering, beating}
         if self._use.purpose is Purpose.REPLICATION:
-            # Records that were sent count as received: they are read after their sender is gone.
+            # Records that were sent count as received: read them even when their sender is gone.
             waits.remove(beating)
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -201,15 +200,13 @@ class BulkServerConnection:
         return self._calls.weights.fetch(fetch, self._use, call)
 
     def _checked(self, request: M) -> M:
-        """Check the request that begins a call, and that its caller may make it. Raises InvalidSpec
-        or AccessDenied."""
         _checked(request)
         if self._caller is not None:
             check_request(self._caller, request)
         return request
 
     async def _fail(self, error: ShoalError) -> None:
-        """Send the error to the client, if it is still connected. Nothing may be sent after it."""
+        """Send the error to the client. Nothing may be sent after it."""
         try:
             await self._wire.send(
                 bulk.message(FrameKind.ERROR, to_detail(error).SerializeToString())
@@ -218,9 +215,8 @@ class BulkServerConnection:
             log.info("bulk_error_not_sent", error=str(error), reason=str(hung_up))
 
     async def _beat(self) -> None:
-        """Send heartbeats while a call is in progress, to show the client that this server is
-        alive. Return once one fails because the client has hung up: no read shows that, since
-        nothing is read between a call's last frame and its last answer, perhaps for minutes."""
+        """Send heartbeats while a call is in progress; return when one fails because the client has
+        hung up. Nothing else shows that between a call's last frame and its last answer."""
         while True:
             await asyncio.sleep(BEAT_S)
             if self._is_in_call and self._wire.silent_s >= BEAT_S:
@@ -290,7 +286,7 @@ class BulkCall:
         return True
 
     def close(self) -> None:
-        """Stop the timer of deferred frames, when the call has ended."""
+        """Stop the timer of deferred frames."""
         self._deferred.close()
 
     @property
@@ -307,7 +303,6 @@ class BulkCall:
         self._wire.end_sending()
 
     def _arriving(self, frame: Frame) -> Arriving | None:
-        """Return the request that a frame carries; None if it carries no request."""
         if frame.kind is FrameKind.PIECE:
             return OnlyPiece(
                 ReadPiece(frame.shard_id, frame.offset_bytes, frame.body, frame.checksum)
@@ -369,8 +364,7 @@ class BulkCall:
         await self._wire.send_file(head, segment.descriptor, start, size)
 
     async def finish(self) -> None:
-        """Read the remaining frames of the call. Raises MalformedMessage for a piece, and what
-        `next_frame` raises."""
+        """Read the remaining frames of the call. Raises MalformedMessage for a piece."""
         while not self._is_over:
             if await self._next_piece() is not None:
                 raise MalformedMessage(
@@ -378,7 +372,7 @@ class BulkCall:
                 )
 
     async def _next_piece(self) -> ReadPiece | None:
-        """Return the next piece; None at the call's end. Note the FREE_SLOT frames before it."""
+        """Return the next piece; None at the call's end."""
         while not self._is_over:
             frame = await self._wire.next_frame()
             if frame.kind is FrameKind.PIECE:
@@ -415,8 +409,8 @@ class BulkCall:
 
     @property
     def ends_now(self) -> bool:
-        """True if the END frame is to be sent with the replies that are sent now. Sent separately,
-        it would wake the client once more."""
+        """True if the END frame is to be sent with the current replies: sent separately, it would
+        wake the client once more."""
         return self._end_follows and self._is_over
 
     def end_follows(self) -> None:

@@ -26,8 +26,7 @@ log = structlog.get_logger(__name__)
 
 HELLO_S = 5.0
 MAX_CONNECTIONS = 4096
-# After 10 s of silence, the kernel probes a connection every 5 s. It ends the connection after 3
-# probes without an answer: the client's machine has vanished.
+# The kernel ends a connection after 25 s of silence: the client's machine has vanished.
 KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
 
 
@@ -42,7 +41,7 @@ class BulkListener:
         *,
         most: int = MAX_CONNECTIONS,
     ) -> None:
-        """`most`: the most connections that may be open at once."""
+        """`most`: bound on open connections."""
         self._most = most
         self._calls = calls
         self._offers = offers
@@ -99,8 +98,6 @@ class BulkListener:
             await BulkServerConnection(wire, self._calls, arena, hello.use).serve()
 
     async def _greeted(self, wire: FrameConnection) -> "_Hello":
-        """Read the client's HELLO. Raises MalformedMessage if its key is unknown, expired or used,
-        and what `next_frame` raises."""
         frame = await wire.next_frame()
         use = self._offers.redeem(bytes(frame.body))
         if use is None:
@@ -130,15 +127,12 @@ class BulkListener:
 
 @dataclass(frozen=True, kw_only=True)
 class _Hello:
-    """The content of a client's HELLO frame."""
-
     use: PermittedUse
     arena_bytes: int
     """Size of the shared memory that the client wants; 0: none."""
 
 
 async def _welcome(wire: FrameConnection, arena: SharedArena | None) -> None:
-    """Answer the HELLO, and send the descriptor of the shared memory, if any, with the answer."""
     if arena is None:
         await wire.send(bulk.header(FrameKind.HELLO))
         return
@@ -153,9 +147,9 @@ async def _welcome(wire: FrameConnection, arena: SharedArena | None) -> None:
 
 
 def _named(stack: ExitStack) -> tuple[socket.socket | None, str]:
-    """Return a Unix socket, for clients in this network namespace, and its random abstract name.
-    None and an empty name if the system has no abstract names: then all clients connect to the
-    port.
+    """Return a Unix socket with a random abstract name, for clients in this network namespace.
+
+    None and an empty name if the system has no abstract names.
     """
     name = f"shoal-{secrets.token_hex(16)}"
     try:

@@ -24,8 +24,7 @@ class PushOutcomeCounts:
 
 
 class PushTally:
-    """Counts by job, for at most MAX_JOBS jobs. Beyond that, the job that was refused first is
-    dropped."""
+    """Counts by job, for at most MAX_JOBS jobs; beyond that, the oldest entry is dropped."""
 
     def __init__(self) -> None:
         self._jobs: OrderedDict[str, PushOutcomeCounts] = OrderedDict()
@@ -55,8 +54,11 @@ def add_shard(
     assignment: ShardAssignment | None,
     versions: Mapping[Holder, int],
 ) -> None:
-    """Add a shard to the reply. A shard of which this server is not the primary is only counted,
-    and its memory added. `versions`: the newest version that each backup is known to have."""
+    """Add a shard to the reply. A shard of which this server is not the primary adds only to the
+    number of copies and the memory.
+
+    `versions`: the newest version that each backup is known to have.
+    """
     reply.memory_bytes += replica.state.memory_bytes
     if replica.role is not ReplicaRole.PRIMARY:
         reply.num_copies += 1

@@ -16,8 +16,7 @@ log = structlog.get_logger(__name__)
 
 MAX_PENDING_SHARDS = 8
 """Bound on the shards of one call that are being applied, or whose replies are not sent yet. At the
-bound, no more pieces are read.
-"""
+bound, no more pieces are read."""
 
 T = TypeVar("T")
 PartT = TypeVar("PartT", bound="IncomingPart")
@@ -47,16 +46,17 @@ class PartKind(Protocol[PartT_contra, AnswerT]):
         ...
 
     def refusal(self, shard_id: int, error: ShoalError) -> AnswerT:
-        """Return the answer for a shard that was not changed, or whose change did not become as
-        safe as the push demands."""
+        """Return the answer for a part with an error; see `IncomingCall`."""
         ...
 
 
 class IncomingCall(Generic[PartT, AnswerT]):
-    """Receives a push or a lookup. An error in one part is that part's answer; other parts go on.
+    """Receives a push or a lookup.
 
-    The shard of a part with an error is not changed, or its change did not become as safe as the
-    push demands. An error that concerns the whole call is raised."""
+    An error in one part is that part's answer: its shard was not changed, or the change did not
+    become as safe as the push demands. Other parts go on. An error that concerns the whole call is
+    raised.
+    """
 
     def __init__(self, kind: PartKind[PartT, AnswerT], reservation: Reservation) -> None:
         self._kind = kind
@@ -69,12 +69,11 @@ class IncomingCall(Generic[PartT, AnswerT]):
         self._is_over = False
         self._is_whole = False
         self.is_last = False
-        """True if the newest answers that were yielded are known to be the call's last. It stays
-        False if they were yielded before the end of the call was received."""
+        """True if the answers yielded last are known to be the call's last. False also if they were
+        yielded before the call's end was received."""
 
     def expect(self, shard_id: int, make: Callable[[], PartT]) -> None:
-        """Expect the part that `make` returns, which the header names by `shard_id`. A ShoalError
-        from `make` is the part's answer."""
+        """Expect the part that `make` returns. A ShoalError from `make` is the part's answer."""
         try:
             part = make()
         except ShoalError as error:
@@ -88,10 +87,11 @@ class IncomingCall(Generic[PartT, AnswerT]):
     async def answers(
         self, pieces: AsyncIterator[AnyPiece]
     ) -> AsyncGenerator[Sequence[AnswerT], None]:
-        """Yield the parts' answers while later pieces are still received, in the order in which
-        the parts began to be applied or were refused. Answers that are ready are yielded together.
-        Raises an error that concerns the whole call. If the caller stops before the last answer,
-        the remaining answers are dropped, and parts that wait for their turn are not applied."""
+        """Yield the parts' answers, in the order in which the parts were started or refused.
+
+        If the caller stops before the last answer, the remaining answers are dropped, and parts
+        that wait for their turn are not applied.
+        """
         taking = asyncio.create_task(self._take_all(pieces), name="parts of a call")
         try:
             while self._pending or not self._is_over:
@@ -176,8 +176,8 @@ class IncomingCall(Generic[PartT, AnswerT]):
 
 
 def guarded(work: Callable[[], T], job: str, shard_id: int, what: str = "push") -> T | ShoalError:
-    """Call `work`, and return its result, or the error for the answer: its ShoalError, or
-    InternalError for any other error, which is logged."""
+    """Return the result of `work`, or the error for the answer. An error that is not a ShoalError
+    is logged, and becomes an InternalError."""
     try:
         return work()
     except ShoalError as error:

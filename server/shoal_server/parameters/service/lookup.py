@@ -51,8 +51,8 @@ IncomingLookup = IncomingCall[LookupPart, LookupAnswer]
 
 
 class LookupKind:
-    """The items of one lookup. An item is answered once its rows are looked up, and every backup in
-    step has their version."""
+    """The items of one lookup. An item is answered once every backup in step has the version of its
+    rows."""
 
     def __init__(
         self,

@@ -1,7 +1,6 @@
 """The Parameters service: creates shards, applies pushes to them, and sends values and rows.
 
-Work on small shards runs on the event loop. Work on large shards runs in a pool of threads, so that
-the loop stays free for other calls.
+Work on large shards runs in threads, so that the event loop stays free for other calls.
 """
 
 import time
@@ -136,7 +135,6 @@ class ParametersServicer(Base):
         return CreateReply(created=created)
 
     def _claim(self, header: CreateHeader) -> MemoryClaim:
-        """Reserve memory for the shards that this server does not have yet. Raises Overloaded."""
         job = header.token.job
         new = [s for s in header.shards if self._catalog.find(job, s.shard_id) is None]
         num_bytes = sum(bytes_to_make(shard, header.optimizer) for shard in new)
@@ -185,11 +183,11 @@ class ParametersServicer(Base):
     async def pull(
         self, request: PullRequest, reply_writer: ReplyWriter
     ) -> AsyncGenerator[Sequence[Message | bytes], None]:
-        """Yield the messages with each shard's values, as `reply_writer` has written them. All
-        values of a shard are of one version. Messages yielded together are sent together.
+        """Yield the messages with each shard's values. All values of a shard are of one version.
+        Messages yielded together are sent together.
 
-        If this server does not serve one of the shards, raises the error for the first such shard;
-        a WrongEpoch has the routes of the others, too.
+        Raises the error for the first shard that this server does not serve; a WrongEpoch also has
+        the routes of the others.
         """
         await self._fence.check(request.token)
         job = request.token.job
@@ -243,8 +241,8 @@ class ParametersServicer(Base):
     async def look_up(
         self, request: LookupRequest, pieces: AsyncIterator[AnyPiece], reply_writer: ReplyWriter
     ) -> AsyncGenerator[Sequence[Message | bytes], None]:
-        """Answer a lookup of rows while it is being received. `reply_writer` writes the births and
-        values of the answers. Raises an error that concerns the whole call."""
+        """Answer a lookup of rows while it is being received. Raises an error that concerns the
+        whole call."""
         if not request.HasField("header"):
             raise no_header("LookupHeader")
         header = request.header
@@ -274,10 +272,12 @@ class ParametersServicer(Base):
     async def push(
         self, request: PushRequest, pieces: AsyncIterator[AnyPiece], reply_writer: ReplyWriter
     ) -> AsyncGenerator[Sequence[Message | bytes], None]:
-        """Apply a push while it is being received. Yield the messages with each shard's outcome and
-        with its values, if requested, as `reply_writer` has written them. Messages yielded together
-        are sent together. Raises an error that concerns the whole push. The push passes the job's
-        snapshot barrier."""
+        """Apply a push while it is being received, once the job's snapshot barrier admits it. Yield
+        each shard's outcome, with its values if requested. Messages yielded together are sent
+        together.
+
+        Raises an error that concerns the whole push.
+        """
         if not request.HasField("header"):
             raise no_header("PushHeader")
         header, began_s = request.header, time.perf_counter()
@@ -313,7 +313,6 @@ class ParametersServicer(Base):
                 self._count(header, outcomes, time.perf_counter() - began_s)
 
     def _count(self, header: PushHeader, outcomes: Sequence[PushOutcome], took_s: float) -> None:
-        """Count the outcomes and the duration of a push to parameters."""
         if any(item.HasField("rows") for item in header.shards):
             return
         self._tally.count(header.token.job, outcomes)
@@ -355,7 +354,6 @@ class ParametersServicer(Base):
 async def _replies(
     kind: type[M], batches: AsyncGenerator[Sequence[Message | bytes], None]
 ) -> AsyncIterator[M]:
-    """Yield the replies of a gRPC call one by one."""
     async with aclosing(batches):
         async for batch in batches:
             for reply in batch:

@@ -1,5 +1,8 @@
-"""Pushes of gradients and of rows. Each shard's data arrive in pieces, are applied as one push, and
-are answered with the outcome and, on request, the newest values of a shard of parameters."""
+"""Pushes of gradients and of rows.
+
+Each shard's data arrive in pieces and are applied as one push. The answer has the outcome and, on
+request, the newest values of a shard of parameters.
+"""
 
 import asyncio
 import math
@@ -40,9 +43,8 @@ T = TypeVar("T")
 MAX_ROWS_BYTES = 256 * 1024 * 1024
 """Bound on one shard's rows in one push, with their gradients decoded."""
 DECODING_COST = INLINE_BYTES
-"""Cost added to the bytes of a compressed gradient, so that it is not applied on the event loop:
-decoding takes longer than applying as many bytes.
-"""
+"""Cost added to the bytes of a compressed gradient: it is not applied on the event loop, since
+decoding takes longer than applying as many bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +55,7 @@ class DenseTarget:
     blocks: Sequence[int]
     lr: float | None
     decoder: GradientDecoder | None
-    """Decodes the gradient; None: it is not compressed."""
+    """None if the gradient is not compressed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,11 +66,11 @@ class PushPart:
     replica: ShardReplica
     assembler: PieceAssembler
     target: DenseTarget | TableShard
-    """The shard. The data for a TableShard are all ids, then all births, then all gradients."""
+    """The shard. Data for a TableShard are all ids, then all births, then all gradients."""
     cost_bytes: int
     """The `num_bytes` with which a `Runner` applies the part."""
     next_address: str = ""
-    """Address of the successor while the shard is being handed over; else empty."""
+    """Address of the successor during a handover; else empty."""
 
     @property
     def shard_id(self) -> int:
@@ -82,7 +84,6 @@ class ShardAnswer:
 
     @property
     def newest_version(self) -> int:
-        """The newest version in the answer."""
         return max(self.outcome.version, self.values.version if self.values else 0)
 
 
@@ -140,9 +141,8 @@ class PushKind:
         return part(item, replica, next_address)
 
     def _dense_part(self, item: PushItem, replica: ShardReplica, next_address: str) -> PushPart:
-        """Raises InvalidSpec if the push lacks the learning rate of the shard's group,
-        MalformedMessage for absent blocks that do not exist, and what `DenseBody.decoder`
-        raises."""
+        """Raises InvalidSpec if the push lacks the learning rate of the shard's group, and
+        MalformedMessage for absent blocks that do not exist."""
         shard = dense_shard(replica)
         group, rates = shard.spec.group, self._header.lr
         if rates and group >= len(rates):
@@ -216,7 +216,6 @@ class PushKind:
     async def _once_safe(
         self, replica: ShardReplica, applied: Awaitable[ShardAnswer | ShoalError]
     ) -> ShardAnswer | ShoalError:
-        """Return the answer once its newest version is as safe as the push demands."""
         answer = await applied
         if isinstance(answer, ShoalError):
             return answer
@@ -236,8 +235,7 @@ class PushKind:
         batch: memoryview | None = None
         if target.decoder is not None:
             if is_borrowed:
-                # Backups and the journal get the bytes that are decoded here, even if the sender
-                # changes its memory meanwhile.
+                # Copied: backups and the journal must get the bytes that are decoded here.
                 gradient, is_borrowed = bytes(gradient), False
             # Decoded before the shard's lock is taken: other pushes can be applied meanwhile.
             batch = body.decode(target.decoder, gradient)
@@ -296,8 +294,8 @@ class PushKind:
         return ShardAnswer(outcome=outcome)
 
     def refusal(self, shard_id: int, error: ShoalError) -> ShardAnswer:
-        """Return the answer for a refused shard, with its new route if the shard moved while its
-        data were being received."""
+        """Return the answer for a refused shard, with its new route if the shard moved
+        meanwhile."""
         epoch = next(item.epoch for item in self._header.shards if item.shard_id == shard_id)
         error = self._catalog.with_route(error, self._header.token.job, shard_id, epoch)
         return ShardAnswer(outcome=PushOutcome(shard_id=shard_id, error=to_detail(error)))
@@ -325,8 +323,7 @@ def dense_shard(replica: ShardReplica) -> DenseShard:
 
 
 def table_shard(replica: ShardReplica) -> TableShard:
-    """Return the state of a shard of a table. Raises MalformedMessage for a shard of
-    parameters."""
+    """Return the state of a shard of a table. Raises MalformedMessage for other shards."""
     if not is_table(replica.state):
         raise MalformedMessage(
             f"shard {replica.shard_id} of job {replica.job} is not part of a table",
@@ -337,8 +334,8 @@ def table_shard(replica: ShardReplica) -> TableShard:
 
 
 def messages(answers: Sequence[ShardAnswer]) -> Sequence[Message | bytes]:
-    """Return the messages and frames with these answers. Successive outcomes share a message, which
-    ends at the first outcome with values; the values follow the message."""
+    """Return the messages and frames with these answers. A message has successive outcomes, up to
+    the first outcome with values; the values follow the message."""
     replies: list[Message | bytes] = []
     outcomes: list[PushOutcome] = []
     for answer in answers:

@@ -151,9 +151,7 @@ class SnapshotsServicer(ShardSnapshotsServicer):
         return pb.LoadReply(shard_ids=sorted(epochs))
 
     def _claim(self, job: str, parts: Sequence[ManifestEntry]) -> MemoryClaim:
-        """Reserve the memory that the loaded shards take beyond the memory of the shards that they
-        replace. Raises Overloaded.
-        """
+        """Reserve the memory that the loaded shards take in addition to the shards they replace."""
         num_bytes = sum(part.num_bytes - self._bytes_of(job, part) for part in parts)
         return self._memory.reserve(num_bytes, f"{len(parts)} shards of a snapshot of job {job}")
 
@@ -176,9 +174,8 @@ class SnapshotsServicer(ShardSnapshotsServicer):
         return assignment.epoch
 
     def _lead(self, job: str, state: AnyShard, epoch: int) -> None:
-        """Become primary of a loaded shard. It replaces a shard that a member has created
-        meanwhile.
-        """
+        """Become primary of a loaded shard, which replaces a shard that a member has created
+        meanwhile."""
         if self._epoch_to_lead(job, state.shard_id) != epoch:
             raise WrongEpoch(
                 f"shard {state.shard_id} of job {job} has another epoch now", seen=str(epoch)
@@ -195,8 +192,7 @@ class SnapshotsServicer(ShardSnapshotsServicer):
 
 
 def _check_cut(request: pb.WriteRequest) -> None:
-    """Raise InvalidSpec if the cut's id is not a valid name, or the number is out of range: both
-    become part of a path."""
+    """Check the cut's id and number, which become part of a path."""
     if not is_name(request.cut_id) or not 0 < request.number < 2**63:
         raise InvalidSpec(
             "bad cut or number of a snapshot",

@@ -19,7 +19,7 @@ from shoal_server.parameters.tables.shard import TableShard, new_table_shard
 log = structlog.get_logger(__name__)
 
 FORMING_S = 10.0
-"""Longest time for which a call that makes shards waits until the first backup has them."""
+"""Longest time for which a call waits until the first backup has the new shards."""
 
 
 class TableMaker:
@@ -34,10 +34,9 @@ class TableMaker:
         self._memory = memory
 
     async def make_missing(self, job: str, wanted: Iterable[tuple[int, int]]) -> None:
-        """Make all table shards of the job that never existed and have this server as primary, if
-        this server lacks one of the `wanted` shards and knows of no later epoch of it. `wanted`:
-        pairs of (shard id, epoch). Raises Overloaded if there is no memory for the new shards, or
-        what the store raises."""
+        """Make the job's missing table shards if this server lacks one of the `wanted` shards,
+        given as (shard id, epoch), and knows of no later epoch of that shard. Raises Overloaded if
+        there is no memory for the new shards, or what the store raises."""
         for shard_id, epoch in wanted:
             if (
                 self._catalog.find(job, shard_id) is None
@@ -47,8 +46,7 @@ class TableMaker:
                 return
 
     async def make_all(self, job: str) -> None:
-        """Make the table shards that never existed and have this server as primary. Called before a
-        snapshot, which has every shard."""
+        """Make the job's table shards that never existed and have this server as primary."""
         await self._make(job)
 
     async def _make(self, job: str) -> None:
@@ -84,8 +82,8 @@ class TableMaker:
         return [replica.shard_id for replica in new]
 
     async def _wait_on_disk(self, job: str, made: Iterable[int]) -> None:
-        """Wait until new shards are in the journal, if there is one. Without the wait, if all
-        servers died now, shards would be reported lost although nothing was pushed to them."""
+        """Wait until new shards are in the journal, if there is one. Otherwise, if all servers died
+        now, shards would be reported lost although nothing was pushed to them."""
         for replica in map(partial(self._catalog.find, job), made):
             if replica is None or not replica.is_journaled:
                 continue

@@ -40,24 +40,22 @@ class ShardLocations(Protocol):
     """Locations of all shards in the assignments that this server knows."""
 
     def route(self, job: str, shard_id: int) -> Route | None:
-        """Return the route to a shard's primary, which may be this server, or to the successor
-        during a handover; None if it is not known."""
+        """Return the route to a shard's primary, or to the successor during a handover; None if it
+        is not known."""
         ...
 
     def next_address(self, job: str, shard_id: int) -> str:
-        """Return the address of the shard's successor; empty if there is no successor, or its
-        address is not known."""
+        """Return the address of the shard's successor; empty if there is none, or it is not
+        known."""
         ...
 
     def is_kept(self, job: str, shard_id: int) -> bool:
-        """True if this server's journal may have the shard, and this server does not serve it as
-        primary at present."""
+        """True if this server's journal may have the shard, and this server is not its primary
+        now."""
         ...
 
 
 class _UnknownLocations:
-    """The locations before `ShardReplicas` sets them: every shard's location is unknown."""
-
     def route(self, job: str, shard_id: int) -> Route | None:
         return None
 
@@ -83,7 +81,7 @@ class Catalog:
         self._shards: dict[str, dict[int, ShardReplica]] = {}
         self._changed = asyncio.Condition()
         self.whereabouts: ShardLocations = _UnknownLocations()
-        """Set once by `ShardReplicas`, which is made after the catalog."""
+        """Set once by `ShardReplicas`."""
 
     async def layout(self, job: str) -> ShardMap | None:
         """Return the job's shard map, without holders; read-only. None if the job has none. Raises
@@ -138,8 +136,8 @@ class Catalog:
             return
 
     def redirect(self, job: str, shard_id: int, epoch: int) -> WrongEpoch | None:
-        """Return the error for a call with that epoch, with the route to the shard's primary in a
-        later epoch; None if this server knows of no later epoch."""
+        """Return the error for a call with that epoch; None if this server knows of no later epoch.
+        The error has the route to the shard's primary."""
         route = self.whereabouts.route(job, shard_id)
         if route is None or route.epoch <= epoch:
             return None
@@ -152,15 +150,15 @@ class Catalog:
         )
 
     def with_route(self, error: ShoalError, job: str, shard_id: int, epoch: int) -> ShoalError:
-        """Replace a WrongEpoch that has no details by the shard's `redirect`, which has its route,
-        if this server knows of an epoch later than `epoch`. Else return `error`."""
+        """Return the shard's `redirect`, if any, instead of a WrongEpoch without details; else
+        return `error`."""
         if not isinstance(error, WrongEpoch) or error.details:
             return error
         return self.redirect(job, shard_id, epoch) or error
 
     async def wait_for(self, job: str, shard_ids: Iterable[int], wait_s: float) -> None:
         """Return once this server is the primary of all these shards and none is forming, or after
-        `wait_s`. Shards with another primary are not waited for."""
+        `wait_s`. Shards with another primary do not count."""
         wanted = list(shard_ids)
 
         def is_settled(shard_id: int) -> bool:
@@ -188,11 +186,12 @@ class Catalog:
     async def check_creatable(
         self, job: str, shards: Sequence[Shard], optimizer: OptimizerSpec
     ) -> None:
-        """Check that workers may create these shards here: the job has them, with equal dtype,
-        group and blocks, and those that this server has already have an equal optimizer.
+        """Check that workers may create these shards here: the job has them with equal dtype, group
+        and blocks, and existing shards have an equal optimizer.
 
         Raises UnknownShard, DtypeMismatch, ShapeMismatch or ProposalConflict otherwise, and what
-        `check_new` and the store raise."""
+        `check_new` and the store raise.
+        """
         record = await self.layout(job)
         wanted = [shard.shard_id for shard in shards]
         assignments = await records.read_shards(self._store, job, wanted)
@@ -216,9 +215,9 @@ class Catalog:
                 )
 
     def check_new(self, job: str, shard: Shard, assignment: ShardAssignment | None) -> None:
-        """Raise an error unless this server has the shard, or may create it: WrongEpoch if the
-        shard's assignment differs; ShardNotReady or StateLost if this server does not have the
-        shard, but the record says that the shard had values or is to get them from a snapshot."""
+        """Raise an error unless this server has the shard or may create it: WrongEpoch if the
+        shard's assignment differs; ShardNotReady or StateLost if the shard is absent but had
+        values, or is to get them from a snapshot."""
         if assignment is None or assignment.primary != self._me or shard.epoch != assignment.epoch:
             raise WrongEpoch(
                 f"shard {shard.shard_id} has another assignment",
@@ -264,7 +263,7 @@ class Catalog:
         return True
 
     def remove(self, replica: ShardReplica) -> None:
-        """Remove a replica, if it is still the one in the catalog."""
+        """Remove a replica unless another has replaced it."""
         if self.find(replica.job, replica.shard_id) is replica:
             del self._shards[replica.job][replica.shard_id]
 
@@ -277,7 +276,7 @@ class Catalog:
         return list(self._shards.get(job, {}).values())
 
     def shards(self, job: str = "") -> Iterator[ShardReplica]:
-        """Yield the shards of one job, or of all jobs, in order."""
+        """Yield the shards of one job, or of all jobs if `job` is empty, in order."""
         for name in sorted(self._shards):
             if job in ("", name):
                 for shard_id in sorted(self._shards[name]):
@@ -323,11 +322,9 @@ def _one_line(spec: OptimizerSpec) -> str:
 
 
 def _absence_error(job: str, assignment: ShardAssignment, *, is_kept: bool) -> ShoalError:
-    """Return the error for a shard of which its primary has no copy: StateLost if the shard had
-    values and no backup or journal is known to have its newest version, else ShardNotReady.
-
-    `is_kept`: True if the primary's journal has the shard, in whatever version.
-    """
+    """Return StateLost if the shard had values and no backup or journal is known to have its newest
+    version, else ShardNotReady. `is_kept`: the primary's journal has the shard, in whatever
+    version."""
     if assignment.content is ShardContent.NONE:
         return _not_ready(job, assignment.shard_id, "a worker that creates it")
     if assignment.content is ShardContent.LOADING:

@@ -32,9 +32,12 @@ VALUES = "values"
 
 @dataclass(frozen=True, kw_only=True)
 class DensePush(Push):
-    """A push to a dense shard. `gradient` holds the present blocks, one after the other; if the
-    body `needs_base`, the base values follow in the same order. With a codec, `gradient` is
-    encoded, and `batch` has the decoded gradient."""
+    """A push to a dense shard.
+
+    `gradient` holds the present blocks, one after the other. If the body `needs_base`, the base
+    values follow in the same order. With a codec, `gradient` is encoded, and `batch` has the
+    decoded gradient.
+    """
 
     blocks: Sequence[int]
     codec: GradientCodec | None = None
@@ -42,19 +45,18 @@ class DensePush(Push):
 
 @dataclass(frozen=True, kw_only=True)
 class DenseValues:
-    """A shard's values as of one version."""
+    """A shard's values as of one version, in the messages or frames that the writer made."""
 
     version: int
     num_bytes: int
     messages: Sequence[Message | bytes]
-    """The messages or frames that the writer made of the values."""
 
 
 class DenseBody:
     kind = "dense"
 
     def __init__(self, spec: Shard, optimizer: OptimizerSpec, values: bytearray) -> None:
-        """Takes ownership of `values`: they become the shard's storage."""
+        """Takes ownership of `values`."""
         self.optimizer_spec = optimizer
         self.num_bytes = len(values)
         self._shard_id = spec.shard_id
@@ -95,10 +97,8 @@ class DenseBody:
         return self.decode(self.decoder(record.codec, record.blocks), data)
 
     def decoder(self, codec: GradientCodec, blocks: Sequence[int]) -> GradientDecoder:
-        """Return the decoder for a compressed gradient of these blocks.
-
-        Raises InvalidSpec or ShapeMismatch for a codec that does not fit.
-        """
+        """Return the decoder for a compressed gradient of these blocks. Raises InvalidSpec or
+        ShapeMismatch for a codec that does not fit."""
         if self.needs_base:
             raise InvalidSpec(
                 f"compressed gradients of shard {self._shard_id} cannot be corrected for delay",
@@ -111,11 +111,8 @@ class DenseBody:
         return new_decoder(codec, sizes, plain_bytes=plain_bytes, shard_id=self._shard_id)
 
     def decode(self, decoder: GradientDecoder, data: Buffer) -> memoryview:
-        """Decode a gradient to the bytes that it would have without a codec. Called from any
-        thread.
-
-        Raises ShapeMismatch or MalformedMessage for bytes that the codec cannot read.
-        """
+        """Decode a gradient to the bytes that it would have without a codec, in any thread. Raises
+        ShapeMismatch or MalformedMessage for bytes that the codec cannot read."""
         if len(data) != decoder.num_bytes:
             raise ShapeMismatch(
                 f"the compressed gradient for shard {self._shard_id} has another length",
@@ -140,8 +137,8 @@ class DenseBody:
     def values(
         self, version: int, known_version: int = 0, writer: CopyOut | None = None
     ) -> DenseValues:
-        """Return the values, in ShardData messages if no writer is given. Return no values if the
-        caller has them: `known_version` equals `version`."""
+        """Return the values, in ShardData messages if no writer is given; no values if
+        `known_version` equals `version`."""
         if known_version == version:
             return DenseValues(version=version, num_bytes=0, messages=())
         writer = writer or SHARD_DATA.writer(self._shard_id, self.num_bytes)
@@ -179,7 +176,7 @@ DenseShard = VersionedShard[DenseBody]
 
 
 def new_dense_shard(spec: Shard, optimizer: OptimizerSpec, values: bytearray) -> DenseShard:
-    """Make a shard at version 1. Takes ownership of `values`: they become its storage."""
+    """Make a shard at version 1. Takes ownership of `values`."""
     return VersionedShard(spec, DenseBody(spec, optimizer, values))
 
 
@@ -189,11 +186,8 @@ def is_dense(shard: AnyShard) -> TypeGuard[DenseShard]:
 
 
 def dense_from_image(image: LoadedImage) -> DenseShard:
-    """Restore a shard from its image.
-
-    Raises InternalError if the image is incomplete or inconsistent, not of a dense shard, or has a
-    dtype or an optimizer that this server does not know.
-    """
+    """Restore a shard from its image. Raises InternalError if the image does not fit, or has a
+    dtype or an optimizer that this server does not know."""
     spec = _dense_spec(image)
     if spec.shard.dtype not in DTYPES:
         raise InternalError(
@@ -226,7 +220,7 @@ def dense_from_image(image: LoadedImage) -> DenseShard:
 
 def bytes_to_make(spec: Shard, optimizer: OptimizerSpec) -> int:
     """Return the `memory_bytes` that a new dense shard will have. They are linear in the number of
-    elements, so they are derived from the sizes of two tiny shards with as many blocks."""
+    elements, so the sizes of two tiny shards with as many blocks give them."""
 
     def bytes_of(block_size: int) -> int:
         values = torch.zeros(len(spec.blocks) * block_size, dtype=DTYPES[spec.dtype])
@@ -242,7 +236,6 @@ def bytes_to_make(spec: Shard, optimizer: OptimizerSpec) -> int:
 
 
 def _no_small_tensors(sessions: Sequence[SessionImage]) -> Mapping[str, Tensor]:
-    """Return no small tensors: a dense shard has none."""
     return {}
 
 

@@ -10,17 +10,15 @@ from shoal_server.parameters.shard.catalog import Catalog
 from shoal_server.parameters.shard.chunk_assembler import Budget
 
 SUM_EACH_S = 0.25
-"""Interval between sums over all shards: a sum over hundreds of shards takes milliseconds, too long
-for every push."""
+"""Interval between sums over all shards. A sum over hundreds of shards takes milliseconds."""
 FIX = "Add a server (`shoal ps`) or raise --memory-limit-bytes."
 
 
 class Memory:
-    """Counts the memory of all replicas, of data that are received and not applied yet, and of all
-    other reservations, such as for published weights.
+    """Counts the memory of all replicas, of data not applied yet, and of other reservations.
 
-    The sizes of all shards are summed at intervals; memory that was taken since is added. Lives on
-    the event loop; `growth` may be used on any thread.
+    The sizes of all shards are summed at intervals; memory taken since is added. Lives on the event
+    loop; `growth` may be used on any thread.
     """
 
     def __init__(
@@ -41,7 +39,6 @@ class Memory:
         self._reserved_bytes = 0
 
     def refresh(self) -> None:
-        """Sum the shards' sizes again if the last sum is at least SUM_EACH_S old."""
         if self._now_s() - self._summed_at_s >= SUM_EACH_S:
             self._sum()
 
@@ -55,8 +52,7 @@ class Memory:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that count against the limit: the last sum, memory taken since or reserved, and
-        data that are received and not applied yet."""
+        """Bytes that count against the limit."""
         grown_bytes = self._summed_bytes + self._taken_bytes
         return grown_bytes + self._reserved_bytes + self._budget.held_bytes
 
@@ -71,7 +67,7 @@ class Memory:
         """Yield a function to call with the bytes by which a shard is about to grow; it raises
         Overloaded if they do not fit. The shard grows within the block.
 
-        The bytes are reserved until the block ends: a sum over the shards meanwhile may miss them.
+        The bytes are reserved until the block ends, since a sum over the shards may miss them.
         """
         reserved_bytes = 0
 
@@ -103,7 +99,7 @@ class Memory:
         return MemoryClaim(self, num_bytes)
 
     def settle(self, num_bytes: int, *, is_held: bool) -> None:
-        """End a reservation, or this part of it. `is_held`: its memory is part of a shard now."""
+        """End a reservation, or part of it. `is_held`: its memory is part of a shard now."""
         with self._lock:
             self._reserved_bytes -= num_bytes
             self._taken_bytes += num_bytes if is_held else 0
@@ -141,6 +137,6 @@ class MemoryClaim:
         self._memory.settle(self._left_bytes, is_held=False)
 
     def move_to_shard(self, num_bytes: int) -> None:
-        """Note that this part of the claim is the memory of a shard in the catalog now."""
+        """Note that this part of the claim now belongs to a shard in the catalog."""
         self._left_bytes -= num_bytes
         self._memory.settle(num_bytes, is_held=True)

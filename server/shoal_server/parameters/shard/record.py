@@ -10,17 +10,14 @@ from shoal_proto.v1.replication_pb2 import PushRecord
 
 @dataclass(frozen=True, slots=True)
 class UpdateRecord:
-    """One push as it was applied."""
-
     push: PushRecord
     data: Buffer
-    """The bytes of the push's gradient, as received, with any base values after it."""
+    """Bytes of the push's gradient, as received, with any base values after it."""
     is_lent: bool = False
     """True if the memory of the data will be reused soon: copy the data to keep them."""
 
     @property
     def version(self) -> int:
-        """The shard's version after the push."""
         return self.push.version
 
     @property
@@ -30,8 +27,8 @@ class UpdateRecord:
 
 
 Keep = Callable[[Buffer], Buffer]
-"""Copies the borrowed data of a push to memory that the push's sender cannot change. Returns the
-data themselves if they are not needed after the push."""
+"""Copies the borrowed data of a push to memory that their sender cannot change. Returns the data
+themselves if they are not needed after the push."""
 
 
 class UpdateListener(Protocol):

@@ -1,5 +1,5 @@
-"""Writers of replies: copy a shard's values, under its lock, to the messages or memory that the
-caller reads."""
+"""Writers of replies: they copy a shard's values to messages, or to memory that the caller
+reads."""
 
 from collections.abc import Iterator, Sequence
 from typing import Protocol
@@ -16,8 +16,10 @@ ReplyType = type[PushReply] | type[ShardData] | type[LookupReply]
 
 class CopyOut(Protocol):
     """Copies the values of a shard, from one or several buffers, to the reply. Returns messages or
-    frames that carry the values, or their position in the caller's memory. Called from any thread,
-    under the shard's lock."""
+    frames that carry the values, or their position in the caller's memory.
+
+    Called from any thread, under the shard's lock.
+    """
 
     def __call__(self, shard_id: int, *values: memoryview) -> Sequence[Message | bytes]: ...
 
@@ -39,8 +41,7 @@ class ReplyWriter(Protocol):
 
 
 def cut(values: Sequence[memoryview]) -> Iterator[tuple[int, memoryview]]:
-    """Cut buffers into pieces, none of which spans two buffers; yield each piece's offset and
-    bytes."""
+    """Cut buffers into pieces within one buffer each; yield each piece's offset and bytes."""
     start = 0
     for buffer in values:
         for at in range(0, len(buffer), SEND_PIECE_BYTES):

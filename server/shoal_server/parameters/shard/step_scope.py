@@ -1,7 +1,7 @@
 """The scope of a step: the shards that the step touches, remembered with each push.
 
-After a move or the loss of a server, perhaps only one shard remembers that a step has begun. The
-scope that it remembers names the other shards of the step, for which a cut has to wait.
+After a move or the loss of a server, perhaps only one shard remembers that a step has begun. Its
+scope names the other shards, for which a cut has to wait.
 """
 
 from collections.abc import Collection
@@ -15,7 +15,7 @@ TABLES = "tables:"
 """Prefix of the session of a step that pushes only to tables: such steps are numbered
 separately."""
 MAX_SHARD_IDS = 1 << 17
-"""Bound on shard ids, more than any job has. It bounds the memory of one push's scope."""
+"""Bound on shard ids, and so on the memory of one push's scope."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Scope:
 
     @classmethod
     def from_message(cls, message: StepScope) -> "Scope | None":
-        """Decode a scope that `to_message` encoded; None if the message names no shards."""
+        """Decode a scope; None if the message names no shards."""
         return cls(message.shard_bits, message.of_tables) if message.shard_bits else None
 
     @property
@@ -56,7 +56,7 @@ class Scope:
 
 
 def to_message(scope: Scope | None) -> StepScope | None:
-    """Encode a scope; None, for no scope, stays None."""
+    """Encode a scope; None stays None."""
     if scope is None:
         return None
     return StepScope(shard_bits=scope.shard_bits, of_tables=scope.of_tables)

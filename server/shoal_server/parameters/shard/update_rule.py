@@ -51,10 +51,7 @@ class UpdateRule:
 
     def apply(self, record: PushRecord, data: Buffer) -> None:
         """Update the blocks that the record names. The result depends only on earlier updates and
-        the record.
-
-        Raises ShapeMismatch, without a change, if the data do not match the record.
-        """
+        the record. Raises ShapeMismatch, without a change, if the data do not match the record."""
         blocks = record.blocks
         if not self._step_whole(record, data):
             parts = self._cutter.cut(self._spans(blocks), data)
@@ -63,7 +60,7 @@ class UpdateRule:
         self._schedule.advance(record.version - 1)
 
     def _step_whole(self, record: PushRecord, data: Buffer) -> bool:
-        """Update all blocks at once, if possible. Return False if nothing was updated."""
+        """Update all blocks at once. False, without a change, if that is not possible."""
         if self._whole is None or self.needs_base or not record.blocks:
             return False
         if list(record.blocks) != self._all_blocks:
@@ -92,8 +89,8 @@ class UpdateRule:
         }
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Copy a state that `state` returned. Raises InternalError if `copy_state` does; then part
-        of the state may have been copied."""
+        """Copy a state that `state` returned. Raises InternalError if the state does not fit; then
+        part of it may have been copied."""
         for prefix, part in self._parts.items():
             part.load_state(
                 {n.removeprefix(prefix): t for n, t in state.items() if n.startswith(prefix)}

@@ -1,7 +1,7 @@
 """A shard of any kind: versions and remembered pushes around a body of values.
 
-Methods that use the body hold its lock from beginning to end, so pushes are serialised, and `read`
-and images never see half a push. Nothing here waits for a network or an event loop.
+Methods that use the body hold its lock from beginning to end, so `read` and images never see half a
+push.
 """
 
 import threading
@@ -41,19 +41,18 @@ class Push:
     lr: float | None
     gradient: Buffer
     base_epoch: int = 0
-    """The shard's epoch when the base version was received; 0: unknown."""
+    """Epoch of the shard when the base version was received; 0 if unknown."""
     is_borrowed: bool = False
-    """True if the gradient lies in its sender's memory: the sender may change it at any time, and
-    reuses the memory once the push is answered."""
+    """True if the gradient lies in its sender's memory, which the sender may change at any time."""
     scope: Scope | None = None
-    """The shards of the step that the push is part of. None: all dense shards, or only this shard
-    if it is part of a table."""
+    """Shards of the push's step. None: all dense shards, or only this shard if it is part of a
+    table."""
     batch: object = None
-    """The decoded data, as the body's `read_batch` returns them; None: `VersionedShard.push`
-    decodes them. Always None for borrowed data, which must be copied first."""
+    """Data as the body's `read_batch` returns them. None: `VersionedShard.push` decodes them, as it
+    must for borrowed data, which are copied first."""
     at_unix_s: float = field(default_factory=time.time)
-    """Time at which this server received the push: by this server's clock or, for rows, by the
-    table's time (`TableBody.now_s`)."""
+    """Time at which this server received the push: by its clock or, for rows, by
+    `TableBody.now_s`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,11 +60,11 @@ class ShardPushResult(Generic[T]):
     version: int
     staleness: int
     fates: bytes
-    """RowFate of each row of a push to a table, in the push's order; empty: all rows were
+    """RowFate of each row of a push to a table, in the push's order; empty if all rows were
     applied."""
     is_duplicate: bool = False
     values: T | None = None
-    """The result of the `read` that was passed to `push`; None without one."""
+    """Result of the `read` that was passed to `push`; None without one."""
 
 
 PushT_contra = TypeVar("PushT_contra", bound=Push, contravariant=True)
@@ -78,7 +77,7 @@ SmallTensors = Callable[[Sequence[SessionImage]], Mapping[str, Tensor]]
 
 class ShardBody(Protocol[PushT_contra, BatchT]):
     """The values of a shard, used by one thread at a time. `apply` must depend only on the body and
-    the record: every replica does the same."""
+    the record, so that every replica does the same."""
 
     kind: str
 
@@ -93,13 +92,12 @@ class ShardBody(Protocol[PushT_contra, BatchT]):
         ...
 
     def regrown_bytes(self, num_rows: int) -> int:
-        """Return how many bytes a push of `num_rows` rows may have to process besides its rows;
-        needs no lock."""
+        """Return how many bytes a push of `num_rows` rows may process besides its rows. Needs no
+        lock."""
         ...
 
     def describe_push(self, push: PushT_contra, record: PushRecord) -> None:
-        """Add the fields that `apply` needs to the record. Raises an error if the push must not be
-        applied."""
+        """Add the fields that `apply` needs to the record. Raises an error to refuse the push."""
         ...
 
     def read_batch(self, record: PushRecord, data: Buffer) -> BatchT:
@@ -112,8 +110,8 @@ class ShardBody(Protocol[PushT_contra, BatchT]):
         ...
 
     def apply(self, record: PushRecord, batch: BatchT) -> bytes:
-        """Change the values; return each row's fate, or nothing if all were applied. Changes
-        nothing if it raises."""
+        """Change the values; return each row's fate, or nothing if all were applied. An error means
+        no change."""
         ...
 
     def fates(self, session: str, sequence: int) -> bytes:
@@ -126,28 +124,28 @@ class ShardBody(Protocol[PushT_contra, BatchT]):
 
     @property
     def images(self) -> OpenImages[Any]:
-        """The open images. Before `apply` changes values, it copies them to each open image."""
+        """Open images. Before `apply` changes values, it copies them to each open image."""
         ...
 
     def image(self) -> tuple[ImageContent, SmallTensors]:
-        """Return the large tensors as of now, as an image that is added to `images` and copies
-        nothing yet; and a function that returns the small tensors later."""
+        """Return an image of the large tensors, which copies nothing yet and is added to `images`;
+        and a function that returns the small tensors later."""
         ...
 
     def flat_tensors(self) -> Mapping[str, Tensor]:
-        """Return the tensors whose elements have the same order in every replica: contiguous, not
-        copied."""
+        """Return, not copied, the contiguous tensors whose elements have the same order in every
+        replica."""
         ...
 
     def row_ids(self, start: int, num_bytes: int) -> tuple[bytes, int]:
         """Return the ids of rows from position `start` on, of about `num_bytes` of rows; and the
-        position at which to continue, which is `start` if there are no positions left."""
+        position at which to continue, which is `start` at the end."""
         ...
 
     def rows_of(self, row_ids: bytes) -> tuple[NDArray[np.int64], Sequence[Tensor]]:
         """Return an array, and copies of the tensors of all rows in `row_ids` that exist. The array
-        has the body's total number of rows, and then the birth of each row in `row_ids`, 0 for a
-        missing row."""
+        has the body's number of rows, and then the birth of each row in `row_ids`, 0 for a missing
+        row."""
         ...
 
 
@@ -164,7 +162,7 @@ def _unlimited(num_bytes: int) -> None:
 
 class VersionedShard(Generic[BodyT]):
     def __init__(self, spec: Shard, body: BodyT) -> None:
-        """Make a new shard at version 1 that remembers no push."""
+        """Make a new shard at version 1."""
         self.spec = spec
         self.body = body
         self._sessions = SessionTable()
@@ -174,20 +172,17 @@ class VersionedShard(Generic[BodyT]):
         self._listener: UpdateListener | None = None
         self._keep: Keep = bytes
         self._body_lock = threading.RLock()
-        """Protects the body; taken before `_lock`. It is held for at most one push or replayed
-        update, one `read`, the start or one chunk of an image, or from `try_enter` to `leave`."""
+        """Protects the body; taken before `_lock`. Held for at most one push, one `read`, the start
+        or one chunk of an image, or from `try_enter` to `leave`."""
         self._lock = threading.Lock()
-        """Protects all other state; only a push or replayed update holds it for longer than a
-        moment."""
+        """Protects all other state; only a push holds it for longer than a moment."""
 
     @classmethod
     def restored(
         cls, spec: Shard, body: BodyT, version: int, sessions: Sequence[SessionImage]
     ) -> "VersionedShard[BodyT]":
-        """Make a shard with the values and remembered pushes of an image; its counters start at 0.
-
-        Raises InternalError if the sessions are inconsistent.
-        """
+        """Make a shard from an image; its counters start at 0. Raises InternalError if the sessions
+        are inconsistent."""
         shard = cls(spec, body)
         shard._sessions.restore(sessions)
         shard._version = version
@@ -236,19 +231,19 @@ class VersionedShard(Generic[BodyT]):
     ) -> ShardPushResult[T]:
         """Apply gradients once; then call the listener, `on_applied`, and `read` with the version.
 
-        A repeated (session, sequence) is answered with its first outcome and changes nothing: only
-        `on_applied` and `read` are called, and `read` gets the current version. `take_memory` is
-        called with the most bytes by which the shard may grow; it raises Overloaded to refuse the
-        push. Raises WrongEpoch, ForgottenPush, StalePush, NonFiniteGradient, ShapeMismatch,
-        MalformedMessage, InvalidSpec or Overloaded; the values then have not changed.
+        For a repeated (session, sequence), only `on_applied` and `read` are called, and the first
+        outcome is returned. `take_memory` is called with the most bytes by which the shard may
+        grow; it raises Overloaded to refuse the push. Raises, without a change of the values,
+        WrongEpoch, ForgottenPush, StalePush, NonFiniteGradient, ShapeMismatch, MalformedMessage,
+        InvalidSpec or Overloaded.
         """
         with self._body_lock:
             with self._lock:
                 try:
                     outcome, fates, is_duplicate = self._push(push, is_live, take_memory)
                 except WrongEpoch:
-                    # The service counts these refusals, as it also refuses pushes before they reach
-                    # a shard.
+                    # The service counts these refusals: it also refuses pushes before they reach a
+                    # shard.
                     raise
                 except Exception:
                     self._refused += 1
@@ -272,8 +267,7 @@ class VersionedShard(Generic[BodyT]):
             self._duplicates += 1
             return first, self.body.fates(push.session, push.sequence), True
         if 0 < push.base_epoch < self.spec.first_epoch:
-            # The shard was lost and started over: it does not know if this push was acknowledged
-            # before.
+            # The shard was lost and started over: it does not know if this push was acknowledged.
             raise self._lost_base(push)
         record = PushRecord(
             session=push.session,
@@ -284,8 +278,7 @@ class VersionedShard(Generic[BodyT]):
             step=to_message(push.scope),
         )
         self.body.describe_push(push, record)
-        # The gradient is copied before it is decoded: the listener then gets the bytes that were
-        # applied, even if the sender changes its memory meanwhile.
+        # Copied before decoding: the listener must get the bytes that are applied.
         is_kept = push.is_borrowed and self._listener is not None
         data = self._keep(push.gradient) if is_kept else push.gradient
         batch = self.body.read_batch(record, data) if push.batch is None else push.batch
@@ -303,7 +296,6 @@ class VersionedShard(Generic[BodyT]):
         )
 
     def _staleness(self, push: Push) -> int:
-        """Return the number of updates since the version that the gradients were computed on."""
         if push.base_version <= self._version:
             return self._version - push.base_version
         if 0 < push.base_epoch < push.epoch:
@@ -317,7 +309,7 @@ class VersionedShard(Generic[BodyT]):
         )
 
     def _apply(self, record: UpdateRecord, batch: object) -> tuple[RememberedOutcome, bytes]:
-        """Make all changes of a push, on the primary and on every backup. They must depend only on
+        """Make all changes of a push, on the primary and on every backup. These must depend only on
         the shard and the record."""
         push = record.push
         fates = self.body.apply(push, batch)
@@ -333,11 +325,11 @@ class VersionedShard(Generic[BodyT]):
         return outcome, fates
 
     def replay(self, record: UpdateRecord, *, is_borrowed: bool = False) -> None:
-        """Apply an update of the primary; the listener is called too. `is_borrowed`: the sender
-        reuses the data's memory once this returns.
+        """Apply an update of the primary, and call the listener. `is_borrowed`: the sender reuses
+        the data's memory once this returns.
 
         Raises, without a change, InternalError if the record is not of the next version, or what
-        the body's `read_batch` and `apply` raise if it is no push to this shard.
+        the body's `read_batch` and `apply` raise.
         """
         with self._body_lock, self._lock:
             if record.push.version != self._version + 1:
@@ -352,12 +344,12 @@ class VersionedShard(Generic[BodyT]):
             self._apply(record, self.body.read_batch(record.push, record.data))
 
     def try_enter(self) -> bool:
-        """Take the body's lock without waiting. True if no other thread has it: this thread may
-        work on the body until it calls `leave`."""
+        """Take the body's lock without waiting. If True is returned, call `leave` after the
+        work."""
         return self._body_lock.acquire(blocking=False)
 
     def leave(self) -> None:
-        """Release the lock after a `try_enter` that returned True."""
+        """Release the lock that `try_enter` took."""
         self._body_lock.release()
 
     def read(self, work: Callable[[int], T]) -> T:
@@ -366,23 +358,21 @@ class VersionedShard(Generic[BodyT]):
             return work(self._version)
 
     def subscribe(self, listener: UpdateListener | None, keep: Keep = bytes) -> None:
-        """Replace the listener that is called for every push; None: call no listener. If there is
-        one, borrowed data of a push are passed to `keep` in the push's thread; the result is
-        decoded, and passed to the listener."""
+        """Replace the listener that is called for every push; None: call no listener. Borrowed data
+        are passed to `keep` in the push's thread, and its result to the listener."""
         with self._lock:
             self._listener, self._keep = listener, keep
 
     def enter_epoch(self, epoch: int) -> None:
-        """Set the shard's epoch: pushes of any other epoch are refused with WrongEpoch."""
+        """Set the shard's epoch: pushes of other epochs are refused."""
         with self._lock:
             self.spec.epoch = epoch
 
     def image(self, *, epoch: int = 0) -> ShardImage:
-        """Return an image of the shard, to be read in chunks while pushes go on. `epoch`: the
-        primary's epoch, for the image's stamp.
+        """Return an image of the shard, to be read in chunks while pushes go on, and closed after
+        use. `epoch`: the primary's epoch, for the image's stamp.
 
-        Waits for a push in progress, and copies no values while it holds the shard's lock. Close
-        the image after use. Call this in a thread if the shard is large: the wait may be long.
+        Waits for a push in progress, perhaps for long: call this in a thread if the shard is large.
         """
         with self._body_lock:
             with self._lock:

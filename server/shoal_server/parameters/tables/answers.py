@@ -12,14 +12,12 @@ from shoal_server.parameters.shard.sessions import MAX_OUTCOMES
 
 
 class RememberedFates:
-    """Fates by session and sequence, for at least the pushes that the session table keeps.
-
-    A push whose rows were all applied takes no memory here.
-    """
+    """Fates by session and sequence, for at least the pushes that the session table keeps. A push
+    whose rows were all applied takes no memory here."""
 
     def __init__(self) -> None:
         self._fates: dict[str, Mapping[int, bytes]] = {}
-        """Fates by session and sequence. The inner mappings are never changed, but replaced."""
+        """Inner mappings are never changed, but replaced."""
         self._num_bytes = 0
 
     def recall(self, session: str, sequence: int) -> bytes:

@@ -31,12 +31,12 @@ class RowBatch:
     ids: Ids
     """Distinct ids, in rising order."""
     births: Ids
-    """The version that made each row, as looked up by the sender; 0: there was no row."""
+    """Version that made each row, as looked up by the sender; 0 without a row."""
     gradient_rc: Tensor
     """One row for each id; read-only."""
     positions: Rows | None
-    """Position in `ids` of each row of the push, in the push's order; None: the push has the same
-    ids in the same order."""
+    """Position in `ids` of each row of the push; None: the push has the same ids in the same
+    order."""
 
     def fates_in_order(self, fates: Fates) -> bytes:
         """Return one fate for each row in the push's order; empty if all rows were applied."""
@@ -46,8 +46,8 @@ class RowBatch:
 
 
 def read_ids(table: TableSpec, table_index: int, data: bytes) -> Ids:
-    """Decode ids, in their order. Raises MalformedMessage for ids of another shard, and for ids
-    that are cut off."""
+    """Decode ids, in their order. Raises MalformedMessage for ids of another shard, or ids that are
+    cut off."""
     if len(data) % ID_BYTES:
         raise MalformedMessage(
             f"ids of table {table.name} are cut off",
@@ -69,11 +69,8 @@ def read_ids(table: TableSpec, table_index: int, data: bytes) -> Ids:
 def read_batch(
     table: TableSpec, table_index: int, record: PushRecord, gradient: Buffer
 ) -> RowBatch:
-    """Decode the rows of a push.
-
-    Raises ShapeMismatch, MalformedMessage or InvalidSpec if the record is no push to this shard, or
-    NonFiniteGradient with the row's id.
-    """
+    """Decode the rows of a push. Raises ShapeMismatch, MalformedMessage or InvalidSpec if the
+    record is no push to this shard, or NonFiniteGradient with the row's id."""
     row_ids, births = record.row_ids, record.row_births
     ids = read_ids(table, table_index, row_ids)
     dtype = DTYPES[table.dtype]
@@ -100,10 +97,8 @@ def read_batch(
 
 
 def gradient_row_bytes(table: TableSpec, codec: GradientCodec | None) -> int:
-    """Return the size of one row's gradient as sent.
-
-    Raises InvalidSpec for a codec that is not for rows, or that does not make the rows smaller.
-    """
+    """Return the size of one row's gradient as sent. Raises InvalidSpec for a codec that is not for
+    rows, or that does not make the rows smaller."""
     plain = table.dim * DTYPES[table.dtype].itemsize
     if codec is None:
         return plain

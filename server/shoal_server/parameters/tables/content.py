@@ -1,7 +1,7 @@
 """The content of a table shard, and the effect of a push on it.
 
-A push's effect depends only on the content and the push: no clock is read and no random numbers are
-drawn. So the same pushes make the same content, on any server and at any time.
+A push's effect depends only on the content and the push. So the same pushes make the same content,
+on any server and at any time.
 """
 
 from collections.abc import Mapping
@@ -31,8 +31,8 @@ SWEEPS_PER_IDLE_TIME = 8
 LOOKED_AT_BYTES = 16
 """Bytes of each row that a search for idle or old rows reads."""
 EVICTED_AT_A_TIME = 1 / 16
-"""Share of a full shard that is evicted at once, so that not every push has to search for the
-oldest rows."""
+"""Share of a full shard that is evicted at once: not every push has to search for the oldest
+rows."""
 
 APPLIED = RowFate.ROW_FATE_APPLIED
 MADE = RowFate.ROW_FATE_MADE
@@ -62,8 +62,9 @@ class TableContent:
         *,
         expected_rows: int = 0,
     ) -> None:
-        """Make a content without rows. `small`: the small tensors of an image, of which this takes
-        ownership; None for a new shard. `expected_rows`: number of rows that `fill` will add."""
+        """Make a content without rows. `small`: the small tensors of an image, of which the content
+        takes ownership; None for a new shard. `expected_rows`: number of rows that `fill` will
+        add."""
         dtype = DTYPES[table.dtype]
         held = small or {}
         self._table = table
@@ -108,23 +109,20 @@ class TableContent:
         return births, values_rc
 
     def regrown_bytes(self, num_rows: int) -> int:
-        """Return how many bytes a push of `num_rows` rows may have to process besides its rows: the
-        index, if it is rebuilt; and a part of each row, if the push searches for idle or old
-        rows."""
+        """Return how many bytes a push of `num_rows` rows may process besides its rows: a rebuilt
+        index, and a part of each row in a search for idle or old rows."""
         is_full = len(self.rows) + num_rows > self.max_rows
         looks = bool(self._table.eviction.max_idle_s) or is_full
         return self.rows.moved_bytes(num_rows) + LOOKED_AT_BYTES * len(self.rows) * looks
 
     @property
     def now_s(self) -> float:
-        """The time of the newest push, in Unix seconds; 0 before the first."""
+        """Time of the newest push, in Unix seconds; 0 before the first."""
         return self._now_s
 
     def growth_bytes(self, batch: RowBatch, at_unix_s: float) -> int:
-        """Return the most bytes by which a push at `at_unix_s` may grow the memory: the growth if
-        all new ids of the push are admitted. New rows first use the memory of evicted rows,
-        including the rows that this push will evict as idle.
-        """
+        """Return the most bytes by which a push at `at_unix_s` may grow the memory. New rows first
+        use the memory of evicted rows, including the rows that this push will evict as idle."""
         if len(batch.ids) <= self.rows.num_spare:
             return 0
         rows = self.rows.find(batch.ids)
@@ -139,9 +137,9 @@ class TableContent:
     ) -> Fates:
         """Apply gradients; return the fate of each row of the batch.
 
-        A gradient that was computed on a row is applied to that row only: if the row was evicted
-        since, the gradient is dropped, even if the id has a new row. A gradient that was computed
-        on initial values is applied to the row that the id has now, or gets.
+        A gradient that was computed on a row is applied to that row only: if the row was evicted,
+        the gradient is dropped, even if the id has a new row. A gradient that was computed on
+        initial values is applied to the row that the id has now, or gets.
         """
         self._now_s = self._time_of(at_unix_s)
         self.table_step = max(self.table_step + 1, step)
@@ -211,7 +209,7 @@ class TableContent:
         self._next_sweep_s = self._now_s + max_idle_s / SWEEPS_PER_IDLE_TIME
 
     def _idle(self, now_s: float) -> Rows:
-        """Return the rows that a push at `now_s` evicts because they were idle too long."""
+        """Return the rows that a push at `now_s` evicts as idle."""
         max_idle_s = self._table.eviction.max_idle_s
         if not max_idle_s or now_s < self._next_sweep_s:
             return np.zeros(0, np.int64)
@@ -223,17 +221,16 @@ class TableContent:
 
     @property
     def images(self) -> OpenImages[RowImage]:
-        """The open images. Before a push changes rows, it saves them to each open image."""
+        """Open images. Before a push changes rows, it saves them to each open image."""
         return self.rows.images
 
     def image(self) -> tuple[RowImage, Mapping[str, Tensor]]:
-        """Return an image of the rows as of now, to be closed after use; and copies of the small
-        tensors."""
+        """Return an image of the rows, to be closed after use; and copies of the small tensors."""
         flat = {name: tensor.clone() for name, tensor in self.flat_tensors().items()}
         return self.rows.image(), flat
 
     def flat_tensors(self) -> dict[str, Tensor]:
-        """Return the small tensors: all state but the rows, not copied."""
+        """Return, not copied, the small tensors: all state but the rows."""
         scalars = {
             "times_unix_s": torch.tensor([self._now_s, self._next_sweep_s], dtype=torch.float64),
             "table_step": torch.tensor([self.table_step]),
@@ -241,17 +238,17 @@ class TableContent:
         return dict(self._gate.tensors()) | scalars
 
     def row_ids(self, start: int, num_bytes: int) -> tuple[Ids, int]:
-        """Return the ids of rows from position `start` on, of about `num_bytes` of rows; and the
-        position at which to continue, which is `start` if there are no positions left."""
+        """Return the ids of about `num_bytes` of rows from position `start` on; and the position at
+        which to continue, which is `start` at the end."""
         return self.rows.ids_from(start, max(num_bytes // self.rows.row_bytes, 1))
 
     def rows_of(self, ids: Ids) -> tuple[Ids, list[Tensor]]:
         """Return the births of these ids' rows, 0 for a missing row; and copies of all columns of
-        the rows that exist."""
+        the existing rows."""
         return self.rows.columns_of(ids)
 
     def row_chunks(self, num_rows: int, chunk_bytes: int) -> RowChunks:
-        """Return the layout in chunks of `num_rows` rows of this table."""
+        """Return the layout in chunks of `num_rows` rows."""
         columns = {n: (each.shape[1:], each.dtype) for n, each in self.rows.columns.items()}
         return RowChunks(columns, num_rows, chunk_bytes)
 
@@ -261,9 +258,6 @@ class TableContent:
 
 
 def _max_rows(table: TableSpec, row_bytes: int) -> int:
-    """Return the most rows that a shard may have, by its memory limit and its share of the table's
-    rows.
-    """
     by_bytes = (table.max_shard_bytes or DEFAULT_SHARD_BYTES) // row_bytes
     by_rows = -(-table.max_rows // table.num_shards) or MAX_ROWS
     return max(min(by_bytes, by_rows, MAX_ROWS), MIN_ROWS)

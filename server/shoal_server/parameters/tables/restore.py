@@ -16,10 +16,10 @@ _BAD_DATA_ERRORS = (
 
 
 def restore(image: LoadedImage) -> AnyShard:
-    """Restore the shard of an image. The shard takes ownership of the image's tensors.
+    """Restore the shard of an image, and take ownership of the image's tensors.
 
     Raises MalformedMessage if the image is inconsistent or of an unknown kind: a right checksum
-    does not prove that this program wrote the image.
+    does not prove that this program wrote it.
     """
     try:
         if image.kind == DenseBody.kind:

@@ -114,7 +114,6 @@ class RowImage:
             yield columns[name].index_select(0, columns[BIRTHS].nonzero().view(-1))
 
     def _columns_of(self, index: int, names: Collection[str]) -> Mapping[str, Tensor]:
-        """Copy columns of one chunk's rows."""
         if self._is_released[index]:
             raise released(index)
         rows = self._chunks.rows(index)

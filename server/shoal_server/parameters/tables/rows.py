@@ -21,8 +21,7 @@ STATE = "optimizer/"
 """Prefix of the optimizer's columns in an image."""
 FIRST_CAPACITY = 64
 DOUBLED_BYTES = 64 * 1024 * 1024
-"""Size up to which a store doubles when it grows; a larger store grows by a quarter. Growing copies
-nothing, so it may be frequent."""
+"""Size up to which a store doubles when it grows; a larger store grows by a quarter."""
 INDEX_BYTES_PER_ROW = 32
 """Upper bound on the index's bytes for a row: at most four slots of four bytes, and two ids."""
 
@@ -75,8 +74,8 @@ class RowStore:
         return self._capacity - len(self)
 
     def moved_bytes(self, num_more: int) -> int:
-        """Return how many bytes are moved if `num_more` rows are added: the index's bytes if it is
-        rebuilt, else 0. Columns grow in place."""
+        """Return how many bytes are moved if `num_more` rows are added: a rebuilt index, else
+        none."""
         return self._index.num_bytes if self._index.moves_for(num_more) else 0
 
     def growth_bytes(self, num_rows: int) -> int:
@@ -101,8 +100,7 @@ class RowStore:
         return np.where(rows >= 0, births, 0)
 
     def add(self, ids: Ids, values: Tensor, *, birth: int) -> Rows:
-        """Make a row for each of these ids, which have no rows; return the rows in the ids'
-        order."""
+        """Make a row for each of these ids, which have none; return the rows in the ids' order."""
         reused = self._free[len(self._free) - min(len(ids), len(self._free)) :]
         self._free = self._free[: len(self._free) - len(reused)]
         num_fresh = len(ids) - len(reused)
@@ -137,8 +135,8 @@ class RowStore:
 
     def oldest(self, count: int, spared: Rows) -> Rows:
         """Return the `count` rows that were pushed longest ago, except the rows in `spared`; all
-        others if they are fewer. Among rows pushed at the same time, the lowest ids are chosen:
-        positions of rows differ between replicas, so they must not decide."""
+        others if they are fewer. Rows pushed at the same time are chosen by id, since their
+        positions differ between replicas."""
         is_live = self._numbers(BIRTHS)[: self._top] > 0
         is_live[spared] = False
         rows = np.flatnonzero(is_live)
@@ -156,7 +154,6 @@ class RowStore:
         return self._columns[VALUES].tensor.index_select(0, torch.from_numpy(rows))
 
     def state(self, name: str, rows: Rows) -> Tensor:
-        """Copy one column of optimizer state."""
         return self._columns[STATE + name].tensor.index_select(0, torch.from_numpy(rows))
 
     def write_rows(self, rows: Rows, values: Tensor, state: Mapping[str, Tensor]) -> None:
@@ -169,8 +166,8 @@ class RowStore:
 
     @property
     def columns(self) -> Mapping[str, Tensor]:
-        """Columns by name, and the ids, not copied. Do not keep them: while they exist, the store
-        cannot grow in place."""
+        """Columns by name, and the ids, not copied. The store cannot grow in place while the result
+        exists."""
         top = self._top
         columns = {name: column.tensor[:top] for name, column in self._columns.items()}
         return {IDS: self._index.id_tensor[:top]} | columns
@@ -204,7 +201,7 @@ class RowStore:
 
     def ids_from(self, start: int, max_rows: int) -> tuple[Ids, int]:
         """Return the ids of the rows in use among the `max_rows` positions from `start` on; and the
-        position after these, which is `start` if there are no positions left."""
+        position to continue from, which is `start` at the end."""
         stop = min(start + max_rows, self._top)
         if stop <= start:
             return np.zeros(0, np.int64), start
@@ -213,15 +210,15 @@ class RowStore:
 
     def columns_of(self, ids: Ids) -> tuple[Ids, list[Tensor]]:
         """Return the births of these ids' rows, 0 for a missing row; and copies of all columns of
-        the rows that exist."""
+        the existing rows."""
         rows = self.find(ids)
         at = torch.from_numpy(rows[rows >= 0])
         columns = [self._columns[name].tensor.index_select(0, at) for name in sorted(self._columns)]
         return self.births(rows), columns
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load the tensors of an image into an empty store. Raises InternalError if the columns are
-        not this store's."""
+        """Load the tensors of an image into an empty store. Raises InternalError for other
+        columns."""
         ids = tensors[IDS].numpy() if IDS in tensors else np.zeros(0, np.int64)
         seen = {name: (t.shape, t.dtype) for name, t in tensors.items() if name in self._columns}
         expected = {

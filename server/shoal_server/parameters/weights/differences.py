@@ -19,7 +19,7 @@ log = structlog.get_logger(__name__)
 
 MAX_CHANGED = 0.2
 """Share of changed elements above which the whole segment is sent: making a difference would take
-longer than sending it would save."""
+too long."""
 MAX_SIZE = 0.5
 """Size of the largest difference that is worth sending, as a share of the whole segment."""
 KEPT_S = 60.0
@@ -30,8 +30,7 @@ Elements = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class _Key:
-    """Key of a difference: the digests of the two segments, and the runs of elements that the
-    reader has named."""
+    """Digests of the two segments, and the runs of elements that the reader has named."""
 
     series: str
     base: bytes
@@ -42,7 +41,7 @@ class _Key:
 @dataclass(slots=True)
 class _CachedDifference:
     difference: Segment | None
-    """The difference; None: the whole segment is to be sent."""
+    """None if the whole segment is to be sent."""
     claim: ExitStack
     used_s: float
 
@@ -62,8 +61,8 @@ class WeightDifferences:
         self._is_closed = False
 
     def find(self, series: str, digest: bytes) -> Segment | None:
-        """Return a kept difference, by its digest; None if there is none. Like a request, this
-        keeps the difference for KEPT_S more."""
+        """Return a kept difference, by its digest; None if there is none. The difference is kept
+        for KEPT_S more."""
         for key, kept in self._kept.items():
             made = kept.difference
             if key.series == series and made is not None and made.digest == digest:
@@ -74,13 +73,12 @@ class WeightDifferences:
     async def between(
         self, series: str, base: Segment, target: Segment, elements: Sequence[tuple[int, int]]
     ) -> Segment | None:
-        """Return the difference from `base` to `target`. Return None if the whole segment is to be
-        sent: the sizes differ, too much has changed, the difference would be larger than MAX_SIZE,
-        or there is too little memory. The result of a comparison is kept, see `sweep`, unless
-        memory was lacking. `elements`: runs of elements as (bytes of an element, bytes of the run).
+        """Return the difference from `base` to `target`; None if the whole segment is to be sent,
+        as the sizes differ, too much has changed, or there is too little memory.
 
-        Raises InvalidSpec if the runs do not make up the segments, or have elements of a size that
-        is not in `codec.SIZES`.
+        `elements`: runs of elements as (bytes of an element, bytes of the run). Raises InvalidSpec
+        if the runs do not make up the segments, or have elements of a size that is not in
+        `codec.SIZES`.
         """
         if base.num_bytes != target.num_bytes:
             return None
@@ -99,14 +97,13 @@ class WeightDifferences:
         return kept.difference
 
     def sweep(self) -> None:
-        """Drop the differences that were neither requested nor found for KEPT_S. (If more than
-        MAX_KEPT are kept, the least recently used difference is dropped at once.)"""
+        """Drop the differences that were not requested for KEPT_S."""
         for key, kept in list(self._kept.items()):
             if self._now_s() - kept.used_s >= KEPT_S:
                 self._drop(key)
 
     def close(self) -> None:
-        """Drop all differences. A difference that is being made is not kept."""
+        """Drop all differences, and keep no others."""
         self._is_closed = True
         for key in list(self._kept):
             self._drop(key)
@@ -154,7 +151,7 @@ class WeightDifferences:
         kept = self._kept.pop(key)
         kept.claim.close()
         if kept.difference is not None:
-            # A connection that is sending the difference has its own reference to the memory.
+            # A connection that is sending the difference has its own reference.
             kept.difference = None
 
 

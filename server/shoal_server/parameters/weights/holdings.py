@@ -21,8 +21,7 @@ from shoal_server.parameters.weights.segment_transport import SegmentTransport
 from shoal_server.parameters.weights.store import HeldSegment, Position, SegmentOrigin, SegmentStore
 
 STALLED_S = 30.0
-"""Longest time that a publisher may take to send a segment's descriptor or next chunk: at least
-280 kB/s."""
+"""Longest time that a publisher may take to send a segment's descriptor or next chunk."""
 
 log = structlog.get_logger(__name__)
 
@@ -95,10 +94,10 @@ class WeightHoldings:
         `of_chunks`: digests of the chunks of a segment that comes as a descriptor. Its sender
         computed them once the memory was write-protected. None: they are computed here.
 
-        Raises what `admit` raises, Overloaded if the server has no memory for the segment,
-        ChecksumMismatch if its digest differs, MalformedMessage for a descriptor that is not sealed
-        or has another size, or for digests of another number of chunks, Unavailable if the
-        descriptor or a chunk is not complete within STALLED_S, and what `transport` raises.
+        Raises what `admit` and `transport` raise, Overloaded if the server has no memory for the
+        segment, ChecksumMismatch if its digest differs, MalformedMessage if descriptor or
+        `of_chunks` do not fit, and Unavailable if the descriptor or a chunk is not complete within
+        STALLED_S.
         """
         with self._claimed(num_bytes) as claim:
             if transport.is_local:
@@ -136,8 +135,8 @@ class WeightHoldings:
     ) -> Segment:
         """Hold a segment whose bytes `fill` writes, on a thread, into memory that is all zeros.
 
-        Raises what `admit` raises, Overloaded if the server has no memory for it, and what `fill`
-        raises.
+        Raises what `admit` and `fill` raise, or Overloaded if the server has no memory for the
+        segment.
         """
 
         def made() -> Segment:
@@ -179,7 +178,6 @@ class WeightHoldings:
         for held in self._store.held():
             held.segment.close()
 
-    # --- internal ---
 
     def _claimed(self, num_bytes: int) -> ExitStack:
         stack = ExitStack()
@@ -211,8 +209,8 @@ class WeightHoldings:
             )
             self._claims.pop((series, segment.digest)).close()
         if freed:
-            # Freeing gigabytes takes the kernel a while: drop the last references on a thread, once
-            # the callers have dropped theirs.
+            # Freeing gigabytes takes the kernel a while: drop the last references on a thread,
+            # after the callers'.
             loop = asyncio.get_running_loop()
             loop.call_soon(loop.run_in_executor, None, freed.clear)
 
@@ -239,8 +237,7 @@ class WeightHoldings:
                     digests.append(digest)
             await asyncio.gather(*ready)
             of_chunks = b"".join(await asyncio.gather(*digests))
-            # A thread may still refer to a chunk that it has digested, and memory with references
-            # cannot be sealed.
+            # A thread may still refer to a chunk, and memory with references cannot be sealed.
             for chunk in arrived:
                 chunk.release()
             return await self._in_thread(partial(writer.seal, of_chunks))

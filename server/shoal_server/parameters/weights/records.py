@@ -18,8 +18,8 @@ Record = SeriesHead | PublishedVersion
 
 
 class SeriesRecords:
-    """Records of series, as of the newest event of a watch; they are kept while etcd is
-    unreachable. Lives on the event loop."""
+    """Records of series, as of the newest event of a watch; kept while etcd is unreachable. Lives
+    on the event loop."""
 
     def __init__(
         self, store: KeyValueStore, holdings: WeightHoldings, upkeep: WeightUpkeep
@@ -108,8 +108,8 @@ def _positions(versions: Iterable[PublishedVersion]) -> Mapping[bytes, Position]
 
 
 def _segments(versions: Iterable[PublishedVersion]) -> Mapping[bytes, PublishedSegment]:
-    """Return the segments by digest. Versions with the same bytes share segments, and may name
-    different holders: a segment gets the holders of all its versions."""
+    """Return the segments by digest. Versions may share a segment and name different holders: it
+    gets the holders of all its versions."""
     segments: dict[bytes, PublishedSegment] = {}
     for version in versions:
         for segment in version.segments:

@@ -15,18 +15,17 @@ class SegmentTransport(Protocol):
         ...
 
     async def receive_descriptor(self) -> int:
-        """Receive a descriptor; the caller of this method closes it. Raises MalformedMessage,
-        ChecksumMismatch, or PeerHungUp if the connection ends."""
+        """Receive a descriptor, which the caller closes. Raises MalformedMessage, ChecksumMismatch,
+        or PeerHungUp if the connection ends."""
         ...
 
     def receive_chunks(self, writer: SegmentWriter) -> AsyncGenerator[memoryview, None]:
-        """Receive chunks, in order, into the writer's memory, and yield the part of the memory that
-        each chunk fills. Raises MalformedMessage, ChecksumMismatch, or PeerHungUp if the
-        connection ends."""
+        """Receive chunks, in order, into the writer's memory, and yield the part that each chunk
+        fills. Raises MalformedMessage, ChecksumMismatch, or PeerHungUp if the connection ends."""
         ...
 
     def end(self) -> None:
-        """Stop sending. A send that waits for the other end to read fails."""
+        """Stop sending. A send in progress fails."""
         ...
 
     async def send_descriptor(self, segment: Segment) -> None:

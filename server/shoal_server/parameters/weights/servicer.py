@@ -68,8 +68,8 @@ class WeightsServicer(WeightStoreServicer):
         self._offers = offers
 
     async def sweep_for_ever(self) -> None:
-        """Free segments, and differences between two segments, that are no longer needed. Let
-        `upkeep` remove files once all records have been read."""
+        """Free segments and differences that are not needed. Let `upkeep` remove files once all
+        records have been read."""
         while True:
             await asyncio.sleep(SWEEP_EACH_S)
             self._holdings.sweep()
@@ -77,7 +77,6 @@ class WeightsServicer(WeightStoreServicer):
             if self._records.is_in_sync:
                 self._upkeep.allow_removal()
 
-    # --- over gRPC ---
 
     async def OpenBulk(self, request: pb.OpenSegmentsRequest, context: Context) -> OpenBulkReply:
         caller = known_caller(context)
@@ -109,7 +108,7 @@ class WeightsServicer(WeightStoreServicer):
         base = self._holdings.find(series, request.base)
         target = self._holdings.get(series, _checked_digest(request.target))
         if base is None:
-            # The base was dropped meanwhile: the reader fetches the whole segment.
+            # The base was dropped: the reader fetches the whole segment.
             return pb.DifferenceReply()
         elements = [(each.element_bytes, each.num_bytes) for each in request.elements]
         difference = await self._differences.between(series, base, target, elements)
@@ -117,7 +116,6 @@ class WeightsServicer(WeightStoreServicer):
             return pb.DifferenceReply()
         return pb.DifferenceReply(digest=difference.digest, num_bytes=difference.num_bytes)
 
-    # --- over bulk connections ---
 
     async def put(
         self, request: pb.PutSegmentRequest, use: PermittedUse, transport: SegmentTransport
@@ -125,11 +123,10 @@ class WeightsServicer(WeightStoreServicer):
         """Receive a segment, and forward it along the request's chain of servers.
 
         The last reply names the servers that hold the segment: fewer than requested if a server of
-        the chain failed. If a server refuses the segment, or is overloaded, its error is raised.
-
-        Raises AccessDenied for a caller that may not publish, or for another series than the
-        connection's, InvalidSpec for a bad digest, StaleEpoch or Overloaded if the segment may not
-        be held, and what `WeightHoldings.receive` raises.
+        the chain failed. Raises the error of a server that refuses the segment or is overloaded,
+        AccessDenied for a caller that may not publish or for another series than the connection's,
+        InvalidSpec for a bad digest, StaleEpoch or Overloaded if the segment may not be held, and
+        what `WeightHoldings.receive` raises.
         """
         _check_use(request.series, use)
         if use.caller is not None and use.caller.role not in PUBLISHING:
@@ -169,15 +166,15 @@ class WeightsServicer(WeightStoreServicer):
         """Make a shard's segment, and hold it on this server and on all servers of the request's
         chain. Sets `segment` and `abandoned` in `request`.
 
-        Raises StaleEpoch, Overloaded, the refusal of a server of the chain, Unavailable if a server
-        of the chain does not hold the segment afterwards, and what `planned.fill` raises.
+        Raises StaleEpoch, Overloaded, the refusal of a server of the chain, Unavailable if such a
+        server does not hold the segment afterwards, and what `planned.fill` raises.
         """
         series = request.series
         origin = SegmentOrigin(
             epoch=request.epoch, publication=request.publication, rank=request.rank
         )
-        # List this publication as abandoned: an earlier attempt at it may have left a segment of
-        # another cut, which is freed first, here and on the servers of the chain.
+        # An earlier attempt at this publication may have left a segment of another cut: free it
+        # first, here and on the servers of the chain.
         del request.abandoned[:]
         request.abandoned.append(request.publication)
         self._holdings.abandon(series, origin.rank, origin.epoch, request.abandoned)
@@ -198,9 +195,8 @@ class WeightsServicer(WeightStoreServicer):
         return cut
 
     async def _admit(self, series: str, digest: bytes, origin: SegmentOrigin) -> None:
-        """Raise StaleEpoch or Overloaded if the segment may not be held. Before Overloaded is
-        raised, the newest records are read: this server may not know yet that a version was
-        committed. Raises what reading them raises."""
+        """Raise StaleEpoch or Overloaded if the segment may not be held. The newest records are
+        read before Overloaded is raised: a version may have been committed."""
         try:
             self._holdings.admit(series, digest, origin)
         except Overloaded:
@@ -228,8 +224,8 @@ class WeightsServicer(WeightStoreServicer):
     async def fetch(
         self, request: pb.FetchSegmentRequest, use: PermittedUse, transport: SegmentTransport
     ) -> Replies:
-        """Send a segment or a difference: as a file descriptor of its memory if the connection is
-        local and the reader takes one, else in the requested chunks.
+        """Send a segment or a difference: as a descriptor if the connection is local and the reader
+        takes one, else in the requested chunks.
 
         Raises AccessDenied for another series than the connection's, InvalidSpec for a bad digest
         or for chunks that the segment does not have, and Unavailable if the segment is not held or
@@ -257,8 +253,8 @@ class WeightsServicer(WeightStoreServicer):
 
 
 async def _sent(index: int, segment: Segment, transport: SegmentTransport) -> None:
-    """Send a chunk. Raises Unavailable if that takes longer than STALLED_S: a reader that has
-    stopped would keep the memory of a dropped segment in use."""
+    """Send a chunk. Raises Unavailable after STALLED_S: a reader that has stopped would keep the
+    memory of a dropped segment in use."""
     try:
         async with asyncio.timeout(STALLED_S):
             await transport.send_chunk(index, segment)
@@ -269,7 +265,6 @@ async def _sent(index: int, segment: Segment, transport: SegmentTransport) -> No
             seen=f"chunk {index} not taken within {STALLED_S:g} s",
             expected="8 MiB in that time",
         ) from None
-    # Let other tasks run on the event loop.
     await asyncio.sleep(0)
 
 

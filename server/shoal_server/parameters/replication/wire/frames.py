@@ -1,5 +1,7 @@
-"""Encoding and decoding of the messages between servers. Large data are sent in pieces, which have
-checksums unless they are in shared memory."""
+"""Encoding and decoding of the messages between servers.
+
+Large data are sent in pieces. Pieces have checksums unless they are in shared memory.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -30,7 +32,6 @@ PART_BYTES = 128
 """Bound on the memory that Python takes for a piece in addition to its bytes."""
 MAX_CHUNK_BYTES = 64 * 1024 * 1024
 Arriving = pb.FollowRequest | pieces.OnlyPiece
-"""A message that is received from a stream."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +80,7 @@ def of_record(
     *,
     answer_may_wait: bool = False,
 ) -> Iterator[Frame]:
-    """Yield the messages that carry a push to a backup. A gradient of up to `inline_bytes` is part
-    of the first message."""
+    """Yield the messages that carry a push to a backup."""
     data = memoryview(record.data)
     message = pb.FollowRequest()
     start = message.record
@@ -178,11 +178,10 @@ class ArrivedRequest:
     """The push record of an update, without its gradient; None for other requests, and if the data
     were dropped."""
     header: pb.CutHeader | None = None
-    """The header of an image."""
     parts: Sequence[pieces.Buffer] = ()
     """The data of a record or of a chunk."""
     why_dropped: str = ""
-    """The reason for which the data were dropped; empty if they were not."""
+    """Reason for dropping the data; empty if they were not dropped."""
     is_borrowed: bool = False
     """True if the sender reuses the memory of a record's data once the next request is read. To
     keep the data for longer, use `owned`."""
@@ -192,7 +191,7 @@ class ArrivedRequest:
         return replace(self, parts=[bytes(part) for part in self.parts], is_borrowed=False)
 
     def record(self) -> UpdateRecord:
-        """Return the update record: the push with its gradient in one buffer."""
+        """Return the push with its gradient in one buffer."""
         assert self.push is not None
         data = self.parts[0] if len(self.parts) == 1 else b"".join(self.parts)
         return UpdateRecord(self.push, data)
@@ -203,21 +202,18 @@ class _Unfinished:
     arrived: ArrivedRequest
     left_bytes: int
     memory: Memory | None
-    """The server's memory, in which the data are counted; None for a chunk, whose memory was
-    reserved before."""
+    """Memory in which the data are counted; None for a chunk, whose memory was reserved before."""
     parts: list[pieces.Buffer] = field(default_factory=list)
     held_bytes: int = 0
-    """Bytes of the parts that are reserved in `memory`."""
     uncounted_bytes: int = 0
-    """Bytes that are not reserved yet; see `_count`. Most records are complete before any bytes are
-    reserved. Data within the announcing message are never dropped: the primary relies on that."""
+    """Bytes that are not reserved yet; see `_count`. Data within the announcing message are never
+    dropped: the primary relies on that."""
     why_dropped: str = ""
     is_borrowed: bool = False
 
     def add(self, data: pieces.Buffer, *, is_lent: bool = False) -> None:
         """Add data. Memory is reserved only as data arrive, since announced data may never be sent.
-        `is_lent`: the sender reuses the memory of the data soon. The data are copied, unless they
-        are a whole record."""
+        `is_lent`: the sender reuses the memory of the data soon."""
         self.left_bytes -= len(data)
         if not data or self.why_dropped:
             return
@@ -239,8 +235,7 @@ class _Unfinished:
             self._count(self.arrived.push.ByteSize())
 
     def _count(self, num_bytes: int) -> bool:
-        """Count more data, and reserve memory once more than INLINE_BYTES + PART_BYTES are not
-        reserved. If there is no memory, drop the data, and return False."""
+        """Count more data. False if no memory can be reserved; then the data are dropped."""
         if self.memory is None:
             return True
         self.uncounted_bytes += num_bytes
@@ -256,14 +251,12 @@ class _Unfinished:
         return True
 
     def drop(self, why: str) -> None:
-        """Drop the data, and ignore data that are still to come."""
         self.parts.clear()
         self.arrived = replace(self.arrived, push=None)
         self.why_dropped = why
         self.give_back()
 
     def give_back(self) -> None:
-        """Release the reserved memory."""
         if self.memory is not None:
             self.memory.settle(self.held_bytes, is_held=False)
         self.held_bytes = 0
@@ -282,8 +275,7 @@ class _Unfinished:
 
 class RequestAssembler:
     """Assembles the messages of one stream into requests. Holds the data of at most one record or
-    chunk. The memory of these data is reserved, except for a record that lies in shared memory as a
-    whole, and for the last INLINE_BYTES of any other record."""
+    chunk."""
 
     def __init__(self, memory: Memory, is_coming: Callable[[Key, int], bool]) -> None:
         """`is_coming`: returns True if the image with that number is being received, in memory that
@@ -351,7 +343,6 @@ class RequestAssembler:
 
 
 def _small(request: pb.FollowRequest, kind: str) -> ArrivedRequest:
-    """Decode a request that consists of one message."""
     if kind == "offer":
         offer = request.offer
         return ArrivedRequest(

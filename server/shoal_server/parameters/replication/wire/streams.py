@@ -34,13 +34,12 @@ log = structlog.get_logger(__name__)
 
 OPEN_S = 2.0
 INLINE_BYTES = 4 * 1024
-"""Size up to which a record's data are sent within its message if there is shared memory: a message
-is copied several times."""
+"""Size up to which a record's data are sent within its message if there is shared memory."""
 
 
 Keep = Callable[[memoryview], Callable[[], None]]
-"""Function that is called with the memory in which a written record's data lie. It returns the
-function to call before that memory is used for anything else."""
+"""A callback that gets the memory of a written record's data. It returns the function to call
+before that memory is reused."""
 
 
 class PeerStream(Protocol):
@@ -239,7 +238,6 @@ class BulkStream:
 
 
 def _placed(piece: Piece, at: int) -> bytes:
-    """Return the frame that announces a piece at offset `at` of the shared memory."""
     return bulk.header(
         FrameKind.PLACED,
         offset_bytes=piece.offset_bytes,
@@ -249,8 +247,7 @@ def _placed(piece: Piece, at: int) -> bytes:
 
 
 async def _connect(channel: grpc.aio.Channel, address: str) -> "BulkStream | None":
-    """Return a new bulk stream; None if only gRPC is possible. Raises grpc.RpcError, or Unavailable
-    if the connection breaks at once."""
+    """Return a new bulk stream; None if only gRPC is possible."""
     offer: OpenBulkReply = await ReplicationStub(channel).OpenBulk(
         OpenFollowRequest(), timeout=OPEN_S
     )

@@ -27,8 +27,8 @@ CALL_IS_OVER = (asyncio.InvalidStateError, grpc.aio.UsageError, grpc.aio.Interna
 class WatchedStream:
     """A stream with one task that writes and one that reads. Lives on the event loop.
 
-    The other end sends answers or heartbeats at short intervals, however long its work takes. So
-    silence means that the other end is dead, or that the network is broken.
+    The other end sends answers or heartbeats at short intervals, also while it works. So silence
+    means that it is dead, or that the network is broken.
     """
 
     def __init__(self, stream: PeerStream, address: str, timeouts: PeerTimeouts) -> None:
@@ -51,7 +51,7 @@ class WatchedStream:
 
     @property
     def inline_bytes(self) -> int:
-        """Size up to which a record's data are best sent within its message."""
+        """See `PeerStream.inline_bytes`."""
         return self._stream.inline_bytes
 
     def draft(self, data: memoryview) -> memoryview | None:
@@ -70,8 +70,7 @@ class WatchedStream:
         await self.send(pb.FollowRequest(beat=pb.FollowBeat()))
 
     async def replies(self) -> AsyncIterator[pb.FollowReply]:
-        """Yield the replies, except answers to heartbeats, and replies that the function given to
-        `deliver` took."""
+        """Yield the replies that `deliver` did not pass on, except answers to heartbeats."""
         async for reply in self._stream.replies():
             self._note_reply(reply)
             if reply.job:
@@ -89,8 +88,7 @@ class WatchedStream:
 
     @property
     def is_received(self) -> bool:
-        """True if all sent data count as received: the other process can read them even if this
-        process dies, and has announced that it will."""
+        """True if the other process will read all sent data even if this process dies now."""
         return self._reads_to_end and self._stream.is_in_memory
 
     def _note_reply(self, reply: pb.FollowReply) -> None:
@@ -99,10 +97,10 @@ class WatchedStream:
         self._silence.note_message()
 
     async def run_tasks(self, *work: Coroutine[Any, Any, None]) -> None:
-        """Run these tasks until one of them has ended; then cancel the others.
+        """Run tasks until one of them ends; then cancel the others.
 
-        Raises a ShoalError for any error of the task, and Unavailable if the other end was silent
-        for too long.
+        Raises a ShoalError for an error of a task, and Unavailable if the other end was silent for
+        too long.
         """
         tasks = [asyncio.create_task(each) for each in (*work, self._await_silence())]
         try:
