@@ -54,7 +54,6 @@ def __dir__() -> list[str]:
 
 @cache
 def _module_by_export() -> dict[str, str]:
-    """Return the module of each export, read from the stub for type checkers."""
     stub = ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
     imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
     return {alias.name: node.module or "" for node in imports for alias in node.names}

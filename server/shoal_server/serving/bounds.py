@@ -1,7 +1,7 @@
 """Bounds of every field of every request.
 
-A field is looked up by message and name in `OF_MESSAGE`, else by its name alone in `NAMED`: there a
-name has the same bounds in all messages. A test fails for a field that is in neither table.
+A field is looked up by message and name in `OF_MESSAGE`, else by its name alone in `NAMED`. A test
+fails for a field that is in neither table.
 """
 
 from collections.abc import Mapping
@@ -26,12 +26,11 @@ class Bound:
     """Bounds of one value. Bounds that do not apply to its type are ignored."""
 
     length: int = 0
-    """Maximum length of a text in characters, and of bytes in bytes."""
+    """Maximum length of a text in characters, or of bytes."""
     most: int | None = None
-    """Maximum of a whole number, whose minimum is then 0; None: any number of the field's type. A
-    maximum of 2**32 - 1 or more does not bound a field of 32 bits."""
+    """Maximum of a whole number from 0; None: any number of the field's type."""
     seconds: bool = False
-    """True for a number of seconds: from 0 to MAX_SECONDS. All real numbers must be finite."""
+    """True for a number of seconds: from 0 to MAX_SECONDS."""
     count: int = 1 << 20
     """Maximum number of entries of a list or map."""
 
@@ -47,12 +46,12 @@ def whole(most: int, count: int = 1 << 20) -> Bound:
 NAME = text(MAX_NAME_LENGTH)
 HOST = text(255)
 WORD = text(100)
-"""The name of a kind, a version, a dtype."""
+"""Name of a kind, a version, a dtype."""
 SENTENCES = text(4096)
 DIGEST = text(128)
 SERIES = text(2 * MAX_NAME_LENGTH + 1)
 CONTENT = Bound(length=64)
-"""A digest of published bytes."""
+"""Digest of published bytes."""
 PATH = text(4096)
 DATA = Bound(length=MAX_MESSAGE_BYTES)
 COUNTED = whole(EXACT)
@@ -63,7 +62,7 @@ SECONDS = Bound(seconds=True)
 
 
 def some(count: int) -> Bound:
-    """Bound of a list or map of messages, whose fields have bounds of their own."""
+    """Bound of a list or map of messages: their fields have their own bounds."""
     return Bound(count=count)
 
 
@@ -281,7 +280,6 @@ NAMED: Mapping[str, Bound] = {
     "chain": some(64),
     "chunks": some(1 << 12),
 }
-"""Bounds by field name, in every message."""
 
 OF_MESSAGE: Mapping[str, Bound] = {
     "Proposal.fields": some(256),
@@ -309,8 +307,7 @@ OF_MESSAGE: Mapping[str, Bound] = {
     "PutSegmentRequest.abandoned": whole(EXACT, count=1 << 10),
     "PutSegmentRequest.chunk_digests": Bound(length=1 << 22),
 }
-"""Bounds by message and field, for fields whose names have no bounds, or other bounds, in
-`NAMED`."""
+"""Bounds by message and field, if `NAMED` has none, or other ones."""
 
 
 MESSAGES: Mapping[str, int] = {"Proposal": 128 * 1024}

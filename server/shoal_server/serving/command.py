@@ -18,8 +18,8 @@ OTHERS = 0o077
 
 
 def is_module_missing(command: str, *modules: str, extra: str = "") -> bool:
-    """True if a module is not installed; prints the first such module, and the extra to install (by
-    default named like the command)."""
+    """True if a module is not installed. Prints the first such module, and the extra to install (by
+    default the command's name)."""
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
     if missing:
         extra = extra or command
@@ -38,7 +38,7 @@ def run(command: str, work: Coroutine[Any, Any, None]) -> int:
     Configures logging, and gives new files no permissions for group and others. Raises any other
     error of `work`, and InvalidSpec for an unknown level in SHOAL_LOG_LEVEL.
     """
-    # Journals and snapshots hold a job's parameters: other users of the machine must not read them.
+    # Journals and snapshots hold a job's parameters: other users must not read them.
     os.umask(os.umask(OTHERS) | OTHERS)
     _configure_logging()
     refusal, code = asyncio.run(_refusal_of(work))
@@ -50,8 +50,9 @@ def run(command: str, work: Coroutine[Any, Any, None]) -> int:
 async def _refusal_of(work: Coroutine[Any, Any, None]) -> tuple[str, int]:
     """Run `work`; return the text of the ShoalError that ended it (empty: none) and the exit code.
 
-    The error itself is not returned: its frames would outlive the event loop, and refer to gRPC
-    objects that need the loop to be released."""
+    The error itself would outlive the event loop: its frames refer to gRPC objects that need the
+    loop to be released.
+    """
     try:
         await work
     except Unavailable as error:
@@ -63,8 +64,8 @@ async def _refusal_of(work: Coroutine[Any, Any, None]) -> tuple[str, int]:
 
 
 def _configure_logging() -> None:
-    """Log to stderr from level SHOAL_LOG_LEVEL on: readable lines on a terminal, else JSON. Raises
-    InvalidSpec for an unknown level."""
+    """Log to stderr: readable lines on a terminal, else JSON. Raises InvalidSpec for an unknown
+    level."""
     name = os.environ.get("SHOAL_LOG_LEVEL") or "INFO"
     level = logging.getLevelNamesMapping().get(name.upper())
     if level is None:
@@ -72,7 +73,7 @@ def _configure_logging() -> None:
             "SHOAL_LOG_LEVEL is no level", seen=name, expected="debug, info, warning or error"
         )
     terminal = sys.stderr.isatty()
-    # A traceback without the values of variables: tokens and incarnations are among them.
+    # A traceback without the values of variables, as tokens are among them.
     renderer = (
         structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
         if terminal

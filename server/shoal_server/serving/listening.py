@@ -39,10 +39,9 @@ class StopRequest:
         self.ordered = asyncio.Event()
         """Set by the first SIGTERM or SIGINT."""
         self.insisted = asyncio.Event()
-        """Set by a signal SAME_ORDER_S or more after the first. A signal before that only repeats
-        the first: a scheduler signals every process of a job, and the parent of this process
-        passes the signal on once more.
-        """
+        """Set by a signal SAME_ORDER_S or more after the first. An earlier signal only repeats the
+        first: a scheduler signals every process of a job, and a parent passes the signal on once
+        more."""
         self._ordered_s = 0.0
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -72,10 +71,8 @@ def join_address(host: str, port: int | str) -> str:
 
 
 def listening(listen: str, bind: str, option: str = "--listen") -> str:
-    """host:port to listen on: `listen` is HOST:PORT, or PORT alone at the address `bind`.
-
-    Raises InvalidSpec, with the name of `option`, for another form.
-    """
+    """host:port to listen on: `listen` is HOST:PORT, or PORT alone at the address `bind`. Raises
+    InvalidSpec, with the name of `option`, for another form."""
     address = listen if ":" in listen else join_address(bind, listen)
     try:
         split_address(address)
@@ -103,8 +100,8 @@ def advertised_address(advertise: str, listen: str, port: int) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """True if only this machine reaches the host: a loopback address, or localhost. False for any
-    other name; no name is looked up."""
+    """True if only this machine reaches the host: a loopback address, or localhost. No name is
+    looked up."""
     host = host.strip("[]")
     try:
         return ip_address(host).is_loopback
@@ -113,8 +110,8 @@ def is_loopback(host: str) -> bool:
 
 
 def opened(listens: Mapping[str, str]) -> dict[str, str]:
-    """Addresses (host:port by service) that other machines can reach: all that are not on loopback.
-    Raises InvalidSpec for an address that is not host:port."""
+    """Addresses (host:port by service) that are not on loopback. Raises InvalidSpec for another
+    form."""
     return {
         name: address
         for name, address in listens.items()
@@ -123,11 +120,8 @@ def opened(listens: Mapping[str, str]) -> dict[str, str]:
 
 
 def warn_of_exposure(listens: Mapping[str, str], etcd: Sequence[str]) -> None:
-    """Warn if other machines may reach a port without TLS, or if no other machine can reach any
-    port although etcd is on another machine.
-
-    `listens`: host:port of each service; `etcd`: host:port of its endpoints.
-    """
+    """Warn if other machines may reach a port without TLS, or if none can reach any port although
+    etcd is on another machine. `listens` and `etcd`: host:port."""
     if (found := opened(listens)) and identity.own() is None:
         log.warning(
             "ports_open_to_others",

@@ -1,9 +1,7 @@
 """Bounds on every request, checked in one place before any servicer sees it.
 
-`bounds` has the longest text, the largest count and the highest number of each field. Every real
-number is finite, seconds are not negative, and an enumeration has only known values. A request out
-of bounds is refused with an error that names the field, or the message if that is too large as a
-whole. Servicers check the meaning of fields.
+A request out of bounds (see `bounds`) is refused with an error that names the field, or the message
+if that is too large as a whole. Servicers check the meaning of fields.
 """
 
 import math
@@ -40,13 +38,11 @@ class _Field:
     name: str
     check: Check
     only_if_set: bool
-    """True if the field is checked only when it is set: an unset message has nothing to check."""
+    """True for a message: an unset one has nothing to check."""
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """Checks of one type of message."""
-
     fields: tuple[_Field, ...]
     """Fields that can be out of bounds."""
     num_bytes: int | None
@@ -54,8 +50,7 @@ class _Kind:
 
 
 class MessageBounds:
-    """Checks of messages. The checks of a message type are made when its first message is
-    checked."""
+    """Checks of messages, made when the first message of a type is checked."""
 
     def __init__(self) -> None:
         self._known: dict[str, _Kind] = {}

@@ -1,5 +1,4 @@
-"""Metrics of every serving process (release, lag of the event loop, durations of calls), and an
-endpoint for processes without a status page."""
+"""Metrics of every serving process, and an endpoint for processes without a status page."""
 
 import asyncio
 import platform
@@ -55,8 +54,8 @@ def loop_lag(part: str, lag: LoopLag) -> Metric:
 class MetricsEndpoint:
     """Serves `/metrics` from threads of its own, while its `async with` block runs.
 
-    `collect` runs on the event loop, so it may read what belongs to the loop. Entering the block
-    raises AddressInUse if the process cannot listen on the address.
+    `collect` runs on the event loop. Entering the block raises AddressInUse if the process cannot
+    listen on the address.
     """
 
     def __init__(self, host: str, port: int, collect: Callable[[], Iterable[Metric]]) -> None:

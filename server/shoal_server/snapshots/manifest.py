@@ -31,7 +31,6 @@ class ManifestEntry:
     """Path below the job's folder."""
     num_bytes: int
     sha256: str
-    """SHA-256 of the whole file, in hexadecimal."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,15 +39,15 @@ class Manifest:
 
     job: str
     number: int
-    """Number of the snapshot: one above the highest at its location, damaged snapshots included."""
+    """Number of the snapshot at its location."""
     cut_id: str
     lineage: str
-    """Random id, replaced when the job is restored. It tells two states of a shard apart that have
-    the same version: one from before a restore, one from after."""
+    """Random id, replaced when the job is restored. It tells apart two states of a shard that have
+    the same version."""
     taken_unix_s: float
     layout: bytes
-    """The job's ShardMap as it was written when the job was placed, serialized. The shards may have
-    had other primaries at the cut."""
+    """The job's ShardMap as it was written when the job was placed, serialized. Shards may have had
+    other primaries at the cut."""
     parts: Sequence[ManifestEntry]
     """Entries, one for each shard of the layout, in order of shard ids."""
     steps: Mapping[str, int]
@@ -56,9 +55,9 @@ class Manifest:
     partial_steps: Sequence[str]
     """Pushes that are in some shards of the snapshot and not in others, with the reason."""
     cursor: Mapping[str, Any] | None
-    """The sample ledger, from `SampleLedger.to_json`; None for a job without one."""
+    """The sample ledger; None for a job without one."""
     training: Mapping[str, Any]
-    """Further state of the job: generation and step; empty if they are unknown."""
+    """Further state of the job: generation and step; empty if unknown."""
 
     @property
     def num_bytes(self) -> int:
@@ -98,8 +97,7 @@ class Manifest:
             manifest = cls(**(body | {"parts": parts, "layout": layout}))
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise _damaged(file, repr(error)[:200], "a manifest") from error
-        # The checksum does not show who wrote the manifest: every process that can write here can
-        # compute it.
+        # The checksum does not show who wrote the manifest.
         for part in manifest.parts:
             check_part_file(part)
         wrong = _wrong_fields(manifest)

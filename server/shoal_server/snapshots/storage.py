@@ -1,7 +1,6 @@
 """Files at one location: a local directory, or a prefix in a bucket that `fsspec` reaches.
 
-A file exists whole or not at all. Object stores promise that by themselves; on a local disk a
-file gets its name once its bytes are on the disk. Every call blocks; call it from a thread.
+A file exists whole or not at all. Every call blocks; call it from a thread.
 """
 
 import os
@@ -26,8 +25,9 @@ WITH_FOLDERS = ("file", "memory")
 
 
 class Storage:
-    """Files below one location. Paths are relative to it, with forward slashes; a path with `..`,
-    or through a link that leads out of it, raises AccessDenied. Can be used from any thread."""
+    """Files below one location, for any thread. Paths are relative to the location, with forward
+    slashes. A path with `..`, or through a link that leads out of the location, raises
+    AccessDenied."""
 
     def __init__(self, location: str | Location, *, url: str = "") -> None:
         """Open the storage. `url`: the URL of a Location, for messages. Raises InvalidSpec for a
@@ -51,8 +51,8 @@ class Storage:
         self._has_folders = self.location.protocol in WITH_FOLDERS
 
     def write(self, path: str, data: bytes) -> None:
-        """Write a file, replacing one that exists. Raises Unavailable; then the path may have the
-        old file, the new file or no file."""
+        """Write or replace a file. Raises Unavailable; then the path may have the old file, the new
+        file or no file."""
         full = self._full(path)
         try:
             if self.location.is_local:
@@ -65,10 +65,12 @@ class Storage:
             raise self._failed("written", path, error) from error
 
     def write_pieces(self, folder: str, name: Callable[[], str], pieces: Iterable[Buffer]) -> None:
-        """Write a file from pieces, replacing one that exists. `name` is called after the last
-        piece. On a local disk each piece is written as it is yielded; a bucket gets all pieces at
-        once. Raises Unavailable, and the errors of `pieces`; on a local disk, an OSError of
-        `pieces` is raised as Unavailable, too."""
+        """Write or replace a file from pieces. `name` is called after the last piece.
+
+        On a local disk each piece is written as it is yielded; a bucket gets all pieces at once.
+        Raises Unavailable, also for an OSError of `pieces` on a local disk, and other errors of
+        `pieces`.
+        """
         if not self.location.is_local:
             data = b"".join(pieces)
             self.write(f"{folder}/{name()}", data)
@@ -79,9 +81,9 @@ class Storage:
             raise self._failed("written", folder, error) from error
 
     def publish(self, draft: str, path: str) -> None:
-        """Move a file to its final path, atomically. If a bucket carries out the request late, when
-        the draft was removed, nothing is published. Raises Unavailable; then the file may have been
-        published."""
+        """Move a file to its final path, atomically. A bucket that carries out the request late,
+        when the draft was removed, publishes nothing. Raises Unavailable; then the file may have
+        been published."""
         source, target = self._full(draft), self._full(path)
         try:
             if self.location.is_local:
@@ -96,7 +98,6 @@ class Storage:
         try:
             self.remove([draft])
         except ShoalError as error:
-            # The file is published.
             log.warning("draft_not_removed", path=f"{self.url}/{draft}", reason=str(error))
 
     def read(self, path: str) -> bytes | None:
@@ -139,7 +140,7 @@ class Storage:
             raise self._failed("listed", folder, error) from error
 
     def remove(self, paths: Iterable[str]) -> None:
-        """Remove files, and each file's own folder if that is empty afterwards. A missing file is
+        """Remove files, and each file's own folder if that is empty then. A missing file is
         skipped. Raises Unavailable; then only some may be removed."""
         parents = set()
         for path in paths:
@@ -164,8 +165,7 @@ class Storage:
             raise self._failed("removed", folder, error) from error
 
     def _full(self, path: str) -> str:
-        """Full path of a file. Raises AccessDenied for any `..` in the path, and for a link that
-        leads out of the location."""
+        """Full path of a file. Raises AccessDenied for a path that leads out of the location."""
         full = f"{self._root}/{path}"
         is_inside = ".." not in path.split("/")
         if is_inside and self.location.is_local:
@@ -235,7 +235,6 @@ def sync_folder(folder: Path) -> None:
 
 
 def _opened(location: Location) -> tuple[AbstractFileSystem, str]:
-    """File system of a location, and the root path in that file system's spelling."""
     if location.is_local:
         return LocalFileSystem(), location.path
     files, root = fsspec.core.url_to_fs(location.url)

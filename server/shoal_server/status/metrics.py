@@ -1,7 +1,6 @@
 """Metrics for Prometheus, computed from the source at each scrape.
 
-Nothing is counted separately, so metrics cannot drift from what the API shows, and the series of a
-job or member end with it.
+So metrics cannot drift from what the API shows, and the series of a job or member end with it.
 """
 
 import dataclasses
@@ -58,16 +57,14 @@ class ProcessMeasures:
     calls: Durations = dataclasses.field(default_factory=call_durations)
     num_leader_changes: Callable[[], int] = lambda: 0
     rendezvous: Callable[[], tuple[int, int]] = lambda: (0, 0)
-    """Bytes and keys of the rendezvous stores."""
     ports: PortMetrics | None = None
 
 
 async def render(reading: StatusQueries, measures: ProcessMeasures) -> bytes:
     """All metrics in Prometheus' text format.
 
-    Only the newest 50 of the ended jobs have series of their own; `shoal_jobs` counts them all.
-    Shards of ended jobs, and shards that cannot be read from etcd, are left out; all other metrics
-    remain.
+    Only the newest MAX_OVER of the ended jobs have series of their own. Shards of ended jobs, and
+    shards that cannot be read from etcd, are left out.
     """
     every = reading.source.jobs()
     over = [job for job in every if job.summary.state in OVER]
@@ -197,7 +194,6 @@ class _Snapshot(Collector):
         yield from (phase, generation, members, step, events, reports)
 
     def _changes(self) -> Iterator[Metric]:
-        """Cost of membership changes to each job."""
         labels, board = ["job"], self.reading.board
         restarts = CounterMetricFamily(
             "shoal_job_restarts",

@@ -27,7 +27,7 @@ REFUSED: dict[int | str, dict[str, Any]] = {
 
 
 def router(source: StatusSource, guard: Guard) -> APIRouter:
-    """The endpoint, for operators and viewers."""
+    """Endpoint for operators and viewers."""
     api = APIRouter(prefix="/api/v1")
 
     @api.get(

@@ -62,7 +62,7 @@ _TYPES = {
     "page.css": "text/css",
 }
 _HEADERS = {
-    # Only the page's own files are fetched and run, whatever text a name or an error contains.
+    # Only the page's own files run, whatever text a name or an error contains.
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self';"
     " connect-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none';"
     " frame-ancestors 'none'",
@@ -164,7 +164,7 @@ class PageSelection:
 
 
 class _SharedStates:
-    """States of the page. Pages that show the same selection at the same moment share one state."""
+    """States of the page. Pages that show the same selection share one state."""
 
     def __init__(self, reading: StatusQueries) -> None:
         self._maker = PageMaker(reading)
@@ -282,7 +282,7 @@ class PageMaker:
 def _first(
     members: Sequence[MemberView], health: Mapping[str, HealthView], slow: frozenset[str]
 ) -> list[MemberView]:
-    """The 50 members to show: first those described at SHOWN_MEMBERS, then the others by rank."""
+    """The members to show, see SHOWN_MEMBERS; then the others by rank."""
 
     def order(member: MemberView) -> tuple[bool, bool, int]:
         report = health.get(member.member_id)

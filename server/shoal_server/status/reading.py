@@ -89,8 +89,8 @@ class StatusQueries:
         self.board = board
 
     def jobs(self) -> Sequence[JobDetail]:
-        """List all jobs, without their generations. Raises NotLeader unless this coordinator leads:
-        only the leader knows them."""
+        """List all jobs, without their generations. Raises NotLeader unless this coordinator
+        leads."""
         self._require_ready()
         return self.source.jobs()
 
@@ -136,7 +136,7 @@ class StatusQueries:
 
     def generation(self, name: str, number: int) -> GenerationView:
         """A decided generation. Raises UnknownJob, NotLeader, and UnknownGeneration if it is not
-        among the newest 100."""
+        among the newest."""
         found = {record.generation: record for record in self.job(name).generations}
         if number not in found:
             kept = f"{min(found)} to {max(found)}" if found else "none was decided yet"
@@ -149,7 +149,7 @@ class StatusQueries:
         return found[number]
 
     def summary(self, job: JobDetail) -> JobSummary:
-        """Summary of a job, with what its members reported and the samples that they completed."""
+        """Summary of a job, with what its members reported."""
         known, board = job.summary, self.board
         loss = board.last_loss(known.job)
         unproductive_s = known.unproductive_s + board.paused_s(known.job)
@@ -166,8 +166,7 @@ class StatusQueries:
         )
 
     def _job_step(self, job: JobDetail) -> int:
-        """Steps of the job: the highest step of a member if they step together, else the sum of the
-        members' steps."""
+        """Highest step of a member if members step together, else the sum of their steps."""
         name, members = job.summary.job, [each.member for each in job.members]
         if job.synchronous:
             steps = [self.step(name, member) for member in members]
@@ -181,11 +180,11 @@ class StatusQueries:
         return (health.step or 0) if health else 0
 
     def step(self, job: str, member: MemberView) -> int:
-        """The member's newest step, from heartbeat or health report."""
+        """Newest step of the member, from heartbeat or health report."""
         return max(member.step, self._reported_step(job, member))
 
     def health(self, job: str, member: MemberView) -> HealthView | None:
-        """The member's last health report."""
+        """Last health report of the member."""
         return self.board.health(job, member.member_id, member.public_id)
 
     def detail(self, job: JobDetail, members: Sequence[MemberView] | None = None) -> JobDetail:
@@ -283,8 +282,8 @@ class StatusQueries:
         self.board.report(name, member_id, report.view(time.time()))
 
     def history(self, name: str, last_s: float = 0.0) -> HistoryView:
-        """The job's figures over time: of the newest `last_s` seconds, or of its whole life if that
-        is 0. Raises UnknownJob, NotLeader."""
+        """Figures of the job over the newest `last_s` seconds; 0: over its whole life. Raises
+        UnknownJob, NotLeader."""
         self.job(name)
         known = self.board.history(name)
         series = known[1] if known is not None else Series()

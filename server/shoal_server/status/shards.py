@@ -54,9 +54,9 @@ class _Answer:
 
 
 class ShardReader:
-    """Reads shards for the status page. Asks the servers of a job at most once a second.
+    """Reads shards for the status page. Asks the servers of a job at most once in MAX_AGE_S.
 
-    A server that does not answer within a second is shown as unreachable, or as gone if it is not
+    A server that does not answer in time is shown as unreachable, or as gone if it is not
     registered.
     """
 
@@ -69,8 +69,8 @@ class ShardReader:
         """Locks of the jobs that are being read."""
 
     async def read(self, job: str) -> ShardsView | None:
-        """The job's shards, or None if it has none. Raises Unavailable without etcd, and
-        InternalError for records that do not parse."""
+        """The job's shards; None if it has none. Raises Unavailable without etcd, and InternalError
+        for records that do not parse."""
         async with self._locks.setdefault(job, asyncio.Lock()):
             read_at_s, view = self._answers.get(job, (float("-inf"), None))
             if time.monotonic() - read_at_s > MAX_AGE_S:
@@ -82,8 +82,8 @@ class ShardReader:
         return view
 
     async def measure(self, job: str) -> Mapping[int, ShardMeasure]:
-        """Measure of each shard, as reported by its primary. Shards of silent servers, and shards
-        without values, are missing. Raises what `read` raises."""
+        """Measure of each shard, as reported by its primary. Shards without values, or of silent
+        servers, are missing. Raises what `read` raises."""
         view = await self.read(job)
         created = view.shards if view is not None else ()
         return {
@@ -131,7 +131,7 @@ class ShardReader:
         return _Answer(server_id=server_id, address=address, reply=reply, error="")
 
     async def _forget_channels_but(self, addresses: set[str]) -> None:
-        # Bounds the channels to servers that are gone: the servers in use are far fewer.
+        # Bounds the channels to servers that are gone.
         if len(self._channels) > 4 * max(len(addresses), 16):
             kept = {(address, material()) for address in addresses}
             gone = [self._channels.pop(key) for key in set(self._channels) - kept]

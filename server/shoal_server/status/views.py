@@ -1,8 +1,5 @@
-"""Data that the HTTP API shows. The OpenAPI text of each field is the sentence under it.
-
-Times are Unix seconds. Lists are bounded: the newest 100 generations and the newest 1000 events of
-a job.
-"""
+"""Data that the HTTP API shows. The OpenAPI text of each field is the sentence under it. Times are
+Unix seconds."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,8 +16,7 @@ STATES = (
 )
 """States of a job, from its first member on."""
 OVER = frozenset({"finished", "failed", "stopped", "lost"})
-"""States in which a job takes no members until an operator allows joins again, or starts a new run
-of a finished job."""
+"""States in which a job takes no members until an operator allows joins or starts a new run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,7 +196,6 @@ FIGURES: Mapping[str, str] = {
     name: figure["description"]
     for name, figure in TypeAdapter(HealthFigures).json_schema()["properties"].items()
 }
-"""Meaning of each figure of a health report."""
 
 
 def describe_figures(schema: dict[str, Any]) -> None:

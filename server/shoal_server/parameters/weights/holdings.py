@@ -178,7 +178,6 @@ class WeightHoldings:
         for held in self._store.held():
             held.segment.close()
 
-
     def _claimed(self, num_bytes: int) -> ExitStack:
         stack = ExitStack()
         stack.enter_context(self._memory.reserve(num_bytes, "published weights"))

@@ -77,7 +77,6 @@ class WeightsServicer(WeightStoreServicer):
             if self._records.is_in_sync:
                 self._upkeep.allow_removal()
 
-
     async def OpenBulk(self, request: pb.OpenSegmentsRequest, context: Context) -> OpenBulkReply:
         caller = known_caller(context)
         return self._offers.make(Purpose.SEGMENTS, caller, series=request.series)
@@ -115,7 +114,6 @@ class WeightsServicer(WeightStoreServicer):
         if difference is None:
             return pb.DifferenceReply()
         return pb.DifferenceReply(digest=difference.digest, num_bytes=difference.num_bytes)
-
 
     async def put(
         self, request: pb.PutSegmentRequest, use: PermittedUse, transport: SegmentTransport

@@ -45,7 +45,7 @@ class WeightUpkeep:
         self._threads = threads
         self._disk = disk
         self._wanted: dict[str, Mapping[bytes, records.PublishedSegment]] = {}
-        """Segments that this server is to hold according to the records, by series and digest."""
+        """Segments that this server is to hold, by series and digest."""
         self._may_remove = False
         self._wake = asyncio.Event()
 
@@ -102,7 +102,7 @@ class WeightUpkeep:
         return [(series, digest) for series, named in self._wanted.items() for digest in named]
 
     async def _ensure_held(self, series: str, digest: bytes) -> bool:
-        """Bring a segment into memory. True if it is in memory now, or is no longer wanted."""
+        """Bring a segment into memory. True if it is in memory now, or is not wanted."""
         failure: ShoalError = Unavailable("no other server that the record names is registered")
         segment = self._wanted.get(series, {}).get(digest)
         if segment is None or await self._restored(series, segment):
@@ -125,7 +125,6 @@ class WeightUpkeep:
         return False
 
     async def _restored(self, series: str, wanted: records.PublishedSegment) -> bool:
-        """Read a segment from disk into memory. True if it was read."""
         disk = self._disk
         if disk is None or not disk.holds(series, wanted.digest):
             return False

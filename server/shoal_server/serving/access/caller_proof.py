@@ -10,8 +10,8 @@ class CallerProof:
     """Proofs that a caller has given."""
 
     is_known: bool = False
-    """True if the caller needs no job secret: it is an operator (by certificate or token), the
-    member that the call concerns, or a permitted reader of members' output."""
+    """True if the caller needs no job secret: an operator, the member itself, or a permitted reader
+    of members' output."""
     job_secret: str = field(default="", repr=False)
 
 

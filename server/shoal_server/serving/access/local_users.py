@@ -1,8 +1,8 @@
 """User of the process at the other end of a local TCP connection, as the kernel reports it.
 
-Linux knows the user of each of its sockets: `sock_diag(7)` looks up a socket by its two addresses,
-and if that is not available, `/proc/net/tcp` lists all sockets. Every user of the machine can
-connect to a port on loopback; a server tells them apart by this look-up, without a secret.
+`sock_diag(7)` looks up a socket by its two addresses; if that is not available, `/proc/net/tcp`
+lists all sockets. Every user of the machine can connect to a port on loopback: a server tells them
+apart by this look-up, without a secret.
 """
 
 import errno
@@ -38,9 +38,11 @@ Address = tuple[str, int]
 
 
 def user_of_peer(connected: socket.socket) -> int | None:
-    """User id of the process at the other end of this connection; None if that process is on
-    another machine or has closed its end, if the kernel does not know the user or shows it as the
-    overflow user, or if the connection is not over IP."""
+    """User id of the process at the other end of this connection.
+
+    None if that process is on another machine or has closed its end, if the kernel does not know
+    the user or shows it as the overflow user, or if the connection is not over IP.
+    """
     if connected.family not in _TABLES:
         return None
     try:
@@ -54,13 +56,12 @@ def user_of_peer(connected: socket.socket) -> int | None:
     except OSError as error:
         log.debug("socket_not_looked_up", reason=str(error))
         found = _listed(connected.family, theirs, ours)
-    # The kernel reports every user without an id in this user namespace as the overflow user.
     return None if found == _unmapped() else found
 
 
 def ask_sock_diag(family: int, theirs: Address, ours: Address) -> int | None:
-    """User id from sock_diag; None if the socket is unknown or closed. Raises OSError for any other
-    failure, such as a kernel without sock_diag."""
+    """User id from sock_diag; None if the socket is unknown or closed. Raises OSError for other
+    failures, such as a kernel without sock_diag."""
     request = _REQUEST.pack(family, socket.IPPROTO_TCP, 0, _ALL_STATES)
     request += _PORTS.pack(theirs[1], ours[1])
     request += b"".join(_packed(family, each[0]) for each in (theirs, ours))

@@ -16,7 +16,7 @@ class CallCounts:
         self._by_peer: Counter[str] = Counter()
         self.num_open = 0
         self.refused: Counter[str] = Counter()
-        """Number of calls that were answered with an error other than InternalError, by the error's
+        """Number of calls that were answered with an error other than InternalError, by its
         class."""
         self.failed: Counter[str] = Counter()
         """Number of calls by method that were answered with InternalError."""
@@ -30,8 +30,8 @@ class CallCounts:
 
     @contextmanager
     def open(self, peer: str) -> Iterator[None]:
-        """Count a call as in progress during the block. Raises Overloaded if as many calls as
-        allowed are in progress already, in total or from the peer's host."""
+        """Count a call as in progress during the block. Raises Overloaded if too many calls are in
+        progress, in total or from the peer's host."""
         host = host_of(peer)
         limits = self._limits
         if self.num_open >= limits.max_calls:

@@ -19,9 +19,11 @@ ACCEPT_AGAIN_S = 0.5
 async def accepted(
     listener: socket.socket, service: str
 ) -> AsyncIterator[tuple[socket.socket, Any]]:
-    """Yield each connection to the listener, and its peer's address, for ever. If a connection
-    cannot be accepted, most likely because no descriptors are left, the error is logged, and the
-    next attempt follows after a pause. `service`: name of the service, for the log."""
+    """Yield each connection to the listener, and its peer's address, for ever. An error, most
+    likely for lack of descriptors, is logged, and the next attempt follows after a pause.
+
+    `service`: name of the service, for the log.
+    """
     while True:
         try:
             connection = await asyncio.get_running_loop().sock_accept(listener)
@@ -33,8 +35,8 @@ async def accepted(
 
 
 class ConnectionCounts:
-    """Counts of open connections by peer, and of connections that were refused, or closed by this
-    process, by reason."""
+    """Counts of open connections by peer, and of connections that were refused or closed, by
+    reason."""
 
     def __init__(self, port: str, *, most: int, most_per_peer: int) -> None:
         """`port`: name of the service at that port, for the log."""

@@ -1,7 +1,7 @@
 """File descriptors: how many this process may have, and which it reserves for its own work.
 
-Each connection takes a descriptor, and so does the connection to etcd, without which this process
-cannot work. A caller that opens connections without end must not take the last descriptor.
+A caller that opens connections without end must not take the last descriptor: the connection to
+etcd needs one.
 """
 
 import resource
@@ -33,7 +33,7 @@ def limit() -> int:
 
 
 def descriptors_for_callers(share: float) -> int:
-    """Number of descriptors for callers: this share of the unreserved descriptors, at least 1."""
+    """Number of descriptors for callers: this share of the unreserved ones, at least 1."""
     return max(1, int((limit() - RESERVED) * share))
 
 

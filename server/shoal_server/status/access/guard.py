@@ -38,7 +38,7 @@ OPEN = frozenset(
         "/api/v1/session",
     }
 )
-"""Paths that reveal nothing about jobs: the page's own files, with its login form, and probes."""
+"""Paths that reveal nothing about jobs: the page's own files, and probes."""
 REPORT = re.compile("/api/v1/jobs/[^/]+/members/[^/]+/health")
 """Path of health reports: each contains the secret of the worker's process as proof."""
 READING = ("GET", "HEAD", "OPTIONS")
@@ -50,9 +50,12 @@ OWN_USER = TokenHolder(name="this machine's user", role=HttpRole.OPERATOR, diges
 
 
 class Guard:
-    """Finds the holder of a request. Without `tokens` and `own_user` every caller may do
-    everything: for a port that only holders of a certificate reach. With `own_user`, processes of
-    this process's user and of root may do everything; others need one of `tokens`."""
+    """Finds the holder of a request.
+
+    With `own_user`, processes of this process's user and of root may do everything; others need one
+    of `tokens`. Without both, every caller may do everything: for a port that only holders of a
+    certificate reach.
+    """
 
     def __init__(self, tokens: Tokens | None = None, *, own_user: bool = False) -> None:
         self.tokens = tokens
@@ -95,7 +98,7 @@ def session_of(scope: Scope) -> str:
 
 class AccessControl:
     """Answers 401 to unknown callers, 403 to actions of other sites' pages and of roles that may
-    not act, and 503 to requests with a token or session if the tokens cannot be read."""
+    not act, and 503 if the tokens cannot be read."""
 
     def __init__(self, app: ASGIApp, guard: Guard) -> None:
         self._app = app

@@ -52,7 +52,7 @@ class Sessions:
 
 
 def _key(secret: str) -> str:
-    # Looked up by a hash, so that the time of a look-up reveals nothing of the secret.
+    # Looked up by a hash, so that the time reveals nothing of the secret.
     return hashlib.sha256(secret.encode()).hexdigest()
 
 

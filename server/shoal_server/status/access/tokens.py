@@ -1,7 +1,6 @@
-"""Tokens for the HTTP API. A file has their hashes, each with a name and a role, not the tokens.
+"""Tokens for the HTTP API. A file has their hashes, one a line: NAME ROLE SHA256.
 
-One line per token: NAME ROLE SHA256. A token has 256 random bits, too many to try, so a plain hash
-is enough.
+A token has 256 random bits, too many to try, so a plain hash is enough.
 """
 
 import hashlib
@@ -57,11 +56,8 @@ def new_token() -> str:
 
 
 def add(path: Path, name: str, role: HttpRole) -> str:
-    """Make and return a token. Its hash is added to the file, which is created if it is missing.
-
-    Raises InvalidSpec for a bad or existing name, a full file, and what `read` raises; OSError if
-    the file cannot be written.
-    """
+    """Make and return a token, and add its hash to the file. Raises InvalidSpec for a bad or
+    existing name, a full file, and what `read` raises; OSError if the file cannot be written."""
     if not is_name(name):
         raise InvalidSpec("bad name of a token", seen=repr(name), expected=NAME_RULE)
     holders = read(path) if path.exists() else ()
@@ -127,8 +123,8 @@ def _holder(path: Path, number: int, line: str) -> TokenHolder:
 
 
 class Tokens:
-    """Tokens of one file, which is read again when it has changed: removing a line ends its token
-    and the sessions that began with it."""
+    """Tokens of one file, which is read again when it has changed. Removing a line ends its token
+    and the token's sessions."""
 
     def __init__(self, path: Path) -> None:
         """Raises InvalidSpec."""

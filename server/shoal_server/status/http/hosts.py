@@ -1,9 +1,9 @@
 """Check of the Host header: a page of another site must not read this API through a user's browser.
 
-An attacker's name may resolve to 127.0.0.1 (DNS rebinding). The browser then treats this server as
-the attacker's site, but still sends the attacker's name in Host. A host is allowed if no outsider
-can control what it resolves to: an address, a name without a dot, a name of this machine or of its
-cluster. An operator allows further names with --http-host.
+An attacker's name may resolve to 127.0.0.1 (DNS rebinding), but the browser still sends that name
+in Host. So a host is allowed only if no outsider controls what it resolves to: an address, a name
+without a dot, a name of this machine or of its cluster. An operator allows further names with
+--http-host.
 """
 
 import socket

@@ -1,9 +1,9 @@
 """HTTP/1.1 connections that are closed if their client is silent, slow or does not read, and whose
 requests name the client's certificate.
 
-uvicorn limits the time between two requests of a connection. This module adds three limits: for the
+uvicorn limits the time between two requests of a connection. This module limits the time for the
 head of a request, for the rest of a body whose request was already answered, and for a client that
-does not read the answer. `errors.BodyLimit` has the limit for other bodies.
+does not read. `errors.BodyLimit` limits other bodies.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from shoal_server.serving.admission.config import HttpLimits
 from shoal_server.serving.admission.connections import ConnectionCounts
 
 CALLER = "shoal_caller"
-"""Key of a request's state under which the caller named by its certificate is kept."""
+"""Key of a request's state under which the caller is kept."""
 
 
 def caller_in(scope: Scope) -> Caller | None:
@@ -47,12 +47,11 @@ class BoundedProtocol(H11Protocol):
         self._counts = counts
         self._awaited: Awaited | None = None
         self._late: asyncio.TimerHandle | None = None
-        """Timer of `_awaited`."""
         self._stall: asyncio.TimerHandle | None = None
         self.lost = asyncio.Event()
         """Set once the connection is closed."""
 
-    # uvicorn narrows the type of asyncio's transports in the same way.
+    # uvicorn narrows the type in the same way.
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         names = (transport.get_extra_info("peercert") or {}).get("subjectAltName", ())
@@ -89,7 +88,6 @@ class BoundedProtocol(H11Protocol):
             self._stall = None
 
     def _watch_client(self) -> None:
-        """Start or stop the timer of what the client has to send."""
         awaited = self._to_await()
         if awaited is self._awaited:
             return
@@ -101,9 +99,8 @@ class BoundedProtocol(H11Protocol):
             self._late = self.loop.call_later(self._limits.http_request_s, self._end_late)
 
     def _to_await(self) -> Awaited | None:
-        """Return what has to arrive in time: a head from the connection's start or the first byte
-        of a further request; the rest of a body from its first byte after the answer. None while a
-        request is being answered, or the connection is idle."""
+        """Return what has to arrive in time; None while a request is being answered, or the
+        connection is idle."""
         if self.cycle is None:
             return Awaited.HEAD
         if not self.cycle.response_complete:
@@ -123,7 +120,7 @@ class BoundedProtocol(H11Protocol):
                 expected=f"one within {self._limits.http_request_s:g} s of the connection's start,"
                 " or of a further request's first byte",
             )
-            # Not sent after a late body: the client would take it for the next request's answer.
+            # After a late body, the client would take this for the next request's answer.
             self.transport.write(raw_answer(408, late))
         self.transport.close()
 

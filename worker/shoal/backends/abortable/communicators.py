@@ -1,9 +1,9 @@
 """Create communicators on a device. The trainer's wait for a communicator can be aborted.
 
 NCCL creates a communicator in the first operation of a group. That call returns once all ranks have
-made it. Nothing can end it earlier: until it returns, torch has no communicator to abort. In NCCL's
-non-blocking mode torch holds the communicator's lock during the call (`NCCLComm::waitReady`), and
-an abort waits for that lock. So a thread makes the call, and the trainer waits for the thread.
+made it; until then, torch has no communicator to abort. In NCCL's non-blocking mode torch holds the
+communicator's lock during the call (`NCCLComm::waitReady`), and an abort waits for that lock. So a
+thread makes the call, and the trainer waits for the thread.
 """
 
 import threading
@@ -23,9 +23,9 @@ def add_subgroups(
     """Register the subgroups, so that an abort of the whole group's waits ends waits in them too,
     and connect them on the device. Collective.
 
-    Groups are connected here because the first batch of messages in an unconnected group would need
-    all ranks of the group. Raises RuntimeError if a group could not be connected, or if the waiters
-    of the whole group are aborted.
+    The first batch of messages in an unconnected group would need all ranks of the group. Raises
+    RuntimeError if a group could not be connected, or if the waiters of the whole group are
+    aborted.
     """
     for group in groups:
         add_subgroup(group, whole)
@@ -42,11 +42,8 @@ def connect(group: dist.ProcessGroup, device: torch.device, waiter: AbortableWai
 def connect_neighbours(
     group: dist.ProcessGroup, whole: dist.ProcessGroup, device: torch.device
 ) -> None:
-    """Create the connections for messages between each rank of the group and the next rank.
-
-    Does nothing if the backend needs no such connections. Collective; raises what `add_subgroups`
-    raises.
-    """
+    """Create the connections for messages between each rank of the group and the next rank, if the
+    backend needs any. Collective; raises what `add_subgroups` raises."""
     if not takes_batches(group, device):
         return
     rank, waiter = group.rank(), AbortableWaiter(whole)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from shoal.backends.process_group.transports import can_be_cut
 
 Completion = torch.futures.Future[str]
-"""Future that ends a wait: its value is the reason if the awaited work failed, else ""."""
+"""Future that ends a wait. Its value is the reason if the awaited work failed, else ""."""
 
 
 class WaitingTime(threading.local):
@@ -53,12 +53,11 @@ class OngoingCollective:
 
 
 class AbortableWaiter:
-    """Waiter for the collectives of a group. Each wait ends when its completion is set: by the end
-    of the collective, or by `abort`.
+    """Waiter for the collectives of a group. Each wait ends at the end of the collective, or by
+    `abort`.
 
     After a write to a connection that was just reset, Gloo may wait until the collective's time
-    limit, with no connection left to shut down. `abort` ends the trainer's wait; Gloo's thread
-    continues to wait.
+    limit. `abort` ends the trainer's wait; Gloo's thread continues to wait.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, for_good: bool = False) -> None:
@@ -68,7 +67,7 @@ class AbortableWaiter:
         self._lock = threading.Lock()
         self._pending: list[Completion] = []
         self.num_ended = 0
-        """Number of waits that have ended so far. Any thread may read it."""
+        """Number of waits that have ended. Any thread may read it."""
         if group is not None:
             self.attach(group)
 
@@ -103,11 +102,11 @@ class AbortableWaiter:
             self._aborted = f"the group was cut between two collectives: {reason}"
         for completion in list(self._pending):
             # For an error in a hook of DDP, torch drops the class: backends then look for "gloo" in
-            # the error's text.
+            # the text.
             self.complete(completion, f"gloo did not end the operation before the cut: {reason}")
 
     def new_completion(self) -> Completion:
-        """Make a completion for the trainer to wait for. `complete` sets it."""
+        """Make a completion for the trainer to wait for."""
         completion: Completion = torch.futures.Future()
         self._pending.append(completion)
         if self._aborted:
@@ -121,7 +120,7 @@ class AbortableWaiter:
         return completion
 
     def _finished(self, completion: Completion, future: torch.futures.Future[Any]) -> None:
-        """Set the completion; called by Gloo's thread when a collective has ended."""
+        """Called by Gloo's thread when a collective has ended."""
         try:
             future.value()
             reason = ""
@@ -131,7 +130,7 @@ class AbortableWaiter:
         self.complete(completion, reason)
 
     def complete(self, completion: Completion, reason: str) -> None:
-        """Set the completion, which ends its wait. `reason`: the reason of the failure, "" after a
+        """Set the completion, which ends its wait. `reason`: why the work failed, "" after a
         success. Thread-safe."""
         with self._lock:
             if not completion.done():
@@ -152,10 +151,11 @@ _wholes: weakref.WeakKeyDictionary[Any, "weakref.ref[Any]"] = weakref.WeakKeyDic
 
 
 def wait_abortable(work: dist.Work | None, group: dist.ProcessGroup) -> None:
-    """Wait for a collective of the group that was begun with `async_op=True`.
+    """Wait for a collective of the group that was begun with `async_op=True`. For the trainer's
+    thread.
 
     Raises an error that backends count as a failure of the group if the collective failed, or if
-    the group's waiters are aborted. For the trainer's thread.
+    the group's waiters are aborted.
     """
     assert work is not None, "begun with async_op=True, by a rank of the group"
     if not can_be_cut(group):

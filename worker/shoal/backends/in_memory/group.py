@@ -1,7 +1,7 @@
-"""Ranks that are threads of one process: torch.distributed without processes or sockets.
+"""Ranks that are threads of one process: torch.distributed without processes or sockets, for tests
+and notebooks.
 
-For tests and notebooks. `run` starts such ranks; `seat` is the backend for members of a session.
-`hub` has the state that ranks share; `worlds` keeps torch's own state for each rank.
+`run` starts such ranks; `seat` is the backend for members of a session.
 """
 
 from collections.abc import Callable, Sequence
@@ -139,7 +139,7 @@ class _Posted(Pending):
 
 
 class _Receive(Pending):
-    """A receive. The message is copied to the tensor when the caller waits for the receive."""
+    """A receive: the message is copied to the tensor when the caller waits for it."""
 
     def __init__(
         self,
@@ -212,7 +212,6 @@ def open_world(hub: Hub, rank: int) -> None:
 
 
 def _create(options: Any, unused: Any) -> InMemoryGroup:
-    """Make a group for torch: the default group, or one that `new_group` asked for."""
     world = own_world()
     if world is None:
         raise InvalidSpec(

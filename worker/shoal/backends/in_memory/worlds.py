@@ -1,11 +1,12 @@
 """torch.distributed's registries of groups, one set for each thread.
 
-torch keeps its groups in two registries of the process: a table in Python and one in C++. While any
-thread is a rank of an in-memory job, the Python table is a proxy: a rank's thread sees its own
-table, and every other thread sees torch's table and the groups of all ranks. The C++ table is
-switched to torch's mode of one table per thread. DTensor's caches for a mesh must not be shared by
-ranks, so meshes of different worlds compare unequal. All these changes are undone when the last
-rank ends.
+torch keeps its groups in a table in Python and one in C++. While any thread is a rank of an
+in-memory job, the Python table is a proxy: a rank's thread sees its own table, and every other
+thread sees torch's table and the groups of all ranks. The C++ table is switched to torch's mode of
+one table per thread.
+
+DTensor's caches for a mesh must not be shared by ranks, so meshes of different worlds compare
+unequal. All these changes are undone when the last rank ends.
 """
 
 import itertools
@@ -31,7 +32,7 @@ class RankWorld:
         self.hub = hub
         self.rank = rank
         self.number = next(_numbers)
-        """Unique number among the present and past worlds of this process."""
+        """Unique among the present and past worlds of this process."""
         self.default_pg: dist.ProcessGroup | None = None
         self.group_count = 0
         self.pg_map: dict[Any, Any] = {}
@@ -43,7 +44,7 @@ class RankWorld:
         self.pg_coalesce_state: dict[Any, Any] = {}
         self.comms: list[Any] = []
         self.pg_flight_recorder_hooks: dict[Any, Any] = {}
-        """A field of torch's table since 2.14."""
+        """Field of torch's table since 2.14."""
 
 
 class _ThreadWorld(threading.local):
@@ -53,8 +54,7 @@ class _ThreadWorld(threading.local):
 class _WorldOfThread:
     """Replacement of torch's table of groups.
 
-    A thread that is not a rank sees torch's own table and the groups of all ranks. So a thread that
-    a rank has started, for example to write a checkpoint, can use the rank's groups.
+    A thread that a rank has started, for example to write a checkpoint, can use the rank's groups.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -118,7 +118,7 @@ def bind(world: RankWorld, initialise: Callable[[], None]) -> None:
 
 
 def unbind() -> None:
-    """Destroy the groups of this thread's world and leave it. Does nothing if there is none."""
+    """Destroy the groups of this thread's world, if any, and leave it."""
     if _current.world is None:
         return
     try:

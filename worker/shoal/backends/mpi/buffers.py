@@ -38,7 +38,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 class StagedTensor:
     """A tensor's content in memory that MPI can reduce: the tensor's own memory, or a copy.
-    `deliver` divides the sum if the operation is a mean, and writes a copy back to the tensor."""
+    `deliver` divides the sum for a mean, and writes a copy back to the tensor."""
 
     def __init__(self, tensor: Tensor, op: Any, size: int) -> None:
         if op not in _OPS or (tensor.dtype not in _TYPES and tensor.dtype not in _HALVES):
@@ -79,7 +79,7 @@ def _checked(tensor: Tensor) -> Tensor:
 
 
 def octets(tensor: Tensor) -> list[Any]:
-    """Return mpi4py's description of the memory of a contiguous tensor: bytes, for any dtype."""
+    """Return mpi4py's description of the memory of a contiguous tensor, as bytes."""
     return [_checked(tensor).view(-1).view(torch.uint8).numpy(), MPI.BYTE]
 
 

@@ -31,7 +31,7 @@ from shoal_proto.errors import InvalidSpec
 
 PLUGIN = "shoal_mpi"
 TIMEOUT_S = 1800.0
-"""Default limit of each wait for another rank. It equals torch's default for Gloo."""
+"""Default limit of each wait for another rank, as torch has for Gloo."""
 
 
 def init_mpi(timeout_s: float = TIMEOUT_S) -> None:
@@ -220,7 +220,6 @@ _world: MpiWorld | None = None
 
 
 def _create(options: Any, unused: Any) -> MpiGroup:
-    """Make a group for torch: the default group, or one that `new_group` asked for."""
     if _world is None:
         raise InvalidSpec(f"the backend {PLUGIN} is initialised by shoal.init_mpi()")
     ranks = options.global_ranks_in_group
