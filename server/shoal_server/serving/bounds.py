@@ -14,9 +14,9 @@ from shoal_proto.secrets import MAX_LENGTH
 from shoal_server.core.publications.limits import MAX_COPIES, MAX_KEEP, MAX_WORLD
 
 MAX_SECONDS = 1e10
-"""Three centuries; each service bounds its waits far below that."""
+"""Three centuries; each service bounds its waits far below."""
 EXACT = 2**53 - 1
-"""Largest integer that JSON keeps exactly: a larger one in etcd could not be read back."""
+"""Largest integer that JSON keeps exactly."""
 MAX_MEMBERS = 2**31 - 1
 MAX_PORT = 65535
 
@@ -28,11 +28,10 @@ class Bound:
     length: int = 0
     """Maximum length of a text in characters, or of bytes."""
     most: int | None = None
-    """Maximum of a whole number from 0; None: any number of the field's type."""
+    """Maximum of a whole number from 0; None: any number of its type."""
     seconds: bool = False
-    """True for a number of seconds: from 0 to MAX_SECONDS."""
+    """True for seconds from 0 to MAX_SECONDS."""
     count: int = 1 << 20
-    """Maximum number of entries of a list or map."""
 
 
 def text(length: int, count: int = 1 << 20) -> Bound:
@@ -51,7 +50,6 @@ SENTENCES = text(4096)
 DIGEST = text(128)
 SERIES = text(2 * MAX_NAME_LENGTH + 1)
 CONTENT = Bound(length=64)
-"""Digest of published bytes."""
 PATH = text(4096)
 DATA = Bound(length=MAX_MESSAGE_BYTES)
 COUNTED = whole(EXACT)
@@ -62,7 +60,7 @@ SECONDS = Bound(seconds=True)
 
 
 def some(count: int) -> Bound:
-    """Bound of a list or map of messages: their fields have their own bounds."""
+    """Bound of a list or map of messages."""
     return Bound(count=count)
 
 

@@ -13,8 +13,8 @@ MAX_SERIES = 512
 class Durations:
     """Histograms by labels, for one event loop.
 
-    At most MAX_SERIES combinations of labels have a histogram of their own. Other durations are
-    counted in one histogram whose labels are all "other".
+    Beyond MAX_SERIES combinations of labels, durations are counted in one histogram whose labels
+    are all "other".
     """
 
     def __init__(self, labels: Sequence[str] = ()) -> None:

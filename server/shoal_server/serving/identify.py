@@ -16,8 +16,7 @@ from shoal_server.core.processes import Holder
 async def answers(
     holder: Holder, address: str, *, options: Sequence[tuple[str, int | str]], within_s: float
 ) -> bool:
-    """True if the process `holder` answers at the address within `within_s`. False if another
-    process answers, or after any error."""
+    """True if the process `holder` answers at the address within `within_s`."""
     async with open_aio_channel(address, SERVER_NAME, options) as channel:
         try:
             found = await ReplicationStub(channel).Identify(pb.IdentifyRequest(), timeout=within_s)

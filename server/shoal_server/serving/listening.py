@@ -18,13 +18,12 @@ log = structlog.get_logger(__name__)
 
 LOOPBACK = "127.0.0.1"
 SAME_ORDER_S = 2.0
-"""Time after the first signal to stop during which further signals count as its repetition."""
+"""Time during which further signals only repeat the first signal to stop."""
 WILDCARDS = ("", "0.0.0.0", "::")
-"""Hosts that mean every interface of this machine."""
 
 
 def write_ready_file(path: Path | None, addresses: dict[str, str]) -> None:
-    """Write {"pid", **addresses} as JSON to `path`, whole or not at all; None writes nothing."""
+    """Write {"pid", **addresses} as JSON to `path`, whole or not at all."""
     if path is None:
         return
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
@@ -39,9 +38,8 @@ class StopRequest:
         self.ordered = asyncio.Event()
         """Set by the first SIGTERM or SIGINT."""
         self.insisted = asyncio.Event()
-        """Set by a signal SAME_ORDER_S or more after the first. An earlier signal only repeats the
-        first: a scheduler signals every process of a job, and a parent passes the signal on once
-        more."""
+        """Set by a signal SAME_ORDER_S or more after the first. Earlier ones are repetitions: a
+        scheduler signals every process of a job, and a parent passes the signal on."""
         self._ordered_s = 0.0
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -72,7 +70,7 @@ def join_address(host: str, port: int | str) -> str:
 
 def listening(listen: str, bind: str, option: str = "--listen") -> str:
     """host:port to listen on: `listen` is HOST:PORT, or PORT alone at the address `bind`. Raises
-    InvalidSpec, with the name of `option`, for another form."""
+    InvalidSpec, with the name of `option`."""
     address = listen if ":" in listen else join_address(bind, listen)
     try:
         split_address(address)
@@ -100,8 +98,7 @@ def advertised_address(advertise: str, listen: str, port: int) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """True if only this machine reaches the host: a loopback address, or localhost. No name is
-    looked up."""
+    """True for a loopback address, or localhost. No name is looked up."""
     host = host.strip("[]")
     try:
         return ip_address(host).is_loopback
@@ -120,8 +117,8 @@ def opened(listens: Mapping[str, str]) -> dict[str, str]:
 
 
 def warn_of_exposure(listens: Mapping[str, str], etcd: Sequence[str]) -> None:
-    """Warn if other machines may reach a port without TLS, or if none can reach any port although
-    etcd is on another machine. `listens` and `etcd`: host:port."""
+    """Warn if other machines may reach a port without TLS, or can reach none although etcd is on
+    another machine."""
     if (found := opened(listens)) and identity.own() is None:
         log.warning(
             "ports_open_to_others",

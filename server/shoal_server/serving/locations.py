@@ -1,8 +1,7 @@
 """Locations of snapshots. Callers name URLs, which must be below roots that an operator configures.
 
-`fsspec` reaches far more than storage: it renders templates, asks other machines, and fetches and
-unpacks chains (`a::b`). So URLs are parsed here, and only the kinds of storage named below are
-passed to `fsspec`.
+`fsspec` reaches far more than storage: templates, other machines, chains (`a::b`). So URLs are
+parsed here, and only the kinds of storage named below are passed on.
 """
 
 import os
@@ -26,16 +25,13 @@ class Location:
 
     protocol: str
     path: str
-    """Absolute path of a local directory, with symbolic links resolved; otherwise bucket/prefix."""
+    """Absolute path of a local directory without symbolic links; otherwise bucket/prefix."""
 
     @classmethod
     def parse(cls, url: str) -> "Location":
-        """Parse a URL, or an absolute path.
-
-        Raises InvalidSpec unless it names one location in a kind of storage of `_PROTOCOLS`, below
-        its root, without `.`, `..`, empty names and control characters; for a bucket, also without
-        `?`, `#` and backslashes.
-        """
+        """Parse a URL, or an absolute path. Raises InvalidSpec unless it names one location below
+        the root of a kind in `_PROTOCOLS`, without `.`, `..`, empty names, control characters and,
+        for a bucket, `?`, `#` and backslashes."""
         protocol, colon, path = url.rpartition("://")
         if not colon:
             protocol = LOCAL
@@ -80,10 +76,9 @@ class AllowedRoots:
             Location.parse(url)
 
     def locate(self, url: str) -> Location:
-        """Location that a caller names. Raises InvalidSpec for a URL that is no location,
-        AccessDenied outside the roots."""
+        """Location that a caller names. Raises InvalidSpec, or AccessDenied outside the roots."""
         location = Location.parse(url)
-        # Parsed again: symbolic links in a root's path may have changed.
+        # Parsed again: symbolic links may have changed.
         if any(Location.parse(root).holds(location) for root in self.urls):
             return location
         raise AccessDenied(

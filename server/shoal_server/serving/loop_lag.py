@@ -8,7 +8,6 @@ from shoal_server.serving.tasks import cancel
 
 SAMPLE_EACH_S = 0.02
 NUM_SAMPLES = 500
-"""Number of samples kept: those of ten seconds, or of more if the loop lags."""
 
 
 class LoopLag:

@@ -1,8 +1,5 @@
-"""Bounds on every request, checked in one place before any servicer sees it.
-
-A request out of bounds (see `bounds`) is refused with an error that names the field, or the message
-if that is too large as a whole. Servicers check the meaning of fields.
-"""
+"""Bounds on every request, checked in one place before any servicer sees it. The error names the
+field, or the message if that is too large as a whole."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -44,9 +41,8 @@ class _Field:
 @dataclass(frozen=True)
 class _Kind:
     fields: tuple[_Field, ...]
-    """Fields that can be out of bounds."""
     num_bytes: int | None
-    """Maximum size of the whole message; None if only its fields are bounded."""
+    """None if only its fields are bounded."""
 
 
 class MessageBounds:
@@ -56,8 +52,7 @@ class MessageBounds:
         self._known: dict[str, _Kind] = {}
 
     def check(self, message: object) -> None:
-        """Raise InvalidSpec if the message, or a field in it at any depth, is out of bounds. Accept
-        anything that is not a protobuf message."""
+        """Raise InvalidSpec if the message, or a field in it at any depth, is out of bounds."""
         if isinstance(message, Message):
             self._check(message)
 
@@ -92,7 +87,7 @@ class MessageBounds:
         return _Field(field.name, one, only_if_set=entry is not None)
 
     def _one(self, name: str, field: FieldDescriptor, bound: Bound) -> Check | None:
-        """Check for a single value; None if every value of its type is within bounds."""
+        """None if every value of the field's type is within bounds."""
         if field.message_type is not None:
             return self._check
         if field.type in _TEXTS:

@@ -19,7 +19,7 @@ from shoal_server.serving.loop_lag import LoopLag
 
 COLLECT_WITHIN_S = 5.0
 REQUEST_WITHIN_S = 10.0
-"""A connection without a request for this long is closed."""
+"""Time after which a connection without a request is closed."""
 
 
 def build_info(part: str) -> Metric:
@@ -52,11 +52,8 @@ def loop_lag(part: str, lag: LoopLag) -> Metric:
 
 
 class MetricsEndpoint:
-    """Serves `/metrics` from threads of its own, while its `async with` block runs.
-
-    `collect` runs on the event loop. Entering the block raises AddressInUse if the process cannot
-    listen on the address.
-    """
+    """Serves `/metrics` from threads of its own, while its `async with` block runs. `collect` runs
+    on the event loop. Entry raises AddressInUse."""
 
     def __init__(self, host: str, port: int, collect: Callable[[], Iterable[Metric]]) -> None:
         self._host = host
@@ -82,7 +79,7 @@ class MetricsEndpoint:
                 expected="an address of this machine, and a free port that this user may open",
                 fix="Choose another one; port 0 takes any free one.",
             ) from error
-        # Each connection occupies a thread: a silent one must end.
+        # Each connection occupies a thread.
         self._server.RequestHandlerClass.timeout = REQUEST_WITHIN_S
         return self
 

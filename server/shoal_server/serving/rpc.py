@@ -46,11 +46,10 @@ MAX_AGENTS = 64
 CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
     ("grpc.max_send_message_length", MAX_ANSWER_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    # Clients may ping each second, so that a dead network is noticed in seconds.
+    # Clients may ping each second to notice a dead network.
     ("grpc.http2.min_ping_interval_without_data_ms", 900),
     ("grpc.keepalive_permit_without_calls", 1),
-    # Calls that arrive at one moment wait their turn. By default gRPC cancels some at random once
-    # 1,000 wait.
+    # By default gRPC cancels some calls at random once 1,000 wait.
     ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
     ("grpc.server.max_pending_requests_hard_limit", 2 * MAX_PENDING_CALLS),
     # Two servers on one port would each get half of the calls.
@@ -77,9 +76,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         *,
         by_role: bool = False,
     ) -> None:
-        """`durations` gets the duration of each call with one answer, by method and outcome.
-        `counts` limits calls in progress. `by_role`: callers have certificates, and may make the
-        calls of their role."""
+        """`durations` gets the duration of each call with one answer; `counts` limits calls in
+        progress. `by_role`: callers have certificates, and may make the calls of their role."""
         self._durations = durations or call_durations()
         self._by_role = by_role
         self._bounds = MessageBounds()
@@ -108,8 +106,6 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         return known[1]
 
     def _mismatch(self, call: grpc.HandlerCallDetails) -> ProtocolMismatch | None:
-        """Mismatch of the caller's protocol and this server's; None if the caller announces
-        none."""
         metadata = call.invocation_metadata or ()
         agent = next((str(value) for key, value in metadata if key == "user-agent"), "")
         if agent not in self._mismatches:
@@ -158,7 +154,8 @@ def _mismatch(agent: str) -> ProtocolMismatch | None:
 
 
 Decode = Callable[[Caller | None, Any], Any]
-"""Decodes a request, or a stream of them, from (caller, bytes); the caller is None without TLS."""
+"""Decodes a request, or a stream of requests, from (caller, bytes); the caller is None without
+TLS."""
 
 
 def _anybody(context: object) -> None:
@@ -197,7 +194,7 @@ def _parse(
 
 
 def _encoded(serialize: Callable[[Message], bytes], reply: Message | bytes) -> bytes:
-    """Serialize a reply. A reply for many callers may be bytes already."""
+    """A reply for many callers may be bytes already."""
     return reply if isinstance(reply, bytes) else serialize(reply)
 
 
@@ -214,9 +211,9 @@ async def _parse_each(
 
 def refusal_of(method: str, error: Exception) -> ShoalError:
     """Log the error of a call, and return the error for its caller: InternalError for any error but
-    a ShoalError. Must be called in the `except` block."""
+    a ShoalError. Call this in the `except` block."""
     if isinstance(error, NotLeader):
-        # At debug level: the caller repeats the call until a coordinator leads.
+        # The caller repeats the call until a coordinator leads.
         log.debug("call_refused", method=method, kind=type(error).__name__, reason=str(error))
         return error
     if isinstance(error, ShoalError):
@@ -303,11 +300,8 @@ def new_server(
     counts: CallCounts | None = None,
     limits: CallLimits | None = None,
 ) -> grpc.aio.Server:
-    """A server with Shoal's limits and error answers, not yet bound. `durations` and `counts`
-    record its calls.
-
-    If this process has a certificate, callers need one too, and may make the calls of their role.
-    """
+    """A server with Shoal's limits and error answers, not yet bound. If this process has a
+    certificate, callers need one too."""
     limits = limits or CallLimits()
     interceptor = ErrorInterceptor(
         durations, counts or CallCounts(limits), by_role=identity.own() is not None

@@ -61,13 +61,12 @@ class SnapshotLibrary:
         return manifests[-1] if manifests else None
 
     def next_number(self) -> int:
-        """Number for the next snapshot, above all others, damaged ones included. Raises
-        Unavailable."""
+        """Number above those of all snapshots, damaged ones included. Raises Unavailable."""
         return 1 + max(map(_number_in, self._manifest_paths()), default=0)
 
     def find(self, number: int = 0) -> Manifest:
-        """Snapshot with `number`; 0: the newest undamaged one. Raises SnapshotDamaged if all of
-        these are damaged, UnknownSnapshot if there are none, Unavailable."""
+        """Snapshot with `number`; 0: the newest undamaged one. Raises SnapshotDamaged,
+        UnknownSnapshot, Unavailable."""
         manifests, damaged = self.read_all()
         chosen = [each for each in manifests if number in (0, each.number)]
         if chosen:
@@ -84,8 +83,8 @@ class SnapshotLibrary:
         )
 
     def read_part(self, part: ManifestEntry) -> bytes:
-        """Contents of one shard's file, which are not compared with its checksum. Raises
-        SnapshotDamaged if the file is missing or badly named; Unavailable."""
+        """Contents of one shard's file, not checked. Raises SnapshotDamaged if the file is missing
+        or badly named; Unavailable."""
         check_part_file(part)
         data = self.storage.read(f"{self.job}/{part.file}")
         if data is None:
@@ -99,11 +98,8 @@ class SnapshotLibrary:
         return data
 
     def commit(self, manifest: Manifest) -> None:
-        """Write the manifest of a snapshot after checking that all its files have their size.
-
-        Raises SnapshotFailed if a file is missing, badly named, or of another size; Unavailable,
-        after which the manifest may have been written.
-        """
+        """Write the manifest of a snapshot. Raises SnapshotFailed if a file is missing, badly
+        named, or of another size; Unavailable, after which the manifest may have been written."""
         for part in manifest.parts:
             _check_reported(part)
         folders = {part.file.rpartition("/")[0] for part in manifest.parts}
@@ -133,10 +129,9 @@ class SnapshotLibrary:
         """Remove all snapshots but the newest `num_kept`, and every file to which no remaining
         snapshot refers; return the removed snapshots. `num_kept`: 1 or more; None: all snapshots.
 
-        Files of a snapshot later than the newest complete one are kept: it is being written. A
-        damaged manifest stays, with all files of its own snapshot and of earlier ones, to which it
-        may refer. Raises InvalidSpec for another `num_kept`; Unavailable, then only some may be
-        removed.
+        A snapshot later than the newest complete one is being written. A damaged manifest stays,
+        with all files of its own snapshot and of earlier ones, to which it may refer. Raises
+        InvalidSpec for another `num_kept`; Unavailable, then only some may be removed.
         """
         if num_kept is not None and num_kept < 1:
             raise InvalidSpec(
@@ -145,7 +140,7 @@ class SnapshotLibrary:
         manifests, damaged = self.read_all()
         kept = manifests if num_kept is None else manifests[-num_kept:]
         removed = manifests[: len(manifests) - len(kept)]
-        # Manifests first, so that no manifest ever names a missing file.
+        # First, so that no manifest ever names a missing file.
         for each in removed:
             self.storage.remove(self._manifest_paths_of(each.number, each.cut_id))
         if not kept:
@@ -184,13 +179,12 @@ class SnapshotLibrary:
         return [path for path in found if path.endswith(".json") and _number_in(path)]
 
     def _manifest_paths_of(self, number: int, cut_id: str) -> tuple[str, str]:
-        """Paths of a snapshot's manifest: the draft, and the published file."""
         draft = f"{self.job}/{folder_of(number, cut_id)}/{DRAFT}"
         return draft, f"{self.job}/{MANIFESTS}/{number:09d}-{cut_id}.json"
 
 
 def _number_in(path: str) -> int:
-    """Number in the name of a manifest's file; 0 if the name is not a manifest's."""
+    """Zero if the name is not a manifest's."""
     digits = path.rpartition("/")[2].partition("-")[0]
     return int(digits) if digits.isascii() and digits.isdigit() and len(digits) < 20 else 0
 

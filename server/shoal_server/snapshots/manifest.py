@@ -13,7 +13,7 @@ from shoal_proto.names import is_name
 
 FORMAT = 1
 MAX_SECONDS = 1e12
-"""Bound beyond any date; without it, a huge JSON integer would overflow a float."""
+"""Bound beyond any date: a huge JSON integer would overflow a float."""
 _PART_FILE = re.compile(r"parts/[0-9]{9,20}-([^/]+)/shard-[0-9]{5,10}\.safetensors")
 
 
@@ -23,7 +23,6 @@ class ManifestEntry:
 
     shard_id: int
     epoch: int
-    """Epoch of the shard at the cut."""
     version: int
     kind: str
     """"dense" or "table"."""
@@ -39,25 +38,24 @@ class Manifest:
 
     job: str
     number: int
-    """Number of the snapshot at its location."""
     cut_id: str
     lineage: str
-    """Random id, replaced when the job is restored. It tells apart two states of a shard that have
-    the same version."""
+    """Random id, replaced when the job is restored. It tells apart two states of a shard with the
+    same version."""
     taken_unix_s: float
     layout: bytes
-    """The job's ShardMap as it was written when the job was placed, serialized. Shards may have had
-    other primaries at the cut."""
+    """ShardMap as written when the job was placed, serialized. Shards may have had other primaries
+    at the cut."""
     parts: Sequence[ManifestEntry]
-    """Entries, one for each shard of the layout, in order of shard ids."""
+    """Entries in order of shard ids."""
     steps: Mapping[str, int]
-    """Sequence number of each session's newest push in the snapshot."""
+    """Sequence number of each session's newest push."""
     partial_steps: Sequence[str]
-    """Pushes that are in some shards of the snapshot and not in others, with the reason."""
+    """Pushes that are in some shards and not in others, with the reason."""
     cursor: Mapping[str, Any] | None
     """The sample ledger; None for a job without one."""
     training: Mapping[str, Any]
-    """Further state of the job: generation and step; empty if unknown."""
+    """Generation and step; empty if unknown."""
 
     @property
     def num_bytes(self) -> int:
@@ -116,7 +114,7 @@ def part_file(number: int, cut_id: str, shard_id: int) -> str:
 
 
 def check_part_file(part: ManifestEntry) -> None:
-    """Raise SnapshotDamaged unless the name of the part's file has the form of `part_file`."""
+    """Raise SnapshotDamaged unless the part's file has a name as from `part_file`."""
     found = _PART_FILE.fullmatch(part.file) if isinstance(part.file, str) else None
     if found is None or not is_name(found[1]):
         raise SnapshotDamaged(

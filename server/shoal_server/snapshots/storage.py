@@ -21,18 +21,17 @@ from shoal_server.serving.locations import AllowedRoots, Location, is_below
 log = structlog.get_logger(__name__)
 
 WITH_FOLDERS = ("file", "memory")
-"""Storage with folders to create and remove; buckets have none."""
+"""Storage with folders to create and remove."""
 
 
 class Storage:
-    """Files below one location, for any thread. Paths are relative to the location, with forward
-    slashes. A path with `..`, or through a link that leads out of the location, raises
-    AccessDenied."""
+    """Files below one location, for any thread. Paths are relative, with forward slashes. A path
+    that leads out of the location raises AccessDenied."""
 
     def __init__(self, location: str | Location, *, url: str = "") -> None:
-        """Open the storage. `url`: the URL of a Location, for messages. Raises InvalidSpec for a
-        URL that is not an allowed kind of location, or for which no package is installed;
-        Unavailable if the storage cannot be set up."""
+        """`url`: the URL of a Location, for messages. Raises InvalidSpec for a URL that is not an
+        allowed kind of location, or for which no package is installed; Unavailable if the storage
+        cannot be set up."""
         self.location = Location.parse(location) if isinstance(location, str) else location
         self.url = (location if isinstance(location, str) else url or location.path).rstrip("/")
         """URL as the caller gave it, without a slash at its end; else the location's path."""
@@ -67,9 +66,8 @@ class Storage:
     def write_pieces(self, folder: str, name: Callable[[], str], pieces: Iterable[Buffer]) -> None:
         """Write or replace a file from pieces. `name` is called after the last piece.
 
-        On a local disk each piece is written as it is yielded; a bucket gets all pieces at once.
-        Raises Unavailable, also for an OSError of `pieces` on a local disk, and other errors of
-        `pieces`.
+        On a local disk each piece is written as it is yielded; a bucket gets all at once. Raises
+        Unavailable, also for an OSError of `pieces` on a local disk, and other errors of `pieces`.
         """
         if not self.location.is_local:
             data = b"".join(pieces)
@@ -81,9 +79,8 @@ class Storage:
             raise self._failed("written", folder, error) from error
 
     def publish(self, draft: str, path: str) -> None:
-        """Move a file to its final path, atomically. A bucket that carries out the request late,
-        when the draft was removed, publishes nothing. Raises Unavailable; then the file may have
-        been published."""
+        """Move a file to its final path, atomically. A bucket that carries out the request late
+        publishes nothing. Raises Unavailable; then the file may have been published."""
         source, target = self._full(draft), self._full(path)
         try:
             if self.location.is_local:
@@ -112,8 +109,8 @@ class Storage:
         return data
 
     def sizes(self, folder: str) -> dict[str, int]:
-        """Sizes in bytes of all files below a folder at any depth, by path below the location;
-        empty if there is no such folder. Raises Unavailable."""
+        """Sizes in bytes of all files below a folder, by path below the location; empty without the
+        folder. Raises Unavailable."""
         full, start = self._full(folder), len(self._root) + 1
         try:
             # Other processes write here too.
@@ -126,8 +123,8 @@ class Storage:
             raise self._failed("listed", folder, error) from error
 
     def folders(self, folder: str) -> list[str]:
-        """Sorted names of the folders directly in a folder; empty if there is no such folder.
-        Raises Unavailable."""
+        """Sorted names of the folders directly in a folder; empty without the folder. Raises
+        Unavailable."""
         full = self._full(folder)
         try:
             self._files.invalidate_cache()
@@ -140,8 +137,8 @@ class Storage:
             raise self._failed("listed", folder, error) from error
 
     def remove(self, paths: Iterable[str]) -> None:
-        """Remove files, and each file's own folder if that is empty then. A missing file is
-        skipped. Raises Unavailable; then only some may be removed."""
+        """Remove files that exist, and each file's own folder if that is empty then. Raises
+        Unavailable; then only some may be removed."""
         parents = set()
         for path in paths:
             full = self._full(path)
@@ -165,7 +162,6 @@ class Storage:
             raise self._failed("removed", folder, error) from error
 
     def _full(self, path: str) -> str:
-        """Full path of a file. Raises AccessDenied for a path that leads out of the location."""
         full = f"{self._root}/{path}"
         is_inside = ".." not in path.split("/")
         if is_inside and self.location.is_local:
@@ -213,7 +209,6 @@ def _move_local(draft: Path, path: Path) -> None:
 
 
 def _make_folder(folder: Path) -> Sequence[Path]:
-    """Make a folder and the folders above it. Returns the new folders."""
     new_folders = list(takewhile(lambda each: not each.exists(), (folder, *folder.parents)))
     folder.mkdir(parents=True, exist_ok=True)
     return new_folders
@@ -242,6 +237,6 @@ def _opened(location: Location) -> tuple[AbstractFileSystem, str]:
 
 
 def open_below(roots: AllowedRoots, url: str) -> Storage:
-    """Storage at a URL that a caller names. Raises AccessDenied outside the roots, InvalidSpec for
-    a URL that is no location, and what `Storage` raises."""
+    """Storage at a URL that a caller names. Raises AccessDenied outside the roots, and what
+    `Storage` raises."""
     return Storage(roots.locate(url), url=url)

@@ -37,11 +37,11 @@ def build_app(
     guard: Guard | None = None,
     operations: Operations | None = None,
 ) -> FastAPI:
-    """Make an app that shows `source` and `board`; serve it with `serve.StatusServer`, on the event
-    loop of source and board.
+    """Make an app that shows `source` and `board`; serve it with `serve.StatusServer`, on their
+    event loop.
 
-    `measures` and `calls`: measurements of this process and counts of gRPC calls, for the metrics.
-    `guard`: decides which callers are admitted; by default all are.
+    `measures` and `calls`: for the metrics. `guard`: decides which callers are admitted; by default
+    all are.
     """
     bounds, guard = bounds or HttpBounds(), guard or Guard()
     # Off, because FastAPI's own pages load scripts from a CDN.

@@ -22,7 +22,7 @@ log = structlog.get_logger(__name__)
 MAX_EVENTS = 1000
 MAX_MEMBERS = 4096
 MAX_JOBS = 256
-"""Bound on jobs: beyond it, jobs that have ended are dropped."""
+"""Bound beyond which the boards of ended jobs are dropped."""
 MAX_LOSSES = 60
 MAX_REASON_LENGTH = 2000
 DETAILS = frozenset(
@@ -39,15 +39,14 @@ DETAILS = frozenset(
 class _MemberHealth:
     latest: HealthView
     step: int = 0
-    """Step in the newest report that has a step. The next report corrects a wrong step, so this may
-    fall."""
+    """A wrong step is corrected by the next report, so this may fall."""
     losses: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=MAX_LOSSES))
 
 
 @dataclass(kw_only=True)
 class _Checkpoints:
     is_followed: bool = False
-    """True after the first report: a checkpoint reported later is new."""
+    """True after the first report."""
     step: int = -1
     unix_s: float | None = None
     num_bytes: int | None = None
@@ -67,7 +66,7 @@ class _JobBoard:
     health: OrderedDict[str, _MemberHealth] = field(default_factory=OrderedDict)
     num_reports: int = 0
     gone_highest_step: int = 0
-    """Highest of the last steps that replaced processes reported."""
+    """Highest last step of a replaced process."""
     gone_total_steps: int = 0
     restored_steps: dict[str, int] = field(default_factory=dict)
     """Steps that processes reported to an earlier leader, by public id, until they report here."""
@@ -106,7 +105,7 @@ class _JobBoard:
 
 class StatusBoard:
     """Health and events of jobs: of all live ones, and of ended ones while there are at most
-    MAX_JOBS jobs in all. Belongs to one event loop and does no I/O.
+    MAX_JOBS. Belongs to one event loop.
 
     For each job it keeps the newest MAX_EVENTS events, and the latest report and MAX_LOSSES losses
     of each of the MAX_MEMBERS members that reported last.
@@ -117,7 +116,7 @@ class StatusBoard:
         clock: Callable[[], float] = time.time,
         is_live: Callable[[str], bool] = lambda job: False,
     ) -> None:
-        """`is_live`: returns True for a job that has not ended; its board is never dropped."""
+        """`is_live`: True for a job that has not ended; its board is never dropped."""
         self._clock = clock
         self._is_live = is_live
         self._jobs: OrderedDict[str, _JobBoard] = OrderedDict()
@@ -144,13 +143,13 @@ class StatusBoard:
         return event
 
     def record_generation(self, job: str, story: ChangeSummary) -> None:
-        """Record that a generation runs. The change is logged when a member reports its pause, when
-        `log_due_reports` finds it due, before the next change, or at once if no member will
+        """Record that a generation runs. The change is logged with a member's report of its pause,
+        when `log_due_reports` finds it due, before the next change, or at once if no member will
         report."""
         self._log_changes(job, self._board(job).reports.add_generation(story, self._clock()))
 
     def log_due_reports(self, job: str) -> None:
-        """Log a change that has waited long enough for reports of members."""
+        """Log a change that has waited long enough for reports."""
         if (board := self._jobs.get(job)) is not None:
             self._log_changes(job, board.reports.due_changes(self._clock()))
 
@@ -165,17 +164,17 @@ class StatusBoard:
         self.event(job, "snapshot_taken", message)
 
     def snapshot_unix_s(self, job: str) -> float | None:
-        """Time of the newest snapshot that this coordinator has taken; None without one."""
+        """Time of the newest snapshot taken by this coordinator; None without one."""
         board = self._jobs.get(job)
         return board.snapshot_unix_s if board else None
 
     def changes(self, job: str) -> Sequence[ChangeView]:
-        """Latest changes from one generation to the next, the newest last; at most 100."""
+        """Latest changes of the generation, the newest last; at most 100."""
         board = self._jobs.get(job)
         return tuple(board.reports.changes) if board else ()
 
     def paused_s(self, job: str) -> float:
-        """Seconds in which a generation ran but members did not train, because of a change."""
+        """Seconds in which a generation ran but members did not train."""
         board = self._jobs.get(job)
         return board.reports.extra_s if board else 0.0
 
@@ -190,7 +189,7 @@ class StatusBoard:
         self._board(job).series.add(reading, self._clock())
 
     def reports(self, job: str) -> Mapping[str, HealthView]:
-        """Newest report of each member, including members that are gone."""
+        """Newest report of each member, including gone ones."""
         board = self._jobs.get(job)
         return {name: each.latest for name, each in board.health.items()} if board else {}
 
@@ -212,8 +211,8 @@ class StatusBoard:
         board.reports.restore(changes, extra_s)
 
     def restore_steps(self, job: str, gone_steps: int, by_process: Mapping[str, int]) -> None:
-        """Continue the sum of steps that an earlier leader stored. `gone_steps`: sum over processes
-        that are gone; `by_process`: steps of the job's members, by public id."""
+        """Continue the sum of steps that an earlier leader stored. `gone_steps`: of processes that
+        are gone; `by_process`: of the job's members, by public id."""
         board = self._board(job)
         for name, each in list(board.health.items()):
             # Ended since this coordinator led before: `gone_steps` has its steps.
@@ -230,8 +229,7 @@ class StatusBoard:
         return (board.reports, board.series) if board else None
 
     def highest(self, job: str, figure: Literal["num_steps", "checkpoint_step"]) -> int | None:
-        """Highest value of a figure in the latest reports of the job's members; None if none has
-        it."""
+        """Highest value of a figure in the latest reports; None if none has it."""
         board = self._jobs.get(job)
         courses = [each.latest.course for each in board.health.values()] if board else []
         reported = [getattr(course, figure) for course in courses if course is not None]
@@ -257,7 +255,7 @@ class StatusBoard:
         return any(known) if known else None
 
     def run_origin(self, job: str) -> RunOrigin | None:
-        """Command line and commit of the job's script; None if no member has reported them."""
+        """Command line and commit of the job's script; None if not reported."""
         board = self._jobs.get(job)
         return board.run if board else None
 
@@ -327,8 +325,8 @@ class StatusBoard:
             known.losses.append((health.step, health.loss))
 
     def reset_reports(self, job: str) -> None:
-        """Drop all that members of the job reported, for the job's next run. Events, the counts of
-        events and reports, and the newest snapshot's time stay."""
+        """Drop all that members of the job reported, for its next run. Events, counts, and the
+        newest snapshot's time stay."""
         board = self._jobs.get(job)
         if board is not None:
             board.health.clear()
@@ -339,7 +337,7 @@ class StatusBoard:
             board.checkpoints, board.run = _Checkpoints(), None
 
     def health(self, job: str, member_id: str, process: str) -> HealthView | None:
-        """Latest report of the member; None unless the process with that public id sent it."""
+        """Latest report of the member's process with that public id; None without one."""
         known = self._health(job, member_id, process)
         return known.latest if known else None
 
@@ -349,29 +347,27 @@ class StatusBoard:
         return tuple(known.losses) if known else ()
 
     def num_reports(self, job: str) -> int:
-        """Number of health reports of the job since this coordinator started."""
+        """Number of health reports since this coordinator started."""
         board = self._jobs.get(job)
         return board.num_reports if board else 0
 
     def highest_step(self, job: str) -> int:
-        """Highest step in the newest reports of the job's members, including members that are
-        gone."""
+        """Highest step of the job's members, including gone ones."""
         board = self._jobs.get(job)
         return board.highest_step if board else 0
 
     def steps_to_keep(self, job: str) -> tuple[int, Mapping[str, int]]:
-        """Sum of the steps of processes that were replaced, and the steps of the others by public
-        id."""
+        """Sum of the steps of replaced processes, and the steps of the others by public id."""
         board = self._jobs.get(job)
         return (board.gone_total_steps, board.steps_by_process) if board else (0, {})
 
     def total_steps(self, job: str) -> int:
-        """Sum of steps of all members of the job, including members that are gone."""
+        """Sum of steps of all members, including gone ones."""
         board = self._jobs.get(job)
         return board.total_steps if board else 0
 
     def last_loss(self, job: str) -> float | None:
-        """Loss that a member of the job reported last; None if none has reported one."""
+        """Loss that was reported last; None if none was."""
         board = self._jobs.get(job)
         return board.last_loss if board else None
 
@@ -389,7 +385,7 @@ class StatusBoard:
         return board
 
     def _drop_ended(self, num_surplus: int) -> None:
-        """Drop up to `num_surplus` boards of ended jobs, the least recently written first."""
+        """The least recently written first."""
         ended = (job for job in tuple(self._jobs) if not self._is_live(job))
         for job in islice(ended, max(num_surplus, 0)):
             del self._jobs[job]

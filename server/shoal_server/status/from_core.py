@@ -38,10 +38,9 @@ from shoal_server.status.views import (
 MAX_GENERATIONS = 100
 QUARANTINED = "quarantined"
 OWN_CODE_SHOWN_AFTER_S = 5.0
-"""Minimum time in the script's own code that the page mentions."""
 MAX_AWAY = 3
 MAX_READERS = 200
-"""Maximum number of readers shown of one series; readers whose bytes differ come first."""
+"""Maximum number of shown readers of one series."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,9 +51,9 @@ class JobReader:
     job: Job
     heartbeats: Mapping[str, HeartbeatHistory] = field(default_factory=dict)
     clocks: Mapping[str, int] = field(default_factory=dict)
-    """Round in which each member trains, if the job has a staleness bound."""
+    """Round of each member, if the job has a staleness bound."""
     waiting: Mapping[str, tuple[str, float]] = field(default_factory=dict)
-    """Reason and start of waits outside of the core, such as for shards or samples."""
+    """Reason and start of waits outside of the core, such as for shards."""
     now_s: float | None = None
     """Moment of the views, on the core's clock. Without it, views do not say how long members have
     been paused, or in the script's own code."""
@@ -63,7 +62,7 @@ class JobReader:
         self, records: Iterable[GenerationRecord] = (), samples: SamplesView | None = None
     ) -> JobDetail:
         """Details of the job, without what its members reported. `records`: its decided generations
-        in any order, of which the newest MAX_GENERATIONS are shown."""
+        in any order, of which the newest are shown."""
         job, tally = self.job, self.job.tally
         members = tuple(self.member(member) for member in job.members.values())
         roster = job.attempt or job.running or job.previous
@@ -145,8 +144,8 @@ class JobReader:
 
     @cached_property
     def _away(self) -> Mapping[str, str]:
-        """Text for each member that has been in the script's own code for OWN_CODE_SHOWN_AFTER_S,
-        by member id. Empty unless a generation of a synchronous job runs."""
+        """Text for each member that has been in the script's own code for long, by member id. Empty
+        unless a generation of a synchronous job runs."""
         roster = self.job.running
         if self.now_s is None or roster is None or not roster.synchronous:
             return {}
@@ -164,7 +163,6 @@ def shown_state(state: str, phase: str) -> str:
 
 
 def _while_away(member_id: str, away: Mapping[str, str]) -> str:
-    """Text of what a training member waits for while members are in the script's own code."""
     if own := away.get(member_id):
         return f"nothing: it has been {own}"
     names = [f"{name}, which has been {reason}" for name, reason in away.items()]

@@ -12,7 +12,7 @@ _OPTIMIZER = re.compile(r"(\w+)\((.*)\)")
 """Text of one optimizer: its class, and the settings of each group."""
 _SETTING = re.compile(r"(\w+)=(.*?)(?= \w+=|$)")
 _SWITCHES = frozenset({"capturable", "differentiable", "foreach", "fused"})
-"""Settings of torch's optimizers that do not change what they compute."""
+"""Settings that do not change what an optimizer computes."""
 _NUM_PARAMETERS = "parameters"
 """Last entry of a group's text: its number of parameters."""
 
@@ -21,7 +21,7 @@ def hyperparameters(fields: Mapping[str, str]) -> dict[str, str]:
     """Return the hyperparameters by name: first those in `_ORDER`, then the others by name.
 
     The settings of a single optimizer become entries of their own, with the values of its groups if
-    these differ. A schedule's later changes are not shown.
+    these differ.
     """
     found = {name: value for name, value in fields.items() if name not in _NOT_SHOWN}
     settings = _settings_of(found.get("optimizer", ""))
@@ -32,8 +32,7 @@ def hyperparameters(fields: Mapping[str, str]) -> dict[str, str]:
 
 
 def _settings_of(optimizer: str) -> dict[str, str]:
-    """Class and settings of an optimizer by name; empty for a text of another form, as of several
-    optimizers."""
+    """Class and settings of an optimizer by name; empty for several optimizers."""
     form = _OPTIMIZER.fullmatch(optimizer)
     if form is None:
         return {}

@@ -1,7 +1,5 @@
-"""Metrics for Prometheus, computed from the source at each scrape.
-
-So metrics cannot drift from what the API shows, and the series of a job or member end with it.
-"""
+"""Metrics for Prometheus, computed from the source at each scrape, so that they cannot drift from
+what the API shows."""
 
 import dataclasses
 import time
@@ -63,8 +61,8 @@ class ProcessMeasures:
 async def render(reading: StatusQueries, measures: ProcessMeasures) -> bytes:
     """All metrics in Prometheus' text format.
 
-    Only the newest MAX_OVER of the ended jobs have series of their own. Shards of ended jobs, and
-    shards that cannot be read from etcd, are left out.
+    Only the newest MAX_OVER of the ended jobs have series. Shards of ended jobs, and shards that
+    cannot be read from etcd, are left out.
     """
     every = reading.source.jobs()
     over = [job for job in every if job.summary.state in OVER]
@@ -90,8 +88,7 @@ async def _shards(reading: StatusQueries, job: str) -> ShardsView | None:
 
 @dataclass(frozen=True, eq=False)
 class _Printable(Collector):
-    """Metrics without control characters in their labels: members' reports may contain some, which
-    a terminal would obey."""
+    """Metrics whose labels have no control characters, which a terminal would obey."""
 
     inner: Collector
 
@@ -108,7 +105,7 @@ class _Printable(Collector):
 class _Snapshot(Collector):
     reading: StatusQueries
     jobs: Sequence[JobDetail]
-    """Jobs to show; their summaries include what members reported."""
+    """Summaries include what members reported."""
     states: Mapping[str, int]
     shards: Mapping[str, ShardsView]
     measures: ProcessMeasures

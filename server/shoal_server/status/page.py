@@ -39,14 +39,14 @@ FRESH_S = 0.9
 """Maximum age of a state that several pages share."""
 MAX_SHOWN_EVENTS = 100
 SHOWN_MEMBERS = 50
-"""Number of members that are shown by default: first those in another state than WELL, slow ones,
-and ones that have reported an error."""
+"""Number of members shown by default: first those in another state than WELL, slow ones, and ones
+with an error."""
 SHOWN_GENERATIONS = 30
 SHOWN_CHIPS = 60
 MAX_KEPT_GENERATIONS = 4096
 WELL = frozenset({"training", "ready", "standby"})
 SLOW = 1.5
-"""Multiple of the median step time above which a member counts as slow."""
+"""Multiple of the median step time above which a member is slow."""
 _TYPES = {
     "index.html": "text/html",
     "page.js": "text/javascript",
@@ -164,7 +164,7 @@ class PageSelection:
 
 
 class _SharedStates:
-    """States of the page. Pages that show the same selection share one state."""
+    """Pages that show the same selection share one state."""
 
     def __init__(self, reading: StatusQueries) -> None:
         self._maker = PageMaker(reading)
@@ -179,7 +179,7 @@ class _SharedStates:
             for which in old:
                 del self._made[which]
             made = self._made[selection] = (now_s, asyncio.ensure_future(self._make(selection)))
-        # Shielded, since a page that disconnects must not cancel it for others.
+        # A page that disconnects must not cancel it for others.
         return await asyncio.shield(made[1])
 
     async def _make(self, selection: PageSelection) -> bytes:
@@ -198,8 +198,7 @@ async def _states(
 
 
 class PageMaker:
-    """Makes states. Parts that all pages share are made at most once in FRESH_S; parts that never
-    change are made once."""
+    """Makes states. Parts that all pages share are made at most once in FRESH_S."""
 
     def __init__(self, reading: StatusQueries) -> None:
         self._reading = reading
@@ -282,8 +281,6 @@ class PageMaker:
 def _first(
     members: Sequence[MemberView], health: Mapping[str, HealthView], slow: frozenset[str]
 ) -> list[MemberView]:
-    """The members to show, see SHOWN_MEMBERS; then the others by rank."""
-
     def order(member: MemberView) -> tuple[bool, bool, int]:
         report = health.get(member.member_id)
         warned = report is not None and bool(report.last_error)

@@ -78,11 +78,7 @@ class HistoryView(View):
 
 
 class StatusQueries:
-    """Queries over a source and a board.
-
-    `jobs` and `job` return jobs as the source knows them; `summary` and `detail` add what members
-    reported.
-    """
+    """Queries over a source and a board: `summary` and `detail` add what members reported."""
 
     def __init__(self, source: StatusSource, board: StatusBoard) -> None:
         self.source = source
@@ -188,8 +184,8 @@ class StatusQueries:
         return self.board.health(job, member.member_id, member.public_id)
 
     def detail(self, job: JobDetail, members: Sequence[MemberView] | None = None) -> JobDetail:
-        """Details of a job, with what its members reported. `members`: the members to include, in
-        this order; by default all, by rank."""
+        """Details of a job, with what its members reported. `members`: those to include, in this
+        order; by default all, by rank."""
         if members is None:
             known = (each.member for each in job.members)
             members = sorted(known, key=lambda m: (m.rank is None, m.rank or 0, m.member_id))
@@ -267,7 +263,7 @@ class StatusQueries:
 
     def report(self, name: str, member_id: str, report: HealthReport) -> None:
         """Keep a health report. Raises UnknownJob, UnknownMember, NotLeader, Fenced."""
-        # Hundreds of reports come each second: only the member itself is looked up.
+        # Hundreds of reports come each second.
         self._require_ready()
         known = self.source.process(name, member_id) or self.member(name, member_id).public_id
         process = public_id(report.incarnation)

@@ -54,7 +54,7 @@ class StatusServer:
         return f"{scheme_for(self._clients)}://{host}:{self._port}"
 
     async def __aenter__(self) -> "StatusServer":
-        # A new event, since the app may have been served before.
+        # The app may have been served before.
         self._app.state.bounds.streams.closing = asyncio.Event()
         listener = _bind(self._host, self._port)
         self._port = listener.getsockname()[1]
@@ -96,8 +96,8 @@ class StatusServer:
 
 
 def _tls(clients: HttpClients) -> ssl.SSLContext | None:
-    """TLS context for connections; None if this process has no certificate, or `clients` is "user".
-    A renewed certificate is used from the next handshake on."""
+    """None without a certificate, or if `clients` is "user". A renewed certificate is used from the
+    next handshake on."""
     own = identity.own()
     if own is None or clients == "user":
         return None

@@ -64,9 +64,8 @@ class ShardReader:
         self._store = store
         self._channels: dict[tuple[str, TlsMaterial | None], grpc.aio.Channel] = {}
         self._answers: dict[str, tuple[float, ShardsView | None]] = {}
-        """Time and content of the last answer about each job; the oldest comes first."""
+        """Time and content of the last answer about each job, the oldest first."""
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        """Locks of the jobs that are being read."""
 
     async def read(self, job: str) -> ShardsView | None:
         """The job's shards; None if it has none. Raises Unavailable without etcd, and InternalError
@@ -135,7 +134,7 @@ class ShardReader:
         if len(self._channels) > 4 * max(len(addresses), 16):
             kept = {(address, material()) for address in addresses}
             gone = [self._channels.pop(key) for key in set(self._channels) - kept]
-            # Another job may be asking one of them: its call ends by itself in this time.
+            # Another job may be asking one of them.
             await asyncio.gather(*(channel.close(ANSWER_WITHIN_S) for channel in gone))
 
 

@@ -21,8 +21,8 @@ class StatusSource(Protocol):
     def readiness(self) -> Readiness: ...
 
     def jobs(self) -> Sequence[JobDetail]:
-        """List the jobs that this coordinator knows, including ended ones, in any order and without
-        their generations."""
+        """List the jobs that this coordinator knows, including ended ones, without their
+        generations."""
         ...
 
     def job(self, name: str) -> JobDetail | None:
@@ -51,5 +51,5 @@ class StatusSource(Protocol):
     ) -> OutputView:
         """Lines that a member printed: the newest ones, or those after or before a position from an
         earlier answer. Raises UnknownJob, UnknownMember, AccessDenied, NotLeader, Unavailable,
-        Overloaded, and InvalidSpec if both positions are given."""
+        Overloaded, and InvalidSpec for both positions."""
         ...

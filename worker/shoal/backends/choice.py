@@ -28,7 +28,7 @@ def backend_for(
 
     `name`: "gloo", "nccl" or "in-memory"; the default is NCCL for CUDA and Gloo for all else.
     `reconfigures`: each generation reconnects the group of the previous one. Raises InvalidSpec for
-    an unknown name, or if a requirement of the backend is missing.
+    an unknown name or a missing requirement.
     """
     name = name or ("nccl" if device_type == "cuda" else "gloo")
     if name not in ELASTIC:
@@ -85,15 +85,14 @@ class StaticWorld:
     rank: int
     world_size: int
     local_rank: int
-    """Index among the ranks of this host, which selects this rank's GPU."""
+    """Index among the ranks of this host: selects this rank's GPU."""
 
 
 def static_world(
     environment: Mapping[str, str], name: str | None, *, cuda: bool, mpi4py: bool
 ) -> StaticWorld:
     """Read rank and world size from torchrun's or mpiexec's environment, and choose a backend.
-    Raises InvalidSpec for an unknown or unavailable backend, and if no launcher gave this process a
-    rank."""
+    Raises InvalidSpec for an unknown or unavailable backend, and if no launcher gave a rank."""
     if name is not None and name not in STATIC:
         fix = "Use shoal.run_in_memory(body, world_size)." if name == "in-memory" else ""
         raise _unknown(name, STATIC, fix)

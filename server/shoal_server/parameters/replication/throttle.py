@@ -1,7 +1,6 @@
 """Work on large shards that yields to pushes.
 
 Each chunk of work is followed by a rest, in proportion to the event loop's delay after the chunk.
-On an idle machine the rest is close to zero.
 """
 
 import asyncio

@@ -115,8 +115,7 @@ class BulkServerConnection:
         self._is_in_call = False
 
     async def serve(self) -> None:
-        """Answer calls until the client hangs up or breaks the rules of the transport, or a call
-        fails."""
+        """Answer calls until the client hangs up or breaks the rules, or a call fails."""
         answering = asyncio.create_task(self._answer_calls(), name="bulk-answers")
         beating = asyncio.create_task(self._beat(), name="bulk-beats")
         waits = {answering, beating}
@@ -151,7 +150,6 @@ class BulkServerConnection:
                     await self._wire.send(*map(_frame, batch), *end)
             if is_ended:
                 return
-            # After this, the next frame may begin a call.
             await call.finish()
             await self._wire.send(bulk.header(FrameKind.END))
         except PeerHungUp:
@@ -215,8 +213,8 @@ class BulkServerConnection:
             log.info("bulk_error_not_sent", error=str(error), reason=str(hung_up))
 
     async def _beat(self) -> None:
-        """Send heartbeats while a call is in progress; return when one fails because the client has
-        hung up. Nothing else shows that between a call's last frame and its last answer."""
+        """Send heartbeats during a call; return when one fails because the client has hung up.
+        Nothing else shows that between a call's last frame and its last answer."""
         while True:
             await asyncio.sleep(BEAT_S)
             if self._is_in_call and self._wire.silent_s >= BEAT_S:
@@ -247,7 +245,7 @@ class BulkCall:
             yield piece
 
     async def follow_requests(self) -> AsyncIterator[Arriving]:
-        """Yield the requests of another server that the `deliver` function does not take."""
+        """Yield another server's requests that the `deliver` function does not take."""
         while True:
             frame = await self._wire.next_frame()
             arriving = self._arriving(frame)
@@ -260,8 +258,8 @@ class BulkCall:
             self._free_slot(frame)
 
     def deliver(self, take: Callable[[Arriving], bool] | None) -> None:
-        """Offer each request to `take` as soon as it is read; `take` returns True if it handled the
-        request."""
+        """Offer each request to `take` as soon as it is read; `take` returns True if it handled
+        it."""
 
         def given(frame: Frame) -> bool:
             arriving = self._arriving(frame)
@@ -291,7 +289,7 @@ class BulkCall:
 
     @property
     def reads_to_end(self) -> bool:
-        """True if this server can read all data that were sent, even if their sender dies."""
+        """True if this server can read all sent data even if their sender dies."""
         return self._wire.is_local
 
     def end_reading(self) -> None:
@@ -317,7 +315,7 @@ class BulkCall:
             raise _unreadable(frame, error, "FollowRequest") from error
 
     def _free_slot(self, frame: Frame) -> None:
-        """Free the slot of a frame whose data have been applied or copied."""
+        """Call this once the frame's data have been applied or copied."""
         if frame.kind is FrameKind.PLACED:
             self._deferred.free(bulk.header(FrameKind.FREE_SLOT, at=frame.at))
 
@@ -372,7 +370,6 @@ class BulkCall:
                 )
 
     async def _next_piece(self) -> ReadPiece | None:
-        """Return the next piece; None at the call's end."""
         while not self._is_over:
             frame = await self._wire.next_frame()
             if frame.kind is FrameKind.PIECE:
@@ -409,8 +406,8 @@ class BulkCall:
 
     @property
     def ends_now(self) -> bool:
-        """True if the END frame is to be sent with the current replies: sent separately, it would
-        wake the client once more."""
+        """True if the END frame is to be sent with the current replies, so as to wake the client
+        only once."""
         return self._end_follows and self._is_over
 
     def end_follows(self) -> None:

@@ -50,8 +50,7 @@ class BulkListener:
 
     @asynccontextmanager
     async def listening(self, host: str, port: int) -> AsyncIterator[None]:
-        """Accept connections as long as the block runs. Raises AddressInUse if this process cannot
-        listen on the port."""
+        """Accept connections during the block. Raises AddressInUse if the port is taken."""
         with ExitStack() as stack:
             remote = stack.enter_context(_bound(host, port))
             local, name = _named(stack)
@@ -129,7 +128,7 @@ class BulkListener:
 class _Hello:
     use: PermittedUse
     arena_bytes: int
-    """Size of the shared memory that the client wants; 0: none."""
+    """Zero if the client wants no shared memory."""
 
 
 async def _welcome(wire: FrameConnection, arena: SharedArena | None) -> None:
@@ -147,10 +146,8 @@ async def _welcome(wire: FrameConnection, arena: SharedArena | None) -> None:
 
 
 def _named(stack: ExitStack) -> tuple[socket.socket | None, str]:
-    """Return a Unix socket with a random abstract name, for clients in this network namespace.
-
-    None and an empty name if the system has no abstract names.
-    """
+    """Return a Unix socket for this network namespace, and its random abstract name; None and an
+    empty name if the system has no abstract names."""
     name = f"shoal-{secrets.token_hex(16)}"
     try:
         local = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))

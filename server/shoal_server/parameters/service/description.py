@@ -16,8 +16,8 @@ MAX_JOBS = 1024
 
 @dataclass(slots=True)
 class PushOutcomeCounts:
-    """Counts of one job's pushes to parameters, not to tables, since the server started: parts that
-    were refused because of their epoch, and pushes that were applied in part."""
+    """Counts of one job's pushes to parameters, not to tables: parts refused because of their
+    epoch, and pushes applied in part."""
 
     by_epoch: int = 0
     partial: int = 0
@@ -54,8 +54,7 @@ def add_shard(
     assignment: ShardAssignment | None,
     versions: Mapping[Holder, int],
 ) -> None:
-    """Add a shard to the reply. A shard of which this server is not the primary adds only to the
-    number of copies and the memory.
+    """Add a shard to the reply. A backup adds only to the number of copies and the memory.
 
     `versions`: the newest version that each backup is known to have.
     """

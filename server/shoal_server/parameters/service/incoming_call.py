@@ -15,8 +15,8 @@ from shoal_server.serving.tasks import cancel
 log = structlog.get_logger(__name__)
 
 MAX_PENDING_SHARDS = 8
-"""Bound on the shards of one call that are being applied, or whose replies are not sent yet. At the
-bound, no more pieces are read."""
+"""Bound on the shards of one call that are not answered yet: at the bound, no more pieces are
+read."""
 
 T = TypeVar("T")
 PartT = TypeVar("PartT", bound="IncomingPart")
@@ -40,9 +40,8 @@ class PartKind(Protocol[PartT_contra, AnswerT]):
     """Handler of the parts of a call."""
 
     def apply(self, part: PartT_contra) -> "asyncio.Future[AnswerT | ShoalError]":
-        """Start to apply a complete part; return a future of its answer. If the future is
-        cancelled, a part that still waits for its turn is not applied; a part that has begun is
-        applied without an answer."""
+        """Start to apply a complete part; return a future of its answer. A part whose future is
+        cancelled before its turn is not applied."""
         ...
 
     def refusal(self, shard_id: int, error: ShoalError) -> AnswerT:
@@ -54,8 +53,7 @@ class IncomingCall(Generic[PartT, AnswerT]):
     """Receives a push or a lookup.
 
     An error in one part is that part's answer: its shard was not changed, or the change did not
-    become as safe as the push demands. Other parts go on. An error that concerns the whole call is
-    raised.
+    become as safe as the push demands. An error that concerns the whole call is raised.
     """
 
     def __init__(self, kind: PartKind[PartT, AnswerT], reservation: Reservation) -> None:
@@ -69,8 +67,8 @@ class IncomingCall(Generic[PartT, AnswerT]):
         self._is_over = False
         self._is_whole = False
         self.is_last = False
-        """True if the answers yielded last are known to be the call's last. False also if they were
-        yielded before the call's end was received."""
+        """True if the answers yielded last are known to be the call's last. False also before the
+        call's end was received."""
 
     def expect(self, shard_id: int, make: Callable[[], PartT]) -> None:
         """Expect the part that `make` returns. A ShoalError from `make` is the part's answer."""
@@ -89,8 +87,7 @@ class IncomingCall(Generic[PartT, AnswerT]):
     ) -> AsyncGenerator[Sequence[AnswerT], None]:
         """Yield the parts' answers, in the order in which the parts were started or refused.
 
-        If the caller stops before the last answer, the remaining answers are dropped, and parts
-        that wait for their turn are not applied.
+        If the caller stops early, parts that wait for their turn are not applied.
         """
         taking = asyncio.create_task(self._take_all(pieces), name="parts of a call")
         try:
@@ -152,8 +149,7 @@ class IncomingCall(Generic[PartT, AnswerT]):
             self._refuse(shard_id, error)
             return
         if part.assembler.is_complete:
-            # Started once a piece of another shard, or the end, follows: only then is it known that
-            # the part was not too long.
+            # Started once another shard's piece, or the end, shows that the part was not too long.
             self._whole = self._parts.pop(shard_id)
 
     def _start_whole(self) -> None:
@@ -176,8 +172,8 @@ class IncomingCall(Generic[PartT, AnswerT]):
 
 
 def guarded(work: Callable[[], T], job: str, shard_id: int, what: str = "push") -> T | ShoalError:
-    """Return the result of `work`, or the error for the answer. An error that is not a ShoalError
-    is logged, and becomes an InternalError."""
+    """Return the result of `work`, or the error for the answer: for an unexpected error, which is
+    logged, an InternalError."""
     try:
         return work()
     except ShoalError as error:

@@ -1,6 +1,6 @@
 """The Parameters service: creates shards, applies pushes to them, and sends values and rows.
 
-Work on large shards runs in threads, so that the event loop stays free for other calls.
+Work on large shards runs in threads, so that the event loop stays free.
 """
 
 import time
@@ -183,8 +183,8 @@ class ParametersServicer(Base):
     async def pull(
         self, request: PullRequest, reply_writer: ReplyWriter
     ) -> AsyncGenerator[Sequence[Message | bytes], None]:
-        """Yield the messages with each shard's values. All values of a shard are of one version.
-        Messages yielded together are sent together.
+        """Yield the messages with each shard's values, which are of one version. Messages yielded
+        together are sent together.
 
         Raises the error for the first shard that this server does not serve; a WrongEpoch also has
         the routes of the others.
@@ -213,7 +213,7 @@ class ParametersServicer(Base):
     async def _read_ahead(
         self, reads: Iterable[tuple[ShardReplica, int]], reply_writer: ReplyWriter
     ) -> AsyncIterator[tuple[ShardReplica, DenseValues]]:
-        """Yield each shard's values, in order. A shard is read while the previous one is sent."""
+        """Read each shard while the previous one is sent."""
         pending: deque[tuple[ShardReplica, Awaitable[DenseValues]]] = deque()
         for replica, known_version in reads:
             shard = dense_shard(replica)
@@ -241,8 +241,7 @@ class ParametersServicer(Base):
     async def look_up(
         self, request: LookupRequest, pieces: AsyncIterator[AnyPiece], reply_writer: ReplyWriter
     ) -> AsyncGenerator[Sequence[Message | bytes], None]:
-        """Answer a lookup of rows while it is being received. Raises an error that concerns the
-        whole call."""
+        """Answer a lookup of rows while it is being received."""
         if not request.HasField("header"):
             raise no_header("LookupHeader")
         header = request.header
@@ -273,11 +272,7 @@ class ParametersServicer(Base):
         self, request: PushRequest, pieces: AsyncIterator[AnyPiece], reply_writer: ReplyWriter
     ) -> AsyncGenerator[Sequence[Message | bytes], None]:
         """Apply a push while it is being received, once the job's snapshot barrier admits it. Yield
-        each shard's outcome, with its values if requested. Messages yielded together are sent
-        together.
-
-        Raises an error that concerns the whole push.
-        """
+        each shard's outcome, with its values if requested."""
         if not request.HasField("header"):
             raise no_header("PushHeader")
         header, began_s = request.header, time.perf_counter()

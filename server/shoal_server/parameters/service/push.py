@@ -1,8 +1,5 @@
-"""Pushes of gradients and of rows.
-
-Each shard's data arrive in pieces and are applied as one push. The answer has the outcome and, on
-request, the newest values of a shard of parameters.
-"""
+"""Pushes of gradients and of rows. The data of each shard arrive in pieces and are applied as one
+push."""
 
 import asyncio
 import math
@@ -43,8 +40,7 @@ T = TypeVar("T")
 MAX_ROWS_BYTES = 256 * 1024 * 1024
 """Bound on one shard's rows in one push, with their gradients decoded."""
 DECODING_COST = INLINE_BYTES
-"""Cost added to the bytes of a compressed gradient: it is not applied on the event loop, since
-decoding takes longer than applying as many bytes."""
+"""Cost added to the bytes of a compressed gradient, so that it is not decoded on the event loop."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,11 +62,11 @@ class PushPart:
     replica: ShardReplica
     assembler: PieceAssembler
     target: DenseTarget | TableShard
-    """The shard. Data for a TableShard are all ids, then all births, then all gradients."""
+    """Data for a TableShard are all ids, then all births, then all gradients."""
     cost_bytes: int
     """The `num_bytes` with which a `Runner` applies the part."""
     next_address: str = ""
-    """Address of the successor during a handover; else empty."""
+    """Set during a handover; else empty."""
 
     @property
     def shard_id(self) -> int:
@@ -119,8 +115,7 @@ class PushKind:
         self._is_durable = header.acknowledgement == Acknowledgement.ACKNOWLEDGEMENT_DURABLE
 
     async def open(self, push: IncomingPush) -> None:
-        """Look up every shard that the header names, and make shards of tables that never
-        existed."""
+        """Look up the header's shards, and make shards of tables that never existed."""
         job, items = self._header.token.job, self._header.shards
         rows = [(item.shard_id, item.epoch) for item in items if item.HasField("rows")]
         if rows:
@@ -171,7 +166,6 @@ class PushKind:
         )
 
     def _row_part(self, item: PushItem, replica: ShardReplica, next_address: str) -> PushPart:
-        """Raises InvalidSpec for too many rows, or a codec that is not for these rows."""
         shard, num_rows = table_shard(replica), item.rows.num_rows
         body, ids_bytes = shard.body, 2 * num_rows * ID_BYTES
         codec = item.codec if item.HasField("codec") else None
@@ -294,8 +288,7 @@ class PushKind:
         return ShardAnswer(outcome=outcome)
 
     def refusal(self, shard_id: int, error: ShoalError) -> ShardAnswer:
-        """Return the answer for a refused shard, with its new route if the shard moved
-        meanwhile."""
+        """Return the answer for a refused shard, with its new route if it moved meanwhile."""
         epoch = next(item.epoch for item in self._header.shards if item.shard_id == shard_id)
         error = self._catalog.with_route(error, self._header.token.job, shard_id, epoch)
         return ShardAnswer(outcome=PushOutcome(shard_id=shard_id, error=to_detail(error)))
@@ -334,8 +327,8 @@ def table_shard(replica: ShardReplica) -> TableShard:
 
 
 def messages(answers: Sequence[ShardAnswer]) -> Sequence[Message | bytes]:
-    """Return the messages and frames with these answers. A message has successive outcomes, up to
-    the first outcome with values; the values follow the message."""
+    """Return the messages and frames with these answers; a message ends at the first outcome with
+    values."""
     replies: list[Message | bytes] = []
     outcomes: list[PushOutcome] = []
     for answer in answers:

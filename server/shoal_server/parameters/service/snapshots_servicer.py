@@ -45,8 +45,7 @@ FORMING_S = 10.0
 
 
 class SnapshotsServicer(ShardSnapshotsServicer):
-    """Serves snapshots. `pool` runs reads and writes of storage, which may be slow, and nothing
-    else."""
+    """Serves snapshots. `pool` runs only reads and writes of storage."""
 
     def __init__(
         self,
@@ -151,7 +150,6 @@ class SnapshotsServicer(ShardSnapshotsServicer):
         return pb.LoadReply(shard_ids=sorted(epochs))
 
     def _claim(self, job: str, parts: Sequence[ManifestEntry]) -> MemoryClaim:
-        """Reserve the memory that the loaded shards take in addition to the shards they replace."""
         num_bytes = sum(part.num_bytes - self._bytes_of(job, part) for part in parts)
         return self._memory.reserve(num_bytes, f"{len(parts)} shards of a snapshot of job {job}")
 
@@ -174,8 +172,7 @@ class SnapshotsServicer(ShardSnapshotsServicer):
         return assignment.epoch
 
     def _lead(self, job: str, state: AnyShard, epoch: int) -> None:
-        """Become primary of a loaded shard, which replaces a shard that a member has created
-        meanwhile."""
+        """Become primary of a loaded shard, in place of one that a member has created meanwhile."""
         if self._epoch_to_lead(job, state.shard_id) != epoch:
             raise WrongEpoch(
                 f"shard {state.shard_id} of job {job} has another epoch now", seen=str(epoch)
@@ -192,7 +189,7 @@ class SnapshotsServicer(ShardSnapshotsServicer):
 
 
 def _check_cut(request: pb.WriteRequest) -> None:
-    """Check the cut's id and number, which become part of a path."""
+    """Both become part of a path."""
     if not is_name(request.cut_id) or not 0 < request.number < 2**63:
         raise InvalidSpec(
             "bad cut or number of a snapshot",

@@ -35,8 +35,8 @@ class TableMaker:
 
     async def make_missing(self, job: str, wanted: Iterable[tuple[int, int]]) -> None:
         """Make the job's missing table shards if this server lacks one of the `wanted` shards,
-        given as (shard id, epoch), and knows of no later epoch of that shard. Raises Overloaded if
-        there is no memory for the new shards, or what the store raises."""
+        given as (shard id, epoch), and knows of no later epoch. Raises Overloaded, or what the
+        store raises."""
         for shard_id, epoch in wanted:
             if (
                 self._catalog.find(job, shard_id) is None
@@ -82,8 +82,8 @@ class TableMaker:
         return [replica.shard_id for replica in new]
 
     async def _wait_on_disk(self, job: str, made: Iterable[int]) -> None:
-        """Wait until new shards are in the journal, if there is one. Otherwise, if all servers died
-        now, shards would be reported lost although nothing was pushed to them."""
+        """Wait until new shards are in the journal. Otherwise, if all servers died now, shards
+        would be reported lost although nothing was pushed to them."""
         for replica in map(partial(self._catalog.find, job), made):
             if replica is None or not replica.is_journaled:
                 continue

@@ -45,8 +45,7 @@ class ShardLocations(Protocol):
         ...
 
     def next_address(self, job: str, shard_id: int) -> str:
-        """Return the address of the shard's successor; empty if there is none, or it is not
-        known."""
+        """Return the address of the shard's successor; empty if it is not known."""
         ...
 
     def is_kept(self, job: str, shard_id: int) -> bool:
@@ -98,8 +97,8 @@ class Catalog:
         that explains its absence: WrongEpoch, ShardNotReady, StateLost or UnknownShard. Raises what
         the store raises.
 
-        Waits for at most LED_WITHIN_S for shards that this server has as a backup of an earlier
-        epoch: during a handover, the old primary already redirects calls to this server.
+        Waits for at most LED_WITHIN_S for backups of an earlier epoch: during a handover, the old
+        primary already redirects calls to this server.
         """
         await self._wait_led(job, wanted)
         results: list[ShardReplica | ShoalError] = []
@@ -136,8 +135,8 @@ class Catalog:
             return
 
     def redirect(self, job: str, shard_id: int, epoch: int) -> WrongEpoch | None:
-        """Return the error for a call with that epoch; None if this server knows of no later epoch.
-        The error has the route to the shard's primary."""
+        """Return the error, with the primary's route, for a call with that epoch; None if this
+        server knows of no later epoch."""
         route = self.whereabouts.route(job, shard_id)
         if route is None or route.epoch <= epoch:
             return None
@@ -150,8 +149,7 @@ class Catalog:
         )
 
     def with_route(self, error: ShoalError, job: str, shard_id: int, epoch: int) -> ShoalError:
-        """Return the shard's `redirect`, if any, instead of a WrongEpoch without details; else
-        return `error`."""
+        """Return the shard's `redirect`, if any, instead of a WrongEpoch without details."""
         if not isinstance(error, WrongEpoch) or error.details:
             return error
         return self.redirect(job, shard_id, epoch) or error
@@ -186,8 +184,8 @@ class Catalog:
     async def check_creatable(
         self, job: str, shards: Sequence[Shard], optimizer: OptimizerSpec
     ) -> None:
-        """Check that workers may create these shards here: the job has them with equal dtype, group
-        and blocks, and existing shards have an equal optimizer.
+        """Check that the job has these shards with equal dtype, group and blocks, and that existing
+        shards have an equal optimizer.
 
         Raises UnknownShard, DtypeMismatch, ShapeMismatch or ProposalConflict otherwise, and what
         `check_new` and the store raise.
@@ -216,8 +214,8 @@ class Catalog:
 
     def check_new(self, job: str, shard: Shard, assignment: ShardAssignment | None) -> None:
         """Raise an error unless this server has the shard or may create it: WrongEpoch if the
-        shard's assignment differs; ShardNotReady or StateLost if the shard is absent but had
-        values, or is to get them from a snapshot."""
+        shard's assignment differs; ShardNotReady or StateLost if the absent shard had values, or is
+        to get them from a snapshot."""
         if assignment is None or assignment.primary != self._me or shard.epoch != assignment.epoch:
             raise WrongEpoch(
                 f"shard {shard.shard_id} has another assignment",
@@ -283,7 +281,6 @@ class Catalog:
                     yield self._shards[name][shard_id]
 
     async def _explain(self, job: str, shard_id: int) -> ShoalError:
-        """Return the error for a shard that this server does not serve as primary."""
         assignment = (await records.read_shards(self._store, job, [shard_id])).get(shard_id)
         if assignment is None:
             return _unknown(job, shard_id, await self.layout(job))
@@ -322,7 +319,7 @@ def _one_line(spec: OptimizerSpec) -> str:
 
 
 def _absence_error(job: str, assignment: ShardAssignment, *, is_kept: bool) -> ShoalError:
-    """Return StateLost if the shard had values and no backup or journal is known to have its newest
+    """StateLost if the shard had values and no backup or journal is known to have its newest
     version, else ShardNotReady. `is_kept`: the primary's journal has the shard, in whatever
     version."""
     if assignment.content is ShardContent.NONE:

@@ -26,8 +26,8 @@ class Budget:
         return self._held_bytes
 
     def reserve(self, num_bytes: int) -> None:
-        """Reserve bytes. Raises Overloaded if the bound would be exceeded; but if no bytes are
-        reserved yet, any number is accepted."""
+        """Reserve bytes. Raises Overloaded if the bound would be exceeded, unless no bytes are
+        reserved yet."""
         if self._held_bytes and self._held_bytes + num_bytes > self._max_bytes:
             raise Overloaded(
                 "the server holds as much unfinished data as it may",
@@ -83,11 +83,9 @@ class PieceAssembler:
         return not self._spans
 
     def take(self, piece: AnyPiece) -> None:
-        """Add the next piece.
-
-        Raises ShapeMismatch if the piece has more bytes than its range lacks, MalformedMessage if
-        its offset or size is wrong, and ChecksumMismatch if its bytes changed in transit.
-        """
+        """Add the next piece. Raises ShapeMismatch if it has more bytes than its range lacks,
+        MalformedMessage for a wrong offset or size, and ChecksumMismatch if it changed in
+        transit."""
         data = piece.data
         left_bytes = self._spans[0][1] - self._position if self._spans else 0
         if len(data) > left_bytes:
@@ -144,11 +142,11 @@ class ChunkAssembler(PieceAssembler):
         with_base: bool = False,
         encoded_bytes: int | None = None,
     ) -> None:
-        """Expect the bytes of all blocks but the absent ones.
+        """Expect the bytes of all blocks but the absent ones. Raises MalformedMessage for absent
+        blocks that do not exist.
 
         `with_base`: the base values follow the gradient, at their offsets in the shard plus the
-        shard's size. `encoded_bytes`: the gradients of all present blocks are encoded together, in
-        that many bytes from offset 0. Raises MalformedMessage for absent blocks that do not exist.
+        shard's size. `encoded_bytes`: size of the present blocks' gradients, encoded together.
         """
         num_blocks = len(shard.blocks)
         absent = set(absent_blocks)

@@ -34,9 +34,8 @@ VALUES = "values"
 class DensePush(Push):
     """A push to a dense shard.
 
-    `gradient` holds the present blocks, one after the other. If the body `needs_base`, the base
-    values follow in the same order. With a codec, `gradient` is encoded, and `batch` has the
-    decoded gradient.
+    `gradient` holds the present blocks, then the base values if the body `needs_base`. With a
+    codec, `gradient` is encoded, and `batch` has the decoded gradient.
     """
 
     blocks: Sequence[int]
@@ -74,7 +73,7 @@ class DenseBody:
 
     @cached_property
     def memory_bytes(self) -> int:
-        """Bytes of values and optimizer state, which are all allocated at the start."""
+        """Bytes of values and optimizer state."""
         return sum(tensor.nbytes for tensor in self.flat_tensors().values())
 
     def regrown_bytes(self, num_rows: int) -> int:
@@ -98,7 +97,7 @@ class DenseBody:
 
     def decoder(self, codec: GradientCodec, blocks: Sequence[int]) -> GradientDecoder:
         """Return the decoder for a compressed gradient of these blocks. Raises InvalidSpec or
-        ShapeMismatch for a codec that does not fit."""
+        ShapeMismatch."""
         if self.needs_base:
             raise InvalidSpec(
                 f"compressed gradients of shard {self._shard_id} cannot be corrected for delay",
@@ -111,8 +110,8 @@ class DenseBody:
         return new_decoder(codec, sizes, plain_bytes=plain_bytes, shard_id=self._shard_id)
 
     def decode(self, decoder: GradientDecoder, data: Buffer) -> memoryview:
-        """Decode a gradient to the bytes that it would have without a codec, in any thread. Raises
-        ShapeMismatch or MalformedMessage for bytes that the codec cannot read."""
+        """Decode a gradient, in any thread. Raises ShapeMismatch or MalformedMessage for bytes that
+        the codec cannot read."""
         if len(data) != decoder.num_bytes:
             raise ShapeMismatch(
                 f"the compressed gradient for shard {self._shard_id} has another length",
@@ -137,8 +136,8 @@ class DenseBody:
     def values(
         self, version: int, known_version: int = 0, writer: CopyOut | None = None
     ) -> DenseValues:
-        """Return the values, in ShardData messages if no writer is given; no values if
-        `known_version` equals `version`."""
+        """Return the values, in ShardData messages without a writer; none if `known_version` is
+        `version`."""
         if known_version == version:
             return DenseValues(version=version, num_bytes=0, messages=())
         writer = writer or SHARD_DATA.writer(self._shard_id, self.num_bytes)
@@ -164,8 +163,8 @@ class DenseBody:
         return np.zeros(1, np.int64), ()
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Copy another body's optimizer state. Raises InternalError if names, shapes or dtypes of
-        the tensors differ."""
+        """Copy another body's optimizer state. Raises InternalError if the tensors differ in name,
+        shape or dtype."""
         self._rule.load_state(state)
 
     def flat_tensors(self) -> Mapping[str, Tensor]:
@@ -186,8 +185,8 @@ def is_dense(shard: AnyShard) -> TypeGuard[DenseShard]:
 
 
 def dense_from_image(image: LoadedImage) -> DenseShard:
-    """Restore a shard from its image. Raises InternalError if the image does not fit, or has a
-    dtype or an optimizer that this server does not know."""
+    """Restore a shard from its image. Raises InternalError if the image does not fit, or has an
+    unknown dtype or optimizer."""
     spec = _dense_spec(image)
     if spec.shard.dtype not in DTYPES:
         raise InternalError(
@@ -219,8 +218,8 @@ def dense_from_image(image: LoadedImage) -> DenseShard:
 
 
 def bytes_to_make(spec: Shard, optimizer: OptimizerSpec) -> int:
-    """Return the `memory_bytes` that a new dense shard will have. They are linear in the number of
-    elements, so the sizes of two tiny shards with as many blocks give them."""
+    """Return the `memory_bytes` of a new dense shard. They are linear in the number of elements, so
+    two tiny shards with as many blocks give them."""
 
     def bytes_of(block_size: int) -> int:
         values = torch.zeros(len(spec.blocks) * block_size, dtype=DTYPES[spec.dtype])

@@ -34,8 +34,8 @@ _DTYPE_NAMES = {
 
 
 def pieces(image: Image, placement_id: str = "") -> Iterator[Buffer]:
-    """Yield the file in pieces; each is read from the image when it is requested. Equal images give
-    equal bytes. `placement_id`: see `LoadedImage`."""
+    """Yield the file in pieces, each read from the image when it is requested. Equal images give
+    equal bytes."""
     header = pb.ShardImage(
         shard_id=image.shard_id,
         version=image.version,
@@ -49,8 +49,8 @@ def pieces(image: Image, placement_id: str = "") -> Iterator[Buffer]:
 def _pieces(
     header: pb.ShardImage, streams: Sequence[TensorStream], placement_id: str
 ) -> Iterator[Buffer]:
-    """Yield the file: eight bytes with the length of the JSON header, the header, the tensors.
-    Tensors with the largest elements come first, so that every tensor is aligned."""
+    """Yield the length of the JSON header (eight bytes), the header, the tensors. Tensors with the
+    largest elements come first, so that every tensor is aligned."""
     text = base64.b64encode(header.SerializeToString(deterministic=True)).decode()
     metadata = {METADATA_KEY: text} | ({PLACEMENT_KEY: placement_id} if placement_id else {})
     entries: dict[str, object] = {"__metadata__": metadata}
@@ -99,8 +99,8 @@ def digest(data: bytes) -> str:
 
 
 def from_bytes(data: bytes, *, sha256: str, file: str, shard_id: int) -> LoadedImage:
-    """Decode a file that `pieces` wrote. Raises SnapshotDamaged if `data` do not have this digest,
-    or are not the image of this shard."""
+    """Decode a file that `pieces` wrote. Raises SnapshotDamaged if the digest differs, or `data`
+    are not the image of this shard."""
     seen = digest(data)
     if seen != sha256:
         raise _damaged(file, shard_id, f"SHA-256 {seen} of {len(data)} bytes", sha256)

@@ -10,15 +10,14 @@ from shoal_server.parameters.shard.catalog import Catalog
 from shoal_server.parameters.shard.chunk_assembler import Budget
 
 SUM_EACH_S = 0.25
-"""Interval between sums over all shards. A sum over hundreds of shards takes milliseconds."""
+"""Interval between sums over all shards, which take milliseconds."""
 FIX = "Add a server (`shoal ps`) or raise --memory-limit-bytes."
 
 
 class Memory:
     """Counts the memory of all replicas, of data not applied yet, and of other reservations.
 
-    The sizes of all shards are summed at intervals; memory taken since is added. Lives on the event
-    loop; `growth` may be used on any thread.
+    Lives on the event loop; `growth` may be used on any thread.
     """
 
     def __init__(
@@ -65,10 +64,7 @@ class Memory:
     @contextmanager
     def growth(self, what: str) -> Iterator[Callable[[int], None]]:
         """Yield a function to call with the bytes by which a shard is about to grow; it raises
-        Overloaded if they do not fit. The shard grows within the block.
-
-        The bytes are reserved until the block ends, since a sum over the shards may miss them.
-        """
+        Overloaded if they do not fit. The shard grows within the block."""
         reserved_bytes = 0
 
         def reserve(num_bytes: int) -> None:
@@ -86,11 +82,10 @@ class Memory:
             self.settle(reserved_bytes, is_held=True)
 
     def reserve(self, num_bytes: int, what: str) -> "MemoryClaim":
-        """Reserve memory that is about to be used. Raises Overloaded if there is too little, unless
-        `num_bytes` is 0 or less."""
+        """Reserve memory that is about to be used. Raises Overloaded if there is too little."""
         self.refresh()
         if self.held_bytes + num_bytes > self.limit_bytes:
-            # Shards may have been dropped since the last sum; reservations are rare.
+            # Shards may have been dropped since the last sum.
             self._sum()
         with self._lock:
             if num_bytes > 0:

@@ -14,7 +14,7 @@ class UpdateRecord:
     data: Buffer
     """Bytes of the push's gradient, as received, with any base values after it."""
     is_lent: bool = False
-    """True if the memory of the data will be reused soon: copy the data to keep them."""
+    """True if the data's memory will be reused soon: copy the data to keep them."""
 
     @property
     def version(self) -> int:
@@ -27,8 +27,8 @@ class UpdateRecord:
 
 
 Keep = Callable[[Buffer], Buffer]
-"""Copies the borrowed data of a push to memory that their sender cannot change. Returns the data
-themselves if they are not needed after the push."""
+"""Copies borrowed data to memory that their sender cannot change. Returns the data themselves if
+they are not needed after the push."""
 
 
 class UpdateListener(Protocol):

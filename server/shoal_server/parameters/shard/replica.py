@@ -22,32 +22,29 @@ T = TypeVar("T")
 AnswerT = TypeVar("AnswerT")
 
 MAX_UNREPLICATED_BYTES = 256 * 1024 * 1024
-"""Bound on one shard's pushes that a backup has not received yet; beyond it, pushes are refused."""
+"""Bound on one shard's pushes that a backup has not received yet."""
 
 
 class ShardLeadership(Protocol):
-    """Acknowledgement and replication of a shard of which this server is the primary. Lives on the
-    event loop."""
+    """Acknowledgement and replication of a shard by its primary. Lives on the event loop."""
 
     def report_applied(self) -> None:
-        """Pass applied pushes on to backups at once. Do nothing in other threads than the event
-        loop's: the event loop passes them on soon."""
+        """Pass applied pushes on to backups at once. Does nothing in other threads than the event
+        loop's."""
         ...
 
     async def wait_acknowledged(self, version: int, level: Acknowledgement.ValueType) -> None:
         """Return once a version is safe to that level.
 
-        If it can no longer become safe, raises WrongEpoch (another primary), Unavailable (this
-        server may have been declared dead), or for a durable push the error of the disk, or
-        InvalidSpec without a journal.
+        Raises WrongEpoch (another primary), Unavailable (this server may have been declared dead),
+        or for a durable push the error of the disk, or InvalidSpec without a journal.
         """
         ...
 
     def when_acknowledged(
         self, version: int, level: Acknowledgement.ValueType, answer: AnswerT
     ) -> "asyncio.Future[AnswerT | ShoalError]":
-        """Return a future of `answer`, or of the error that `wait_acknowledged` would raise. It
-        needs no task."""
+        """Return a future of `answer`, or of the error that `wait_acknowledged` would raise."""
         ...
 
     def check_lease(self) -> None:
@@ -97,8 +94,8 @@ class ShardReplica:
         self.epoch = epoch
         self.leading: ShardLeadership = NoLeadership()
         self.is_led = False
-        """True while this replica is the primary. The epoch does not show this: another run of the
-        job may have the same shard id and epoch."""
+        """True while this replica is the primary. Another run of the job may have the same shard id
+        and epoch."""
         self.is_followed = False
         """True if any server has, or is getting, a copy from this replica."""
         self.links: Sequence[tuple[Holder, int]] = ()
@@ -110,10 +107,10 @@ class ShardReplica:
         self.is_journaled = False
         """True if this server's journal has the shard, or will have it."""
         self.why_no_disk: ShoalError | None = None
-        """Error that interrupted the shard's journaling; None if it is not interrupted."""
+        """None if the shard's journaling is not interrupted."""
         self.is_forming = False
-        """True until the core opens the shard to calls. A new shard that is to have a backup is
-        opened once its first backup has a copy."""
+        """True until the core opens the shard to calls: for a new shard, once its first backup has
+        a copy."""
         self.is_handing_over = False
         self.pushed_bytes = 0
 
@@ -128,9 +125,9 @@ class ShardReplica:
     def work(self, run: Runner, num_bytes: int, work: Callable[[], T]) -> Awaitable[T]:
         """Call `work`, which touches `num_bytes` of the state, and return a future of its result.
 
-        Small work runs at once if no other work on the shard is running or queued; its errors are
-        raised by this call. All other work runs in threads, in order; its errors are raised when
-        the future is awaited. So the event loop never waits for a shard's lock.
+        Small work runs at once if no other work on the shard is running or queued; this call raises
+        its errors. All other work runs in threads, in order. So the event loop never waits for a
+        shard's lock.
         """
         if self._enters(num_bytes):
             try:
@@ -162,10 +159,8 @@ class ShardReplica:
         self._num_queued -= 1
 
     async def run_in_order(self, run: Runner, num_bytes: int, work: Callable[[], T]) -> T:
-        """Call `work` after all earlier work on the shard, and return its result.
-
-        Long work waits its turn on the event loop: in a thread it would block that thread.
-        """
+        """Call `work` after all earlier work on the shard, and return its result. Waits on the
+        event loop, to block no thread."""
         await self._turn.acquire()
         try:
             running = asyncio.ensure_future(run(num_bytes, work))
@@ -185,8 +180,8 @@ class ShardReplica:
             log.debug("shard_work_failed", job=self.job, shard_id=self.shard_id)
 
     def check_capacity(self) -> None:
-        """Raise Overloaded while a backup or the journal's disk is too slow; Unavailable while this
-        server may have been declared dead."""
+        """Raise Overloaded while a backup or the disk is too slow; Unavailable while this server
+        may have been declared dead."""
         self.leading.check_lease()
         self.check_disk()
         if self.unreplicated_bytes > MAX_UNREPLICATED_BYTES:
@@ -212,8 +207,8 @@ class ShardReplica:
         )
 
     async def wait_safe(self, version: int) -> None:
-        """Return once every backup in step has the version; at once if none is in step. Raises what
-        `wait_acknowledged` raises."""
+        """Return once every backup in step has the version. Raises what `wait_acknowledged`
+        raises."""
         await self.leading.wait_acknowledged(version, Acknowledgement.ACKNOWLEDGEMENT_REPLICATED)
 
     def deposed_error(self) -> WrongEpoch:
@@ -231,5 +226,5 @@ def _check_nothing() -> None:
 
 def work_bytes_of(push: PushRecord, num_bytes: int) -> int:
     """Return the `num_bytes` with which a `Runner` replays a record. Compressed data are never
-    replayed on the event loop, as decoding takes longer than applying."""
+    decoded on the event loop."""
     return num_bytes + (INLINE_BYTES if push.HasField("codec") else 0)

@@ -15,8 +15,8 @@ ReplyType = type[PushReply] | type[ShardData] | type[LookupReply]
 
 
 class CopyOut(Protocol):
-    """Copies the values of a shard, from one or several buffers, to the reply. Returns messages or
-    frames that carry the values, or their position in the caller's memory.
+    """Copies the values of a shard from buffers to the reply. Returns messages or frames with the
+    values, or with their position in the caller's memory.
 
     Called from any thread, under the shard's lock.
     """
@@ -32,11 +32,11 @@ class ReplyWriter(Protocol):
         ...
 
     def writer(self, shard_id: int, num_bytes: int) -> CopyOut:
-        """Return the function that copies that many bytes of a shard to the reply."""
+        """Return the function that copies that many bytes of a shard."""
         ...
 
     def end_follows(self) -> None:
-        """Note that the next replies are the last: the call's end may be sent with them."""
+        """Note that the next replies are the last."""
         ...
 
 

@@ -1,7 +1,7 @@
 """The outcomes of pushes that a shard remembers, by session, so that no push is applied twice.
 
-A session is one incarnation of a member. The highest sequence that was forgotten is the session's
-floor. A push at or below the floor that is not remembered is refused: it may have been applied.
+A session is one incarnation of a member; its floor is the highest sequence that was forgotten. A
+push at or below the floor that is not remembered is refused: it may have been applied.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,11 +12,10 @@ from shoal_proto.v1.replication_pb2 import SessionImage, StepScope
 from shoal_server.parameters.shard.step_scope import Scope, to_message
 
 MAX_SESSIONS = 1024
-"""Default bound on the sessions that a shard remembers."""
 SESSION_BYTES, OUTCOME_BYTES = 512, 256
-"""Memory of one session and one outcome in Python, without the session's name and the scope."""
+"""Memory of one session and one outcome, without name and scope."""
 MAX_OUTCOMES = 8
-"""Bound on a session's remembered outcomes: the most pushes that a client has in flight."""
+"""Bound on a session's remembered outcomes, and so on a client's pushes in flight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +32,7 @@ class RememberedSession:
 
     floor: int = 0
     outcomes: Mapping[int, tuple[RememberedOutcome, Scope | None]] = field(default_factory=dict)
-    """Outcomes by sequence, in the order in which the pushes were applied."""
+    """Outcomes by sequence, in the order applied."""
 
 
 class SessionTable:
@@ -43,8 +42,7 @@ class SessionTable:
         self, *, max_sessions: int = MAX_SESSIONS, max_outcomes: int = MAX_OUTCOMES
     ) -> None:
         self.max_sessions = max_sessions
-        """Bound on the remembered sessions. After a change, sessions that are remembered already
-        stay."""
+        """Bound on remembered sessions. Lowering it forgets none."""
         self._max_outcomes = max_outcomes
         self._sessions: dict[str, RememberedSession] = {}
         self._num_bytes = 0
@@ -56,8 +54,7 @@ class SessionTable:
 
     def recall(self, session: str, sequence: int) -> RememberedOutcome | None:
         """Return the first outcome of a push; None if it was never applied, or its session was
-        forgotten. Raises ForgottenPush for a push at or below the session's floor that is not
-        remembered."""
+        forgotten. Raises ForgottenPush for a forgotten push at or below the floor."""
         known = self._sessions.get(session)
         if known is None:
             return None
@@ -72,10 +69,10 @@ class SessionTable:
         return None if kept is None else kept[0]
 
     def evict_for(self, session: str, is_live: Callable[[str], bool]) -> Sequence[str]:
-        """Forget all sessions of fenced incarnations if `session` would exceed `max_sessions`;
-        return the forgotten sessions. Raises Overloaded if every remembered session is live.
+        """Forget the sessions of fenced incarnations if `session` would exceed `max_sessions`;
+        return these. Raises Overloaded if every remembered session is live.
 
-        Backups do not know which sessions are live: there, `forget` is called with the result.
+        On backups, `forget` is called with the result.
         """
         if session in self._sessions or len(self._sessions) < self.max_sessions:
             return ()
@@ -101,7 +98,7 @@ class SessionTable:
     def remember(
         self, session: str, sequence: int, outcome: RememberedOutcome, scope: Scope | None = None
     ) -> None:
-        """Remember an applied push's outcome, and its step's scope. Call `evict_for` first."""
+        """Remember an applied push's outcome and scope. Call `evict_for` first."""
         known = self._sessions.get(session)
         if known is None:
             known = RememberedSession()
@@ -136,8 +133,7 @@ class SessionTable:
         return exported(self._sessions)
 
     def restore(self, images: Iterable[SessionImage]) -> None:
-        """Replace all sessions by what `export` encoded. Raises InternalError, without a change, if
-        the images are inconsistent."""
+        """Replace all sessions by what `export` encoded. Raises InternalError, without a change."""
         restored: dict[str, RememberedSession] = {}
         for image in images:
             scopes = [Scope.from_message(step) for step in image.steps] or [None] * len(

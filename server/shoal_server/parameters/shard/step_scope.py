@@ -1,7 +1,7 @@
 """The scope of a step: the shards that the step touches, remembered with each push.
 
-After a move or the loss of a server, perhaps only one shard remembers that a step has begun. Its
-scope names the other shards, for which a cut has to wait.
+If only one shard remembers that a step has begun, its scope names the other shards, for which a cut
+has to wait.
 """
 
 from collections.abc import Collection
@@ -12,10 +12,9 @@ from shoal_proto.v1.replication_pb2 import StepScope
 from shoal_server.core.shards.steps import Shards, StepId, from_bits, to_bits
 
 TABLES = "tables:"
-"""Prefix of the session of a step that pushes only to tables: such steps are numbered
-separately."""
+"""Prefix of the session of a step that pushes only to tables."""
 MAX_SHARD_IDS = 1 << 17
-"""Bound on shard ids, and so on the memory of one push's scope."""
+"""Bound on shard ids, and so on a scope's memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +27,8 @@ class Scope:
 
     @classmethod
     def of(cls, shard_ids: Collection[int], *, of_tables: bool = False) -> "Scope | None":
-        """Return the scope of these shards; None, which means every dense shard, if there are no
-        ids. Raises MalformedMessage for an id of MAX_SHARD_IDS or more."""
+        """Return the scope of these shards; None, which means every dense shard, without ids.
+        Raises MalformedMessage for an id of MAX_SHARD_IDS or more."""
         if not shard_ids:
             return None
         if max(shard_ids) >= MAX_SHARD_IDS:

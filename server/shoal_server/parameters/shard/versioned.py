@@ -1,8 +1,4 @@
-"""A shard of any kind: versions and remembered pushes around a body of values.
-
-Methods that use the body hold its lock from beginning to end, so `read` and images never see half a
-push.
-"""
+"""A shard of any kind: versions and remembered pushes around a body of values."""
 
 import threading
 import time
@@ -32,7 +28,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Push:
-    """Gradients for one shard; each kind of shard adds fields that name the blocks or rows."""
+    """Gradients for one shard; subclasses name the blocks or rows."""
 
     session: str
     sequence: int
@@ -41,18 +37,16 @@ class Push:
     lr: float | None
     gradient: Buffer
     base_epoch: int = 0
-    """Epoch of the shard when the base version was received; 0 if unknown."""
+    """Epoch of the shard at the base version; 0 if unknown."""
     is_borrowed: bool = False
-    """True if the gradient lies in its sender's memory, which the sender may change at any time."""
+    """True if the gradient lies in memory that its sender may change at any time."""
     scope: Scope | None = None
-    """Shards of the push's step. None: all dense shards, or only this shard if it is part of a
-    table."""
+    """None for all dense shards, or only this shard if it is part of a table."""
     batch: object = None
-    """Data as the body's `read_batch` returns them. None: `VersionedShard.push` decodes them, as it
-    must for borrowed data, which are copied first."""
+    """Data as the body's `read_batch` returns them; None for borrowed data, which are copied first,
+    or if not decoded yet."""
     at_unix_s: float = field(default_factory=time.time)
-    """Time at which this server received the push: by its clock or, for rows, by
-    `TableBody.now_s`."""
+    """Time of the push at this server: by its clock or, for rows, by `TableBody.now_s`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,11 +54,10 @@ class ShardPushResult(Generic[T]):
     version: int
     staleness: int
     fates: bytes
-    """RowFate of each row of a push to a table, in the push's order; empty if all rows were
-    applied."""
+    """RowFate of each row, in the push's order; empty if all rows were applied."""
     is_duplicate: bool = False
     values: T | None = None
-    """Result of the `read` that was passed to `push`; None without one."""
+    """Result of the `read` passed to `push`; None without one."""
 
 
 PushT_contra = TypeVar("PushT_contra", bound=Push, contravariant=True)
@@ -72,7 +65,7 @@ BatchT = TypeVar("BatchT")
 
 
 SmallTensors = Callable[[Sequence[SessionImage]], Mapping[str, Tensor]]
-"""Returns the small tensors of a body's image, for these sessions. Called from any thread."""
+"""Returns the small tensors of a body's image, in any thread."""
 
 
 class ShardBody(Protocol[PushT_contra, BatchT]):
@@ -92,8 +85,7 @@ class ShardBody(Protocol[PushT_contra, BatchT]):
         ...
 
     def regrown_bytes(self, num_rows: int) -> int:
-        """Return how many bytes a push of `num_rows` rows may process besides its rows. Needs no
-        lock."""
+        """Return the most bytes that a push processes besides its rows. Needs no lock."""
         ...
 
     def describe_push(self, push: PushT_contra, record: PushRecord) -> None:
@@ -119,7 +111,7 @@ class ShardBody(Protocol[PushT_contra, BatchT]):
         ...
 
     def spec_message(self, spec: Shard) -> Message:
-        """Return the message from which an empty shard of the same kind can be made."""
+        """Return the message that describes an empty shard of the same kind."""
         ...
 
     @property
@@ -128,24 +120,23 @@ class ShardBody(Protocol[PushT_contra, BatchT]):
         ...
 
     def image(self) -> tuple[ImageContent, SmallTensors]:
-        """Return an image of the large tensors, which copies nothing yet and is added to `images`;
-        and a function that returns the small tensors later."""
+        """Return an image of the large tensors, which is added to `images`; and a function that
+        returns the small tensors later."""
         ...
 
     def flat_tensors(self) -> Mapping[str, Tensor]:
-        """Return, not copied, the contiguous tensors whose elements have the same order in every
-        replica."""
+        """Return the tensors whose elements have the same order in every replica: contiguous, not
+        copied."""
         ...
 
     def row_ids(self, start: int, num_bytes: int) -> tuple[bytes, int]:
-        """Return the ids of rows from position `start` on, of about `num_bytes` of rows; and the
-        position at which to continue, which is `start` at the end."""
+        """Return the ids of about `num_bytes` of rows from position `start` on; and the position at
+        which to continue, which is `start` at the end."""
         ...
 
     def rows_of(self, row_ids: bytes) -> tuple[NDArray[np.int64], Sequence[Tensor]]:
-        """Return an array, and copies of the tensors of all rows in `row_ids` that exist. The array
-        has the body's number of rows, and then the birth of each row in `row_ids`, 0 for a missing
-        row."""
+        """Return an array, and copies of the tensors of the existing rows. The array has the body's
+        number of rows, and then the birth of each row in `row_ids`, 0 for a missing row."""
         ...
 
 
@@ -175,14 +166,13 @@ class VersionedShard(Generic[BodyT]):
         """Protects the body; taken before `_lock`. Held for at most one push, one `read`, the start
         or one chunk of an image, or from `try_enter` to `leave`."""
         self._lock = threading.Lock()
-        """Protects all other state; only a push holds it for longer than a moment."""
+        """Protects all other state."""
 
     @classmethod
     def restored(
         cls, spec: Shard, body: BodyT, version: int, sessions: Sequence[SessionImage]
     ) -> "VersionedShard[BodyT]":
-        """Make a shard from an image; its counters start at 0. Raises InternalError if the sessions
-        are inconsistent."""
+        """Make a shard from an image. Raises InternalError if the sessions are inconsistent."""
         shard = cls(spec, body)
         shard._sessions.restore(sessions)
         shard._version = version
@@ -198,7 +188,7 @@ class VersionedShard(Generic[BodyT]):
 
     @property
     def sessions(self) -> SessionTable:
-        """The remembered pushes. Without the shard's lock, use only methods that need no lock."""
+        """Remembered pushes. Without the shard's lock, use only methods that need none."""
         return self._sessions
 
     @property
@@ -232,18 +222,17 @@ class VersionedShard(Generic[BodyT]):
         """Apply gradients once; then call the listener, `on_applied`, and `read` with the version.
 
         For a repeated (session, sequence), only `on_applied` and `read` are called, and the first
-        outcome is returned. `take_memory` is called with the most bytes by which the shard may
-        grow; it raises Overloaded to refuse the push. Raises, without a change of the values,
-        WrongEpoch, ForgottenPush, StalePush, NonFiniteGradient, ShapeMismatch, MalformedMessage,
-        InvalidSpec or Overloaded.
+        outcome is returned. `take_memory` gets the most bytes by which the shard may grow; it
+        raises Overloaded to refuse the push. Raises, without a change of the values, WrongEpoch,
+        ForgottenPush, StalePush, NonFiniteGradient, ShapeMismatch, MalformedMessage, InvalidSpec or
+        Overloaded.
         """
         with self._body_lock:
             with self._lock:
                 try:
                     outcome, fates, is_duplicate = self._push(push, is_live, take_memory)
                 except WrongEpoch:
-                    # The service counts these refusals: it also refuses pushes before they reach a
-                    # shard.
+                    # The service counts these: it also refuses pushes before they reach a shard.
                     raise
                 except Exception:
                     self._refused += 1
@@ -267,7 +256,7 @@ class VersionedShard(Generic[BodyT]):
             self._duplicates += 1
             return first, self.body.fates(push.session, push.sequence), True
         if 0 < push.base_epoch < self.spec.first_epoch:
-            # The shard was lost and started over: it does not know if this push was acknowledged.
+            # The shard was lost and started over: the push may have been acknowledged before.
             raise self._lost_base(push)
         record = PushRecord(
             session=push.session,
@@ -309,8 +298,8 @@ class VersionedShard(Generic[BodyT]):
         )
 
     def _apply(self, record: UpdateRecord, batch: object) -> tuple[RememberedOutcome, bytes]:
-        """Make all changes of a push, on the primary and on every backup. These must depend only on
-        the shard and the record."""
+        """Changes must depend only on the shard and the record, on the primary and on every
+        backup."""
         push = record.push
         fates = self.body.apply(push, batch)
         self._sessions.forget(push.forgotten_sessions)
@@ -326,10 +315,10 @@ class VersionedShard(Generic[BodyT]):
 
     def replay(self, record: UpdateRecord, *, is_borrowed: bool = False) -> None:
         """Apply an update of the primary, and call the listener. `is_borrowed`: the sender reuses
-        the data's memory once this returns.
+        the data's memory afterwards.
 
         Raises, without a change, InternalError if the record is not of the next version, or what
-        the body's `read_batch` and `apply` raise.
+        the body raises.
         """
         with self._body_lock, self._lock:
             if record.push.version != self._version + 1:
@@ -358,8 +347,8 @@ class VersionedShard(Generic[BodyT]):
             return work(self._version)
 
     def subscribe(self, listener: UpdateListener | None, keep: Keep = bytes) -> None:
-        """Replace the listener that is called for every push; None: call no listener. Borrowed data
-        are passed to `keep` in the push's thread, and its result to the listener."""
+        """Replace the listener for every push; None: call no listener. Borrowed data are passed to
+        `keep` in the push's thread, and the result to the listener."""
         with self._lock:
             self._listener, self._keep = listener, keep
 
@@ -369,10 +358,10 @@ class VersionedShard(Generic[BodyT]):
             self.spec.epoch = epoch
 
     def image(self, *, epoch: int = 0) -> ShardImage:
-        """Return an image of the shard, to be read in chunks while pushes go on, and closed after
-        use. `epoch`: the primary's epoch, for the image's stamp.
+        """Return an image of the shard, to be read in chunks while pushes continue, and closed
+        after use. `epoch`: the primary's.
 
-        Waits for a push in progress, perhaps for long: call this in a thread if the shard is large.
+        Waits for a push in progress: call this in a thread if the shard is large.
         """
         with self._body_lock:
             with self._lock:
@@ -393,7 +382,7 @@ class VersionedShard(Generic[BodyT]):
         )
 
     def describe(self, job: str) -> ShardState:
-        """Return counters and sizes for display. Takes no lock, so that no push waits."""
+        """Return counters and sizes for display. Takes no lock."""
         return ShardState(
             job=job,
             shard_id=self.spec.shard_id,

@@ -9,9 +9,9 @@ T = TypeVar("T")
 
 INLINE_BYTES = 2 * 1024 * 1024
 """Largest work that runs on the event loop. The switch to another thread and back takes 0.4 ms of
-CPU time, which only larger work is worth."""
+CPU time."""
 ROWS_COST = 8
-"""Cost of a byte in rows that are found by id, relative to a byte of contiguous memory."""
+"""Cost of a byte in rows, relative to a byte of contiguous memory."""
 
 
 class Runner(Protocol):

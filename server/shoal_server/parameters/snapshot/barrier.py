@@ -25,7 +25,7 @@ from shoal_proto.errors import SnapshotFailed
 from shoal_server.core.shards.steps import Begun, Shards, StepId
 
 MAX_STEPS = 8
-"""Bound on remembered steps of one session: the most pushes that a client has in flight."""
+"""Bound on remembered steps of one session, and so on a client's pushes in flight."""
 MAX_SESSIONS = 4096
 
 
@@ -36,14 +36,13 @@ class BarrierPhase(Enum):
 
 
 Lacking = Callable[[StepId, Shards], Collection[int]]
-"""Returns the shards of a step that have not applied it, among those led by this server."""
+"""Returns the shards led by this server that have not applied a step."""
 
 
 @dataclass(slots=True)
 class _StepState:
     shards: Shards
     refused: set[int] = field(default_factory=set)
-    """Shards that refused their part for good."""
     num_inside: int = 0
     """Number of admitted parts that have not ended."""
     applied: bool = False
@@ -66,7 +65,7 @@ class SnapshotBarrier:
         if self.phase is BarrierPhase.OPEN or step in self._begun:
             return True
         known = self._sessions.get(step.session, {})
-        # Older than any remembered step: a retry of a push that was applied long ago.
+        # Older than any remembered step: a retry of a push that was applied.
         return step.sequence in known or (len(known) == MAX_STEPS and step.sequence < min(known))
 
     def enter(self, step: StepId, shards: Shards) -> None:
@@ -87,8 +86,8 @@ class SnapshotBarrier:
             self._is_whole(step, known, lacking)
 
     def add_steps(self, begun: Begun) -> None:
-        """Add the steps remembered by a shard that came from another server or was restored. That
-        shard may lack known steps, so all of them are checked again."""
+        """Add the steps of a shard that came from another server or was restored. That shard may
+        lack known steps, so all are checked again."""
         for step, shards in begun.items():
             self._note(step, shards)
         for known in (known for steps_of in self._sessions.values() for known in steps_of.values()):
@@ -112,8 +111,7 @@ class SnapshotBarrier:
         }
 
     def drain(self, cut_id: str, begun: Begun) -> None:
-        """Admit the steps that have begun anywhere. Raises SnapshotFailed unless the barrier is
-        closed for that cut."""
+        """Admit the steps that have begun anywhere. Raises what `check` raises."""
         self.check(cut_id, BarrierPhase.CLOSED)
         self.phase, self._begun = BarrierPhase.DRAINING, dict(begun)
         for step, shards in sorted(begun.items()):
@@ -141,7 +139,7 @@ class SnapshotBarrier:
 
     def give_up_incomplete_steps(self, lacking: Lacking) -> list[StepId]:
         """Give up the steps of the cut that lack a part here, and return them. A later cut waits
-        for such a step only while a part of it is in progress."""
+        for them only while a part is in progress."""
         torn = []
         for step, known in self._of_cut():
             if not self._is_whole(step, known, lacking):

@@ -1,7 +1,7 @@
 """A server's part in snapshots: a barrier for each job's pushes, and images of its shards.
 
-Once a barrier is drained, an image of each shard is made, and the barrier opens at once. The images
-stay as of the cut while pushes go on and the snapshot is written.
+The barrier opens as soon as the images are made. They stay as of the cut while pushes continue and
+the snapshot is written.
 """
 
 import asyncio
@@ -37,13 +37,12 @@ class _JobBarrier:
     """`JobAssignments.placement_id` of the job's record; empty while unknown."""
     barrier: SnapshotBarrier = field(default_factory=SnapshotBarrier)
     admits_more: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set, and replaced by a new event, when the barrier admits more steps than before."""
+    """Replaced by a new event whenever the barrier admits more steps."""
     part_ended: asyncio.Event = field(default_factory=asyncio.Event)
     known: dict[int, tuple[ShardReplica, int]] = field(default_factory=dict)
-    """Shards whose remembered steps the barrier knows, with the shards' epochs at that time."""
+    """Shards whose remembered steps the barrier knows, with their epochs at that time."""
     images: dict[int, ShardImage] = field(default_factory=dict)
     cut_id: str = ""
-    """Cut of the images."""
     limit: asyncio.TimerHandle | None = None
 
     def wake_waiting(self) -> None:
@@ -62,7 +61,7 @@ class SnapshotBarriers:
     def __init__(
         self, catalog: Catalog, fence: Fence, placement_id_of: Callable[[str], str] = lambda job: ""
     ) -> None:
-        """`placement_id_of`: returns the placement id of a job's record; empty while unknown."""
+        """`placement_id_of`: returns the placement id of a job; empty while unknown."""
         self._catalog = catalog
         self._fence = fence
         self._placement_id_of = placement_id_of
@@ -112,9 +111,9 @@ class SnapshotBarriers:
         they are applied here. Then make an image of every shard of which this server is primary.
 
         Returns the images' stamps, and the steps that stayed incomplete (torn). Raises
-        SnapshotFailed if a step is torn and `take_torn` is False, if the server's shards have
-        changed, or if the barrier is not closed for this cut. Afterwards the barrier is open,
-        unless another cut has closed it.
+        SnapshotFailed for a torn step unless `take_torn`, if the server's shards have changed, or
+        if the barrier is not closed for this cut. Afterwards the barrier is open, unless another
+        cut has closed it.
         """
         cut = self._of(job)
         cut.barrier.drain(cut_id, begun)
@@ -130,7 +129,7 @@ class SnapshotBarriers:
             self._check_led(job, cut)
             images = await _images(led)
             try:
-                # Meanwhile the cut may have been aborted, and the barrier opened.
+                # Meanwhile the cut may have been aborted.
                 cut.barrier.check(cut_id, BarrierPhase.DRAINING)
                 self._check_led(job, cut)
             except SnapshotFailed:
@@ -155,7 +154,7 @@ class SnapshotBarriers:
     def drop_unwanted(
         self, job: str, cut_id: str, unwanted: Iterable[Stamp], limit_s: float
     ) -> None:
-        """Drop the images with these stamps; abort the cut after `limit_s`, unless `images_of_cut`
+        """Drop the images with these stamps; abort the cut after `limit_s` unless `images_of_cut`
         is read before."""
         cut = self._of(job)
         not_needed = set(unwanted)
@@ -166,8 +165,8 @@ class SnapshotBarriers:
         self._limit(job, cut_id, limit_s)
 
     def images_of_cut(self, job: str, cut_id: str) -> Iterator[ShardImage]:
-        """Yield the images one by one; each is dropped when the next one is requested. The first
-        request raises SnapshotFailed if that cut is over."""
+        """Yield the images; each is dropped when the next one is requested. Raises SnapshotFailed
+        if that cut is over."""
         cut = self._of(job)
         if cut.cut_id != cut_id:
             raise SnapshotFailed(f"cut {cut_id} is over", seen=f"cut {cut.cut_id or 'none'}")
@@ -186,8 +185,7 @@ class SnapshotBarriers:
             cut.wake_waiting()
 
     def abort(self, job: str, cut_id: str, reason: str) -> None:
-        """Admit all steps again, and drop the cut's images. Do nothing if another cut, or none, is
-        in progress."""
+        """Admit all steps again, and drop the cut's images. Does nothing for another cut."""
         self.open(job, cut_id)
         cut = self._of(job)
         if cut.cut_id == cut_id:
@@ -227,7 +225,7 @@ class SnapshotBarriers:
 
     def _learn(self, job: str, cut: _JobBarrier) -> None:
         """Add to the barrier the steps remembered by shards of which this server has become
-        primary, or whose epoch has changed. Their pushes may have gone to another server."""
+        primary, or whose epoch has changed."""
         led = {replica.shard_id: (replica, replica.epoch) for replica in self._led(job)}
         for shard_id, (replica, epoch) in led.items():
             if cut.known.get(shard_id) != (replica, epoch):
@@ -249,20 +247,19 @@ class SnapshotBarriers:
         return cut
 
     def _forget_earlier_placement(self, job: str) -> None:
-        """Forget the steps of an earlier placement: no cut waits for them, since the job's shards
-        were replaced. Parts in progress stay known, as they may be of the new placement."""
+        """No cut waits for steps of an earlier placement. Parts in progress stay known, as they may
+        be of the new placement."""
         cut, placement_id = self._of(job), self._placement_id_of(job)
         is_idle = cut.barrier.phase is BarrierPhase.OPEN and not cut.images
         if cut.placement_id and cut.placement_id != placement_id and is_idle:
             cut.barrier.forget_ended_steps()
-            # Some remembered steps may be of the new placement: learn them again.
+            # Some remembered steps may be of the new placement.
             cut.placement_id, cut.known = placement_id, {}
         elif not cut.placement_id:
             cut.placement_id = placement_id
 
     def _forget_quiet_jobs(self) -> None:
-        """Drop the barriers of jobs without live sessions or images. A later barrier learns the
-        steps that the job's shards remember."""
+        """Drop the barriers of jobs without live sessions or images: shards remember the steps."""
         if len(self._jobs) <= MAX_QUIET_JOBS:
             return
         for job, cut in list(self._jobs.items()):
@@ -306,7 +303,7 @@ class _Lacking:
 
 
 async def _images(led: Sequence[ShardReplica]) -> list[ShardImage]:
-    """Make images of all these shards in a thread, as each waits for a push in progress."""
+    """Make images in a thread, as each waits for a push in progress."""
 
     def make() -> list[ShardImage]:
         with ExitStack() as stack:

@@ -20,8 +20,8 @@ Mask = NDArray[np.bool_]
 SKETCH_ROWS = 4
 SKETCH_WIDTH = 2**16
 AGEING_PUSHES = SKETCH_WIDTH
-"""Number of pushes of ids without a row after which all counts are halved, so that old pushes count
-less and the sketch never fills up."""
+"""Number of pushes of ids without a row after which all counts are halved, so that the sketch never
+fills up."""
 MAX_COUNT = 2**16 - 1
 
 
@@ -57,11 +57,10 @@ class ProbabilityRowGate:
 
 
 class CountRowGate:
-    """Admits an id from its `min_pushes`-th push on; at each ageing, all counts are halved.
+    """Admits an id from its `min_pushes`-th push on.
 
-    Counts are kept in a count-min sketch of fixed size (Cormode and Muthukrishnan 2005), which ages
-    as TinyLFU does (Einziger, Friedman, Manes 2017). A few counts are too high when very many ids
-    are pushed, and these ids are admitted early.
+    Counts are kept in a count-min sketch (Cormode and Muthukrishnan 2005), which ages as TinyLFU
+    does (Einziger, Friedman, Manes 2017). When very many ids are pushed, a few are admitted early.
     """
 
     def __init__(self, min_pushes: int, held: Mapping[str, Tensor]) -> None:
@@ -93,8 +92,8 @@ class CountRowGate:
 
 
 def new_gate(admission: Admission, held: Mapping[str, Tensor]) -> RowGate:
-    """Make the gate of a table's shard. `held`: the tensors of an earlier gate, of which the new
-    gate takes ownership; empty for a new shard."""
+    """Make the gate of a table's shard. Takes ownership of `held`, the tensors of an earlier gate;
+    empty for a new shard."""
     if admission.kind == "count":
         return CountRowGate(admission.min_pushes, held)
     if admission.kind == "probability":

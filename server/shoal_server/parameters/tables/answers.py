@@ -12,8 +12,7 @@ from shoal_server.parameters.shard.sessions import MAX_OUTCOMES
 
 
 class RememberedFates:
-    """Fates by session and sequence, for at least the pushes that the session table keeps. A push
-    whose rows were all applied takes no memory here."""
+    """Fates by session and sequence, for at least the pushes that the session table keeps."""
 
     def __init__(self) -> None:
         self._fates: dict[str, Mapping[int, bytes]] = {}
@@ -45,7 +44,7 @@ class RememberedFates:
         return frozen
 
     def tensors(self, sessions: Sequence[SessionImage]) -> dict[str, Tensor]:
-        """Encode the fates of the pushes that the session table remembers, in its order."""
+        """Encode the fates of remembered pushes, in the session table's order."""
         remembered = [
             self.recall(s.session, sequence) for s in sessions for sequence in s.sequences
         ]

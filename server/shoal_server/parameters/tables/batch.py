@@ -22,7 +22,7 @@ from shoal_server.parameters.tables.index import Rows
 Fates = NDArray[np.uint8]
 
 ID_BYTES = 8
-# Gradients are only read: torch need not warn that their bytes are not writable.
+# torch need not warn that gradients are not writable: they are only read.
 warnings.filterwarnings("ignore", message="The given buffer is not writable", module=__name__)
 
 
@@ -31,11 +31,11 @@ class RowBatch:
     ids: Ids
     """Distinct ids, in rising order."""
     births: Ids
-    """Version that made each row, as looked up by the sender; 0 without a row."""
+    """Version that made each row, as the sender looked it up; 0 without a row."""
     gradient_rc: Tensor
     """One row for each id; read-only."""
     positions: Rows | None
-    """Position in `ids` of each row of the push; None: the push has the same ids in the same
+    """Position in `ids` of each row of the push; None: the ids are those of the push, in its
     order."""
 
     def fates_in_order(self, fates: Fates) -> bytes:
@@ -46,8 +46,7 @@ class RowBatch:
 
 
 def read_ids(table: TableSpec, table_index: int, data: bytes) -> Ids:
-    """Decode ids, in their order. Raises MalformedMessage for ids of another shard, or ids that are
-    cut off."""
+    """Decode ids, in their order. Raises MalformedMessage for ids of another shard."""
     if len(data) % ID_BYTES:
         raise MalformedMessage(
             f"ids of table {table.name} are cut off",
@@ -69,8 +68,8 @@ def read_ids(table: TableSpec, table_index: int, data: bytes) -> Ids:
 def read_batch(
     table: TableSpec, table_index: int, record: PushRecord, gradient: Buffer
 ) -> RowBatch:
-    """Decode the rows of a push. Raises ShapeMismatch, MalformedMessage or InvalidSpec if the
-    record is no push to this shard, or NonFiniteGradient with the row's id."""
+    """Decode the rows of a push. Raises ShapeMismatch, MalformedMessage or InvalidSpec, or
+    NonFiniteGradient with the row's id."""
     row_ids, births = record.row_ids, record.row_births
     ids = read_ids(table, table_index, row_ids)
     dtype = DTYPES[table.dtype]
@@ -98,7 +97,7 @@ def read_batch(
 
 def gradient_row_bytes(table: TableSpec, codec: GradientCodec | None) -> int:
     """Return the size of one row's gradient as sent. Raises InvalidSpec for a codec that is not for
-    rows, or that does not make the rows smaller."""
+    rows, or does not make them smaller."""
     plain = table.dim * DTYPES[table.dtype].itemsize
     if codec is None:
         return plain

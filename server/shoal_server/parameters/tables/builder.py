@@ -105,10 +105,9 @@ class ShardBuilder:
     def add(self, data: Buffer) -> None:
         """Add the next chunk. `data` is not kept.
 
-        Raises MalformedMessage, without a change, if `data` is longer or shorter than the next
-        chunk. The last chunk of the image's rest (the small tensors and remembered pushes) raises
-        MalformedMessage or InternalError if the rest cannot be read or is inconsistent: then the
-        builder cannot be used any more.
+        Raises MalformedMessage, without a change, for another length. Raises MalformedMessage or
+        InternalError if the image's rest (the small tensors and remembered pushes) is inconsistent:
+        then the builder cannot be used any more.
         """
         expected = 0 if self.is_complete else self.num_bytes(self.next_chunk)
         if not data or len(data) != expected:
@@ -173,7 +172,7 @@ class _DenseContent:
         self._flat.write(index, data)
 
     def shard(self, version: int, sessions: Sequence[SessionImage]) -> AnyShard:
-        # Most tensors are in place already; some optimizers return copies of their state.
+        # Most tensors are in place; some optimizers return copies of their state.
         state = {name: t for name, t in self._flat.tensors.items() if name != VALUES}
         self._body.load_state(state)
         return VersionedShard.restored(self._spec.shard, self._body, version, sessions)

@@ -1,7 +1,7 @@
 """The content of a table shard, and the effect of a push on it.
 
-A push's effect depends only on the content and the push. So the same pushes make the same content,
-on any server and at any time.
+The effect depends only on the content and the push: the same pushes make the same content on any
+server.
 """
 
 from collections.abc import Mapping
@@ -31,8 +31,7 @@ SWEEPS_PER_IDLE_TIME = 8
 LOOKED_AT_BYTES = 16
 """Bytes of each row that a search for idle or old rows reads."""
 EVICTED_AT_A_TIME = 1 / 16
-"""Share of a full shard that is evicted at once: not every push has to search for the oldest
-rows."""
+"""Share of a full shard that is evicted at once."""
 
 APPLIED = RowFate.ROW_FATE_APPLIED
 MADE = RowFate.ROW_FATE_MADE
@@ -62,9 +61,8 @@ class TableContent:
         *,
         expected_rows: int = 0,
     ) -> None:
-        """Make a content without rows. `small`: the small tensors of an image, of which the content
-        takes ownership; None for a new shard. `expected_rows`: number of rows that `fill` will
-        add."""
+        """Make a content without rows. Takes ownership of `small`, the small tensors of an image;
+        None for a new shard. `expected_rows`: number of rows that `fill` will add."""
         dtype = DTYPES[table.dtype]
         held = small or {}
         self._table = table
@@ -109,8 +107,7 @@ class TableContent:
         return births, values_rc
 
     def regrown_bytes(self, num_rows: int) -> int:
-        """Return how many bytes a push of `num_rows` rows may process besides its rows: a rebuilt
-        index, and a part of each row in a search for idle or old rows."""
+        """Return how many bytes a push of `num_rows` rows may process besides its rows."""
         is_full = len(self.rows) + num_rows > self.max_rows
         looks = bool(self._table.eviction.max_idle_s) or is_full
         return self.rows.moved_bytes(num_rows) + LOOKED_AT_BYTES * len(self.rows) * looks
@@ -122,7 +119,7 @@ class TableContent:
 
     def growth_bytes(self, batch: RowBatch, at_unix_s: float) -> int:
         """Return the most bytes by which a push at `at_unix_s` may grow the memory. New rows first
-        use the memory of evicted rows, including the rows that this push will evict as idle."""
+        use the memory of evicted rows."""
         if len(batch.ids) <= self.rows.num_spare:
             return 0
         rows = self.rows.find(batch.ids)
@@ -137,8 +134,7 @@ class TableContent:
     ) -> Fates:
         """Apply gradients; return the fate of each row of the batch.
 
-        A gradient that was computed on a row is applied to that row only: if the row was evicted,
-        the gradient is dropped, even if the id has a new row. A gradient that was computed on
+        A gradient of a row that was evicted is dropped, even if the id has a new row. A gradient of
         initial values is applied to the row that the id has now, or gets.
         """
         self._now_s = self._time_of(at_unix_s)
@@ -161,8 +157,8 @@ class TableContent:
     def _time_of(self, at_unix_s: float) -> float:
         """Return the table's time for a push with that timestamp.
 
-        If the clock was set back, the table's time stands still. If it was set forward, rows in use
-        do not become idle: a push advances the time by at most half of `max_idle_s`.
+        If the clock was set forward, rows in use must not become idle: a push advances the time by
+        at most half of `max_idle_s`.
         """
         max_idle_s = self._table.eviction.max_idle_s
         if max_idle_s and self._now_s:
@@ -170,14 +166,14 @@ class TableContent:
         return max(self._now_s, at_unix_s)
 
     def _make(self, batch: RowBatch, rows: Rows, fates: Fates, version: int) -> None:
-        """Make rows for the admitted ids, up to `max_rows` in all. Sets `rows` and `fates`."""
+        """Make rows for the admitted ids. Sets `rows` and `fates`."""
         absent = np.flatnonzero(fates == NOT_ADMITTED)
         admitted = absent[self._gate.admit(batch.ids[absent], version)]
         num_free = self.max_rows - len(self.rows)
         if len(admitted) > num_free and self._table.eviction.oldest_when_full:
             wanted = max(len(admitted) - num_free, int(self.max_rows * EVICTED_AT_A_TIME))
             self._evict(self.rows.oldest(wanted, spared=rows[fates == APPLIED]))
-            # A row whose gradient is dropped may be evicted: only its fate matters.
+            # A row whose gradient is dropped may be evicted.
             num_free = self.max_rows - len(self.rows)
         fates[admitted[num_free:]] = FULL
         admitted = admitted[:num_free]
@@ -209,7 +205,6 @@ class TableContent:
         self._next_sweep_s = self._now_s + max_idle_s / SWEEPS_PER_IDLE_TIME
 
     def _idle(self, now_s: float) -> Rows:
-        """Return the rows that a push at `now_s` evicts as idle."""
         max_idle_s = self._table.eviction.max_idle_s
         if not max_idle_s or now_s < self._next_sweep_s:
             return np.zeros(0, np.int64)
@@ -243,8 +238,7 @@ class TableContent:
         return self.rows.ids_from(start, max(num_bytes // self.rows.row_bytes, 1))
 
     def rows_of(self, ids: Ids) -> tuple[Ids, list[Tensor]]:
-        """Return the births of these ids' rows, 0 for a missing row; and copies of all columns of
-        the existing rows."""
+        """See `RowStore.columns_of`."""
         return self.rows.columns_of(ids)
 
     def row_chunks(self, num_rows: int, chunk_bytes: int) -> RowChunks:

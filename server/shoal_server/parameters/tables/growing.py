@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 FREED_AT_A_TIME_BYTES = 8 * 1024 * 1024
-"""Part of the memory that is freed at a time: the GIL is held for 1 ms meanwhile."""
+"""Part of the memory that is freed at a time: the GIL is held meanwhile."""
 
 
 class GrowingTensor:

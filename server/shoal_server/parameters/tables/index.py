@@ -1,9 +1,8 @@
 """Index from row ids to positions in a shard's arrays, for many ids at once.
 
-A hash table with open addressing, whose operations are a few passes over arrays: all ids make their
-first probe together, the ids that need another make the second, and so on. Probe n + 1 is n slots
-after probe n. As the number of slots is a power of two, the probes reach every slot (Knuth, TAOCP
-3, 6.4, exercise 20).
+A hash table with open addressing: all ids make their first probe together, the ids that need
+another make the second, and so on. Probe n + 1 is n slots after probe n. As the number of slots is
+a power of two, the probes reach every slot (Knuth, TAOCP 3, 6.4, exercise 20).
 """
 
 from itertools import count

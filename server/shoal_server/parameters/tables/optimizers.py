@@ -1,7 +1,5 @@
-"""Optimizer steps on the rows of one push.
-
-The result depends on the push and the row alone, not on the row's position. If torch has the
-optimizer, the operations and their order are those of `torch.optim` on sparse gradients.
+"""Optimizer steps on the rows of one push. If torch has the optimizer, the operations and their
+order are those of `torch.optim` on sparse gradients.
 
 Suffixes of tensors: r rows, c columns.
 """
@@ -23,7 +21,6 @@ class StateColumn:
     is_per_element: bool
     """True: one number for each column of a row; False: one for each row."""
     fill: float = 0.0
-    """Value in a new row."""
 
 
 State = Mapping[str, Tensor]
@@ -72,8 +69,7 @@ class RowAdagradRule:
 
 
 class RowwiseAdagrad:
-    """Adagrad with one accumulator per row, as in FBGEMM: a step adds the mean squared gradient of
-    the row."""
+    """Adagrad with one accumulator per row, as in FBGEMM."""
 
     def __init__(self, spec: RowOptimizer) -> None:
         self._eps = spec.eps
@@ -119,8 +115,8 @@ class RowAdamRule:
             values_rc.add_(direction_rc.mul_(-self._step_size(self.table_step, lr)))
             return
         steps_r = state["step"].add_(1)
-        # Computed once per distinct number of steps, with Python floats: torch's power of a vector
-        # rounds differently at the vector's end.
+        # Computed with Python floats: torch's power of a vector rounds differently at the vector's
+        # end.
         distinct, inverse = torch.unique(steps_r, return_inverse=True)
         sizes = [-self._step_size(round(steps), lr) for steps in distinct.tolist()]
         size_r = torch.tensor(sizes, dtype=values_rc.dtype)[inverse]

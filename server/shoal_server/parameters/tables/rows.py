@@ -18,17 +18,16 @@ from shoal_server.parameters.tables.row_image import BIRTHS, IDS, RowImage
 VALUES = "values"
 LAST_PUSHED = "last_pushed_unix_s"
 STATE = "optimizer/"
-"""Prefix of the optimizer's columns in an image."""
 FIRST_CAPACITY = 64
 DOUBLED_BYTES = 64 * 1024 * 1024
-"""Size up to which a store doubles when it grows; a larger store grows by a quarter."""
+"""Size up to which a store doubles when it grows."""
 INDEX_BYTES_PER_ROW = 32
 """Upper bound on the index's bytes for a row: at most four slots of four bytes, and two ids."""
 
 
 class RowStore:
-    """Stores rows in memory that grows in place. New rows first take the positions of removed ones.
-    Open images save a row before it is written to."""
+    """Stores rows in memory that grows in place. New rows first take the positions of removed
+    ones."""
 
     def __init__(self, dim: int, dtype: torch.dtype, columns: Mapping[str, StateColumn]) -> None:
         self._max_rows = MAX_ROWS
@@ -74,8 +73,7 @@ class RowStore:
         return self._capacity - len(self)
 
     def moved_bytes(self, num_more: int) -> int:
-        """Return how many bytes are moved if `num_more` rows are added: a rebuilt index, else
-        none."""
+        """Return how many bytes are moved if `num_more` rows are added."""
         return self._index.num_bytes if self._index.moves_for(num_more) else 0
 
     def growth_bytes(self, num_rows: int) -> int:
@@ -95,7 +93,7 @@ class RowStore:
         return self._index.find(ids)
 
     def births(self, rows: Rows) -> Ids:
-        """Return the version that made each row; 0 for a missing row, whose number is -1."""
+        """Return the version that made each row; 0 for row -1."""
         births = self._numbers(BIRTHS)[rows]
         return np.where(rows >= 0, births, 0)
 
@@ -134,9 +132,8 @@ class RowStore:
         return np.flatnonzero(is_live & (last_pushed < before_unix_s))
 
     def oldest(self, count: int, spared: Rows) -> Rows:
-        """Return the `count` rows that were pushed longest ago, except the rows in `spared`; all
-        others if they are fewer. Rows pushed at the same time are chosen by id, since their
-        positions differ between replicas."""
+        """Return the `count` rows that were pushed longest ago, except the rows in `spared`. Rows
+        pushed at the same time are chosen by id, since their positions differ between replicas."""
         is_live = self._numbers(BIRTHS)[: self._top] > 0
         is_live[spared] = False
         rows = np.flatnonzero(is_live)
@@ -166,8 +163,8 @@ class RowStore:
 
     @property
     def columns(self) -> Mapping[str, Tensor]:
-        """Columns by name, and the ids, not copied. The store cannot grow in place while the result
-        exists."""
+        """Columns by name, and the ids, not copied. The store cannot grow in place while they
+        exist."""
         top = self._top
         columns = {name: column.tensor[:top] for name, column in self._columns.items()}
         return {IDS: self._index.id_tensor[:top]} | columns

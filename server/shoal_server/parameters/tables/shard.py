@@ -36,7 +36,7 @@ class TablePush(Push):
     step: int
     """Step of the table that the push is part of, as counted by the sender."""
     codec: GradientCodec | None = None
-    """Encoding of the gradients; None: the table's dtype."""
+    """None for the table's dtype."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,9 +66,9 @@ class TableBody:
     def now_s(self) -> float:
         """Return the table's time for a push that arrives now, in Unix seconds.
 
-        The table's time starts at the shard's newest push, or at the machine's clock for a new
-        shard, and continues with the monotonic clock. So a change of the machine's clock, or of the
-        primary, makes no row seem older.
+        The time starts at the shard's newest push, or at the machine's clock for a new shard, and
+        follows the monotonic clock. So no row seems older after a change of the clock or of the
+        primary.
         """
         if self._ahead_s is None:
             self._ahead_s = (self.content.now_s or time.time()) - time.monotonic()
@@ -76,7 +76,7 @@ class TableBody:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the rows with their optimizer state, their index and the admission gate."""
+        """Bytes of rows, optimizer state, index and admission gate."""
         return self.content.num_bytes
 
     @property
@@ -175,8 +175,8 @@ def is_table(shard: AnyShard) -> TypeGuard[TableShard]:
 def table_from_image(image: LoadedImage) -> TableShard:
     """Restore a shard from its image. Takes ownership of the image's tensors.
 
-    Raises InternalError if the image is inconsistent, or not of a table's shard. For invalid
-    values, torch's and Python's errors are raised, too: `restore` converts them.
+    Raises InternalError if the image is inconsistent, and torch's and Python's errors for invalid
+    values.
     """
     try:
         if image.kind != TableBody.kind:

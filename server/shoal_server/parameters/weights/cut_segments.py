@@ -1,8 +1,7 @@
 """Segments of published weights, made from images of shards.
 
-A segment has the values of a shard of parameters, or the ids, births and values of the rows of a
-table's shard. A row keeps its position in the shard, and the number of positions grows in steps. So
-the difference between two versions has only the changed rows.
+A row keeps its position, and the number of positions grows in steps. So the difference between two
+versions has only the changed rows.
 """
 
 from collections.abc import Callable
@@ -21,8 +20,8 @@ from shoal_server.parameters.tables.row_image import BIRTHS, IDS
 
 MIN_ROWS = 64
 STEPS_A_DOUBLING = 8
-"""Number of steps between one power of two and the next. So at most an eighth of the positions of a
-large segment lie after the last row."""
+"""Number of steps between one power of two and the next. So at most an eighth of a large segment
+lies after the last row."""
 ID_BYTES = 8
 
 
@@ -34,8 +33,8 @@ class PlannedSegment:
     described: pb.CutSegment
     """Description without digest, size and holders."""
     fill: Callable[[memoryview], None]
-    """Writes the shard into memory that is all zeros. Waits for the shard's lock: do not call it on
-    the event loop."""
+    """Writes the shard into memory that is all zeros. Waits for the shard's lock: not for the event
+    loop."""
 
 
 def planned(image: ShardImage) -> PlannedSegment:

@@ -18,10 +18,9 @@ from shoal_server.parameters.shard.memory import Memory
 log = structlog.get_logger(__name__)
 
 MAX_CHANGED = 0.2
-"""Share of changed elements above which the whole segment is sent: making a difference would take
-too long."""
+"""Share of changed elements above which the whole segment is sent."""
 MAX_SIZE = 0.5
-"""Size of the largest difference that is worth sending, as a share of the whole segment."""
+"""Largest difference that is worth sending, as a share of the whole segment."""
 KEPT_S = 60.0
 MAX_KEPT = 64
 
@@ -61,8 +60,8 @@ class WeightDifferences:
         self._is_closed = False
 
     def find(self, series: str, digest: bytes) -> Segment | None:
-        """Return a kept difference, by its digest; None if there is none. The difference is kept
-        for KEPT_S more."""
+        """Return a kept difference by its digest, and keep it for KEPT_S more; None if there is
+        none."""
         for key, kept in self._kept.items():
             made = kept.difference
             if key.series == series and made is not None and made.digest == digest:
@@ -73,8 +72,7 @@ class WeightDifferences:
     async def between(
         self, series: str, base: Segment, target: Segment, elements: Sequence[tuple[int, int]]
     ) -> Segment | None:
-        """Return the difference from `base` to `target`; None if the whole segment is to be sent,
-        as the sizes differ, too much has changed, or there is too little memory.
+        """Return the difference from `base` to `target`; None if the whole segment is to be sent.
 
         `elements`: runs of elements as (bytes of an element, bytes of the run). Raises InvalidSpec
         if the runs do not make up the segments, or have elements of a size that is not in

@@ -19,8 +19,8 @@ _DIGEST = re.compile(f"[0-9a-f]{{{2 * DIGEST_BYTES}}}")
 
 
 class WeightDisk:
-    """Files of segments, `JOB/NAME/DIGEST`. A file is whole or absent even if its writer is killed,
-    and only this user can read it. All calls block."""
+    """Files of segments, `JOB/NAME/DIGEST`. A file is whole or absent, and only this user can read
+    it. All calls block."""
 
     def __init__(self, directory: Path) -> None:
         """Take over the segments that an earlier process left in the directory. Raises OSError."""
@@ -56,8 +56,8 @@ class WeightDisk:
         self._written.add(path)
 
     def read(self, series: str, digest: bytes) -> Segment | None:
-        """Read and verify a segment; None if it is not on disk. A damaged segment is removed, and
-        counts as absent. Raises OSError, or Overloaded if there is no memory for it."""
+        """Read and verify a segment; None if it is not on disk, or damaged and now removed. Raises
+        OSError, or Overloaded if there is no memory for it."""
         path = self._path(series, digest)
         try:
             file = path.open("rb", buffering=0)

@@ -88,16 +88,14 @@ class WeightHoldings:
         *,
         of_chunks: bytes | None = None,
     ) -> Segment:
-        """Receive a segment, as a descriptor if possible, and hold it once it is verified. Its
-        memory is reserved before anything is received.
+        """Receive a segment, as a descriptor if possible, and hold it once it is verified.
 
-        `of_chunks`: digests of the chunks of a segment that comes as a descriptor. Its sender
-        computed them once the memory was write-protected. None: they are computed here.
+        `of_chunks`: digests of the chunks of a segment that comes as a descriptor, computed by its
+        sender once the memory was write-protected. None: they are computed here.
 
-        Raises what `admit` and `transport` raise, Overloaded if the server has no memory for the
-        segment, ChecksumMismatch if its digest differs, MalformedMessage if descriptor or
-        `of_chunks` do not fit, and Unavailable if the descriptor or a chunk is not complete within
-        STALLED_S.
+        Raises what `admit` and `transport` raise, Overloaded if the server has no memory,
+        ChecksumMismatch for another digest, MalformedMessage if descriptor or `of_chunks` do not
+        fit, and Unavailable if the sender is slower than STALLED_S.
         """
         with self._claimed(num_bytes) as claim:
             if transport.is_local:
@@ -134,10 +132,7 @@ class WeightHoldings:
         self, series: str, num_bytes: int, origin: SegmentOrigin, fill: Callable[[memoryview], None]
     ) -> Segment:
         """Hold a segment whose bytes `fill` writes, on a thread, into memory that is all zeros.
-
-        Raises what `admit` and `fill` raise, or Overloaded if the server has no memory for the
-        segment.
-        """
+        Raises what `admit` and `fill` raise, or Overloaded."""
 
         def made() -> Segment:
             writer = SegmentWriter(num_bytes)
@@ -187,7 +182,7 @@ class WeightHoldings:
         self, series: str, segment: Segment, origin: SegmentOrigin | None, claim: ExitStack
     ) -> Segment:
         if not self._store.insert(series, segment, origin, self._now_s()):
-            # Another call has added the same segment meanwhile.
+            # Another call has added the same segment.
             segment.close()
             return self.get(series, segment.digest)
         self._claims[series, segment.digest] = claim.pop_all()
@@ -197,7 +192,6 @@ class WeightHoldings:
         return segment
 
     def _free(self, series: str, segments: Iterable[Segment]) -> None:
-        """Release the memory of segments. A connection keeps a segment that it is sending."""
         freed = list(segments)
         for segment in freed:
             log.info(
@@ -208,14 +202,14 @@ class WeightHoldings:
             )
             self._claims.pop((series, segment.digest)).close()
         if freed:
-            # Freeing gigabytes takes the kernel a while: drop the last references on a thread,
-            # after the callers'.
+            # Freeing gigabytes takes a while: drop the last references on a thread, after the
+            # callers'.
             loop = asyncio.get_running_loop()
             loop.call_soon(loop.run_in_executor, None, freed.clear)
 
     async def _from_chunks(self, num_bytes: int, transport: SegmentTransport) -> Segment:
-        """Receive a segment. While a chunk arrives, threads digest the previous one and prepare
-        memory for the next."""
+        """While a chunk arrives, threads digest the previous one and prepare memory for the
+        next."""
         writer = SegmentWriter(num_bytes)
         loop = asyncio.get_running_loop()
         arrived: list[memoryview] = []

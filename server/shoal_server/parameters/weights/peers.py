@@ -28,7 +28,7 @@ from shoal_server.parameters.cluster.peer_timeouts import PEER_OPTIONS
 
 OPEN_S = 3.0
 TRANSFER_S = 3600.0
-"""Longest transfer of one segment. It fails much earlier if the other server falls silent."""
+"""Longest transfer of one segment."""
 
 MAX_IDLE = 8
 
@@ -49,8 +49,8 @@ class WeightPeers:
     async def pass_on(
         self, to: StoreServer, request: PutSegmentRequest, segment: Segment
     ) -> PutSegmentReply:
-        """Send a segment to another server, which forwards it to the rest of the chain. Raises the
-        error of the call OpenBulk, or what `SegmentConnection` raises."""
+        """Send a segment to another server, for it and the rest of the chain. Raises the error of
+        the call OpenBulk, or what `SegmentConnection` raises."""
 
         def put(connection: SegmentConnection) -> PutSegmentReply:
             return connection.put(request, segment, TRANSFER_S)
@@ -118,11 +118,11 @@ class WeightPeers:
         connection: SegmentConnection,
         call: Callable[[SegmentConnection], T],
     ) -> T:
-        """Make the call on a thread. Unless the call fails, its connection may be used again."""
+        """Make the call on a thread. Unless it fails, its connection may be used again."""
 
         def kept() -> tuple[T, SegmentConnection]:
-            # Runs even if the caller is cancelled before a thread is free: the call then fails on
-            # the aborted connection.
+            # Runs even if the caller is cancelled first: the call then fails on the aborted
+            # connection.
             try:
                 return call(connection), connection
             except BaseException:

@@ -18,8 +18,7 @@ Record = SeriesHead | PublishedVersion
 
 
 class SeriesRecords:
-    """Records of series, as of the newest event of a watch; kept while etcd is unreachable. Lives
-    on the event loop."""
+    """Records of series, from a watch; kept while etcd is unreachable. Lives on the event loop."""
 
     def __init__(
         self, store: KeyValueStore, holdings: WeightHoldings, upkeep: WeightUpkeep
@@ -98,7 +97,6 @@ def _parsed(item: MirroredKey) -> Record | None:
 
 
 def _positions(versions: Iterable[PublishedVersion]) -> Mapping[bytes, Position]:
-    """Return the newest publication of each segment, by digest."""
     positions: dict[bytes, Position] = {}
     for version in versions:
         position = version.epoch, version.publication
@@ -108,8 +106,8 @@ def _positions(versions: Iterable[PublishedVersion]) -> Mapping[bytes, Position]
 
 
 def _segments(versions: Iterable[PublishedVersion]) -> Mapping[bytes, PublishedSegment]:
-    """Return the segments by digest. Versions may share a segment and name different holders: it
-    gets the holders of all its versions."""
+    """Versions may share a segment and name different holders: it gets the holders of all its
+    versions."""
     segments: dict[bytes, PublishedSegment] = {}
     for version in versions:
         for segment in version.segments:

@@ -36,7 +36,7 @@ from shoal_server.serving.rpc import Context
 log = structlog.get_logger(__name__)
 
 PUBLISHING = frozenset({CertificateRole.WORKER, CertificateRole.OPERATOR, CertificateRole.SERVER})
-"""Roles that may put segments: publishers, and servers that pass segments on."""
+"""Publishers, and servers that pass segments on."""
 
 SWEEP_EACH_S = 1.0
 STALLED_S = 30.0
@@ -68,8 +68,7 @@ class WeightsServicer(WeightStoreServicer):
         self._offers = offers
 
     async def sweep_for_ever(self) -> None:
-        """Free segments and differences that are not needed. Let `upkeep` remove files once all
-        records have been read."""
+        """Free what is not needed. Let `upkeep` remove files once all records have been read."""
         while True:
             await asyncio.sleep(SWEEP_EACH_S)
             self._holdings.sweep()
@@ -120,11 +119,10 @@ class WeightsServicer(WeightStoreServicer):
     ) -> Replies:
         """Receive a segment, and forward it along the request's chain of servers.
 
-        The last reply names the servers that hold the segment: fewer than requested if a server of
-        the chain failed. Raises the error of a server that refuses the segment or is overloaded,
-        AccessDenied for a caller that may not publish or for another series than the connection's,
-        InvalidSpec for a bad digest, StaleEpoch or Overloaded if the segment may not be held, and
-        what `WeightHoldings.receive` raises.
+        The last reply names the servers that hold the segment: fewer than requested if one failed.
+        Raises the refusal or overload of a server of the chain, AccessDenied for a caller that may
+        not publish or for another series than the connection's, InvalidSpec for a bad digest, and
+        what `_admit` and `WeightHoldings.receive` raise.
         """
         _check_use(request.series, use)
         if use.caller is not None and use.caller.role not in PUBLISHING:
@@ -161,18 +159,18 @@ class WeightsServicer(WeightStoreServicer):
     async def keep_cut(
         self, request: pb.PutSegmentRequest, planned: PlannedSegment
     ) -> pb.CutSegment:
-        """Make a shard's segment, and hold it on this server and on all servers of the request's
-        chain. Sets `segment` and `abandoned` in `request`.
+        """Make a shard's segment, and hold it on all servers of the request's chain too. Sets
+        `segment` and `abandoned` in `request`.
 
-        Raises StaleEpoch, Overloaded, the refusal of a server of the chain, Unavailable if such a
-        server does not hold the segment afterwards, and what `planned.fill` raises.
+        Raises StaleEpoch, Overloaded, the refusal of a server of the chain, Unavailable if one does
+        not hold the segment afterwards, and what `planned.fill` raises.
         """
         series = request.series
         origin = SegmentOrigin(
             epoch=request.epoch, publication=request.publication, rank=request.rank
         )
         # An earlier attempt at this publication may have left a segment of another cut: free it
-        # first, here and on the servers of the chain.
+        # first, also on the chain.
         del request.abandoned[:]
         request.abandoned.append(request.publication)
         self._holdings.abandon(series, origin.rank, origin.epoch, request.abandoned)
@@ -193,8 +191,8 @@ class WeightsServicer(WeightStoreServicer):
         return cut
 
     async def _admit(self, series: str, digest: bytes, origin: SegmentOrigin) -> None:
-        """Raise StaleEpoch or Overloaded if the segment may not be held. The newest records are
-        read before Overloaded is raised: a version may have been committed."""
+        """Raise StaleEpoch or Overloaded if the segment may not be held. Read the newest records
+        first: a version may have been committed."""
         try:
             self._holdings.admit(series, digest, origin)
         except Overloaded:
@@ -202,8 +200,8 @@ class WeightsServicer(WeightStoreServicer):
             self._holdings.admit(series, digest, origin)
 
     async def _passed_on(self, request: pb.PutSegmentRequest, segment: Segment) -> Sequence[str]:
-        """Forward a segment along the chain; return the servers that hold it now. Raises
-        Overloaded, or the refusal of a server of the chain."""
+        """Forward a segment along the chain; return the servers that hold it. Raises Overloaded, or
+        a server's refusal."""
         if not request.chain:
             return ()
         following = pb.PutSegmentRequest()
@@ -226,8 +224,7 @@ class WeightsServicer(WeightStoreServicer):
         takes one, else in the requested chunks.
 
         Raises AccessDenied for another series than the connection's, InvalidSpec for a bad digest
-        or for chunks that the segment does not have, and Unavailable if the segment is not held or
-        the reader stops reading.
+        or chunks, and Unavailable if the segment is not held or the reader stops reading.
         """
         _check_use(request.series, use)
         digest = _checked_digest(request.digest)
@@ -251,8 +248,8 @@ class WeightsServicer(WeightStoreServicer):
 
 
 async def _sent(index: int, segment: Segment, transport: SegmentTransport) -> None:
-    """Send a chunk. Raises Unavailable after STALLED_S: a reader that has stopped would keep the
-    memory of a dropped segment in use."""
+    """Send a chunk. Raises Unavailable after STALLED_S: a reader that has stopped would keep a
+    dropped segment in memory."""
     try:
         async with asyncio.timeout(STALLED_S):
             await transport.send_chunk(index, segment)

@@ -1,7 +1,7 @@
 """Decisions on the segments that this server holds: which are admitted, held and freed.
 
-A segment is held while a version of its series names it, and for a grace period while no version
-has named it yet. Methods return the segments that are no longer held; their caller frees them.
+A segment is held while a version of its series names it, or, if none has named it yet, for a grace
+period. The caller frees the returned segments.
 """
 
 from collections import defaultdict
@@ -12,11 +12,10 @@ from shoal_proto.errors import Overloaded, StaleEpoch
 from shoal_proto.segments.sealed import Segment
 
 GRACE_S = 120.0
-"""Time for which a segment is held although no version names it: longer than any publication
-takes."""
+"""Longer than any publication takes."""
 MAX_UNDECIDED = 2
-"""Maximum number of segments of one rank that no version has named yet: one of the publication in
-progress, and one of an earlier publication that may never be complete."""
+"""Maximum number of one rank's segments that no version has named yet: of the publication in
+progress, and of one that may never be complete."""
 
 
 Position = tuple[int, int]
@@ -43,21 +42,20 @@ class HeldSegment:
     series: str
     segment: Segment
     origin: SegmentOrigin | None
-    """Publication for which the segment was put here; None: the segment was copied from another
-    server, or read from disk."""
+    """Publication for which the segment was put here; None: copied from another server, or read
+    from disk."""
     needed_s: float
-    """Time at which the segment was last put, or named by the records, in seconds."""
+    """Time at which the segment was last put, or named by the records."""
     was_named: bool = False
-    """True once the version of the origin's publication, or a later version, has named the
-    segment."""
+    """True once the version of the origin's publication, or a later one, has named the segment."""
 
 
 @dataclass(slots=True)
 class _Series:
     newest: Position = (0, 0)
-    """Epoch of the series, and the newest publication that was committed in it."""
+    """Epoch of the series, and the newest publication committed in it."""
     named: Mapping[bytes, Position] = field(default_factory=dict)
-    """Newest publication of each segment that a version names, by digest."""
+    """Newest publication that names each digest."""
     held: dict[bytes, HeldSegment] = field(default_factory=dict)
 
 
@@ -75,8 +73,7 @@ class SegmentStore:
 
     def admit(self, series: str, digest: bytes, origin: SegmentOrigin) -> None:
         """Admit a segment for a publication. Raises StaleEpoch if the series has a later epoch, and
-        Overloaded if the rank has put MAX_UNDECIDED other segments that no version has named
-        yet."""
+        Overloaded if the rank has put MAX_UNDECIDED other segments."""
         known = self._series.get(series)
         if known is None:
             return
@@ -124,8 +121,7 @@ class SegmentStore:
     def renew(
         self, series: str, digest: bytes, origin: SegmentOrigin, now_s: float
     ) -> Segment | None:
-        """Return the segment, and start its grace period again for this publication; None if it is
-        not held."""
+        """Return the segment, and start its grace period again; None if it is not held."""
         segment = self.get(series, digest)
         if segment is not None:
             self.insert(series, segment, origin, now_s)
@@ -140,7 +136,7 @@ class SegmentStore:
         digests that its versions name, each with its newest publication.
 
         A segment that is not named is released at once if it was named before, or if its
-        publication or a later one was committed: no version can name it then.
+        publication or a later one was committed.
         """
         known = self._series[series]
         known.newest, known.named = newest, named
@@ -156,7 +152,7 @@ class SegmentStore:
 
     def forget(self, series: str) -> list[Segment]:
         """Note that all records of a series were deleted; return the segments that are no longer
-        held. A segment that was never named stays for its grace period."""
+        held. Segments never named stay for their grace period."""
         known = self._series.pop(series, None)
         if known is None:
             return []
@@ -168,8 +164,8 @@ class SegmentStore:
     def abandon(
         self, series: str, rank: int, epoch: int, publications: frozenset[int]
     ) -> list[Segment]:
-        """Release the segments that a rank has put for these abandoned publications, unless a
-        version names them; return the released segments."""
+        """Release and return a rank's segments for these abandoned publications, unless a version
+        names them."""
         known = self._series.get(series)
         released: list[Segment] = []
         for digest, held in list(known.held.items()) if known is not None else ():

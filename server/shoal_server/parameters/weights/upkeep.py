@@ -1,5 +1,5 @@
-"""Upkeep of segments: copies the segments that this server is to hold into its memory and to its
-disk, after a restart or in place of a lost server."""
+"""Upkeep of segments: copies those that this server is to hold into its memory and to its disk,
+after a restart or in place of a lost server."""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -27,8 +27,8 @@ T = TypeVar("T")
 
 
 class WeightUpkeep:
-    """Restores and stores segments, one at a time, so that most threads stay free for readers.
-    Lives on the event loop."""
+    """Restores and stores segments, one at a time: most threads stay free for readers. Lives on the
+    event loop."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class WeightUpkeep:
         return [(series, digest) for series, named in self._wanted.items() for digest in named]
 
     async def _ensure_held(self, series: str, digest: bytes) -> bool:
-        """Bring a segment into memory. True if it is in memory now, or is not wanted."""
+        """True if the segment is in memory now, or is not wanted."""
         failure: ShoalError = Unavailable("no other server that the record names is registered")
         segment = self._wanted.get(series, {}).get(digest)
         if segment is None or await self._restored(series, segment):
@@ -149,7 +149,7 @@ class WeightUpkeep:
         return True
 
     async def _ensure_on_disk(self, disk: WeightDisk, series: str, digest: bytes) -> bool:
-        """Write a segment to disk if it is in memory and still wanted. False if writing failed."""
+        """False if writing failed."""
         segment = self._holdings.find(series, digest)
         if segment is None or digest not in self._wanted.get(series, {}):
             return True
@@ -163,8 +163,7 @@ class WeightUpkeep:
         return True
 
     async def _ensure_off_disk(self, disk: WeightDisk, series: str, digest: bytes) -> bool:
-        """Remove a segment from disk if this server is not to hold it, and removal is allowed.
-        False if that failed."""
+        """False if removal failed."""
         if digest in self._wanted.get(series, {}) or not self._may_remove:
             return True
         try:

@@ -11,7 +11,7 @@ class CallerProof:
 
     is_known: bool = False
     """True if the caller needs no job secret: an operator, the member itself, or a permitted reader
-    of members' output."""
+    of output."""
     job_secret: str = field(default="", repr=False)
 
 

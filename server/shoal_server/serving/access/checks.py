@@ -17,7 +17,7 @@ from shoal_proto.v1.weights_pb2 import PutSegmentRequest
 from shoal_server.serving.access.roles import MAY_CALL
 
 MAX_DEPTH = 3
-"""Maximum depth at which a request names a job: header, token, job."""
+"""Header, token, job: the depth at which a request names a job."""
 
 _RESUMED = b"true"
 
@@ -29,7 +29,7 @@ def caller_of(context: grpc.aio.ServicerContext[Any, Any]) -> Caller:
     certificate names exactly one role."""
     found = context.auth_context()
     # gRPC accepts session tickets for two days without checking the certificate, which may have
-    # expired since. No client of Shoal uses them.
+    # expired.
     if _RESUMED in found.get("ssl_session_reused", ()):
         raise CertificateRefused(
             "the connection resumes an earlier TLS session",
@@ -64,9 +64,8 @@ def check_role(caller: Caller, method: str) -> None:
 def check_request(caller: Caller, message: Message) -> None:
     """Raise AccessDenied if the caller's certificate does not permit the request.
 
-    A certificate may be bound to one job or series. A worker may drain only itself: its request
-    must have the member's incarnation, and no public id. A reader may only read a series, or check
-    health.
+    A certificate may be bound to one job or series. A worker may drain only itself. A reader may
+    only read a series, or check health.
     """
     if isinstance(message, DrainRequest) and caller.role is CertificateRole.WORKER:
         _check_own_drain(caller, message)
@@ -85,8 +84,7 @@ def check_request(caller: Caller, message: Message) -> None:
 
 
 def _check_reads(caller: Caller, message: Message) -> None:
-    """Raise AccessDenied unless the request reads the reader's series, or checks health. Needed for
-    bulk connections, which are not in the table of calls."""
+    """Needed for bulk connections, which are not in the table of calls."""
     if isinstance(message, HealthCheckRequest):
         return
     series = getattr(message, "series", None)
@@ -159,8 +157,8 @@ Admit = Callable[[Any], Caller | None]
 
 
 def admission(method: str) -> Admit:
-    """Return the check of a method's calls, which takes a call's context and returns the caller. It
-    raises AccessDenied if the caller's role may not make the call, and what `caller_of` raises."""
+    """Return the check of a method's calls: from a call's context to the caller. It raises
+    AccessDenied for other roles, and what `caller_of` raises."""
 
     def admit(context: Any) -> Caller:
         caller = caller_of(context)

@@ -1,7 +1,6 @@
 """Roles that may make each gRPC call: the one table from which servers with TLS decide.
 
-A server refuses a call that is not in the table, whatever the caller's role. `docs/security.md`
-shows the table.
+A server refuses a call that is not in the table. `docs/security.md` shows the table.
 """
 
 from collections.abc import Mapping
@@ -101,14 +100,12 @@ MAY_CALL: Mapping[str, Roles] = {
     for service, methods in _BY_SERVICE.items()
     for method, roles in methods.items()
 }
-"""Roles by gRPC's full method name."""
 
 READS_OUTPUT: Roles = _LISTING
-"""Roles that may read members' output over HTTP."""
 
 
 def as_markdown() -> str:
-    """The table as the docs have it: a line for each call, a column for each role."""
+    """The table as the docs have it."""
     roles = tuple(CertificateRole)
     lines = [
         "| call | " + " | ".join(role.value for role in roles) + " |",

@@ -25,8 +25,8 @@ AUDITED = frozenset(
 def note(method: str, request: object, context: Any, outcome: str) -> None:
     """Log a call if its method is audited.
 
-    `outcome`: as in `rpc.call_durations`; a call that was "cancelled" may have taken effect. `by`
-    in the log is the name in the caller's certificate; empty without a certificate.
+    `outcome`: as in `rpc.call_durations`; a "cancelled" call may have taken effect. `by` in the log
+    is the name in the caller's certificate, if any.
     """
     if method not in AUDITED:
         return

@@ -19,11 +19,8 @@ ACCEPT_AGAIN_S = 0.5
 async def accepted(
     listener: socket.socket, service: str
 ) -> AsyncIterator[tuple[socket.socket, Any]]:
-    """Yield each connection to the listener, and its peer's address, for ever. An error, most
-    likely for lack of descriptors, is logged, and the next attempt follows after a pause.
-
-    `service`: name of the service, for the log.
-    """
+    """Yield each connection to the listener, and its peer's address, for ever. An error, such as a
+    lack of descriptors, is logged and followed by a pause. `service`: its name in the log."""
     while True:
         try:
             connection = await asyncio.get_running_loop().sock_accept(listener)
@@ -39,7 +36,7 @@ class ConnectionCounts:
     reason."""
 
     def __init__(self, port: str, *, most: int, most_per_peer: int) -> None:
-        """`port`: name of the service at that port, for the log."""
+        """`port`: name of the service in the log."""
         self._port = port
         self._most = most
         self._most_per_peer = most_per_peer

@@ -1,7 +1,6 @@
 """File descriptors: how many this process may have, and which it reserves for its own work.
 
-A caller that opens connections without end must not take the last descriptor: the connection to
-etcd needs one.
+Callers must not take the last descriptor, which the connection to etcd may need.
 """
 
 import resource
@@ -11,9 +10,8 @@ import structlog
 log = structlog.get_logger(__name__)
 
 RESERVED = 128
-"""Descriptors kept for connections to etcd and to servers, for files and journals."""
 MOST = 1 << 20
-"""Upper bound: beyond it, tables in the kernel cost more than connections are worth."""
+"""Bound beyond which the kernel's tables cost more than connections are worth."""
 
 
 def raise_limit() -> int:
@@ -27,13 +25,13 @@ def raise_limit() -> int:
 
 
 def limit() -> int:
-    """Maximum number of descriptors of this process; MOST if it may have more."""
+    """Maximum number of descriptors of this process, up to MOST."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MOST if soft == resource.RLIM_INFINITY else min(soft, MOST)
 
 
 def descriptors_for_callers(share: float) -> int:
-    """Number of descriptors for callers: this share of the unreserved ones, at least 1."""
+    """Number of descriptors for callers: this share of the unreserved ones."""
     return max(1, int((limit() - RESERVED) * share))
 
 

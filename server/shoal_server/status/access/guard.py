@@ -17,7 +17,6 @@ from shoal_server.status.http.errors import answer
 log = structlog.get_logger(__name__)
 
 HOLDER = "shoal_holder"
-"""Key of a request's scope under which its holder is kept."""
 OPEN = frozenset(
     {
         "/",
@@ -40,13 +39,13 @@ OPEN = frozenset(
 )
 """Paths that reveal nothing about jobs: the page's own files, and probes."""
 REPORT = re.compile("/api/v1/jobs/[^/]+/members/[^/]+/health")
-"""Path of health reports: each contains the secret of the worker's process as proof."""
+"""Path of health reports, each of which has the secret of the worker's process."""
 READING = ("GET", "HEAD", "OPTIONS")
 _JOB = re.compile("/api/v1/jobs/([^/]+)")
 NOBODY = TokenHolder(name="", role=HttpRole.OPERATOR, digest="")
 """Holder of all requests to a server that asks for no proof."""
 OWN_USER = TokenHolder(name="this machine's user", role=HttpRole.OPERATOR, digest="")
-"""Holder of requests from processes of this process's user or of root, if users are checked."""
+"""Holder of requests from processes of this user or of root, if users are checked."""
 
 
 class Guard:
@@ -154,7 +153,6 @@ class AccessControl:
 
 
 def _netloc(origin: str) -> str:
-    """HOST:PORT of an Origin header; empty if it is no URL."""
     try:
         return urlsplit(origin).netloc
     except ValueError:

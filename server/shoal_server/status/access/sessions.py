@@ -11,7 +11,7 @@ from shoal_server.status.access.tokens import TokenHolder, Tokens
 
 VALID_S = 12 * 3600
 MAX_SESSIONS = 1024
-"""Maximum number of sessions; a further one ends the oldest."""
+"""Bound on sessions; a further one ends the oldest."""
 COOKIE = "shoal_session"
 
 

@@ -44,7 +44,6 @@ class TokenHolder:
     name: str
     role: HttpRole
     digest: str
-    """SHA-256 of the token, in hexadecimal."""
 
 
 def digest_of(token: str) -> str:
@@ -56,7 +55,7 @@ def new_token() -> str:
 
 
 def add(path: Path, name: str, role: HttpRole) -> str:
-    """Make and return a token, and add its hash to the file. Raises InvalidSpec for a bad or
+    """Make a token, add its hash to the file, and return it. Raises InvalidSpec for a bad or
     existing name, a full file, and what `read` raises; OSError if the file cannot be written."""
     if not is_name(name):
         raise InvalidSpec("bad name of a token", seen=repr(name), expected=NAME_RULE)
@@ -97,7 +96,7 @@ def read(path: Path) -> Sequence[TokenHolder]:
             expected="a file of lines NAME ROLE SHA256",
             fix=f"Make one: shoal token create --role viewer --name NAME --file {path}",
         ) from error
-    # A group may read: files of a Kubernetes Secret belong to root, and to the group of the pod.
+    # Files of a Kubernetes Secret belong to root, and to the group of the pod.
     if mode & (stat.S_IWGRP | stat.S_IXGRP | stat.S_IRWXO):
         raise InvalidSpec(
             f"others may read or write {path}",

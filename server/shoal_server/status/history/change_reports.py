@@ -1,8 +1,7 @@
 """Changes from one generation to the next, each described in one line.
 
-Only the members that continue know how long training paused: from the last step committed before
-the change to the first step after it. The line is logged at the first health report with that time.
-If none has come, it is logged after REPORTED_WITHIN_S, or before the next change.
+Only the members that continue know how long training paused. The line is logged at their first
+report of it, after REPORTED_WITHIN_S, or before the next change.
 """
 
 from collections import deque
@@ -35,7 +34,7 @@ class ChangeTotals:
     steps_lost: int = 0
     recoveries: Durations = field(default_factory=Durations)
     """Time from the last step before each change to the first step after it, beyond the usual time
-    of a step, as the first member reported it."""
+    of a step."""
 
 
 class ChangeReports:
@@ -49,8 +48,7 @@ class ChangeReports:
         self._stayed: frozenset[str] = frozenset()
         self.totals = ChangeTotals()
         self.extra_s = 0.0
-        """Seconds of pauses while a generation ran: reported pauses minus the time in which none
-        ran."""
+        """Reported pauses minus the time in which no generation ran, in seconds."""
 
     def add_generation(self, story: ChangeSummary, unix_s: float) -> Sequence[ChangeView]:
         """Add the change to a generation that has begun to run."""

@@ -1,7 +1,5 @@
-"""Figures of a job over time, in a bounded number of intervals.
-
-The last minute has a value for each second; a job of a month has intervals of hours before that.
-"""
+"""Figures of a job over time, in a bounded number of intervals: a second each for the last minute,
+longer ones before that."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -136,8 +134,8 @@ class Series:
         return self._curve.end - math.ceil(last_s / FIRST_INTERVAL_S)
 
     def step_before(self, last_s: float) -> int:
-        """Step that was reached before the newest `last_s` seconds; 0 if no step was, or if
-        `last_s` is 0."""
+        """Step that was reached before the newest `last_s` seconds; 0 if none, or if `last_s` is
+        0."""
         start = self._start_of(last_s)
         steps = [
             point.step
@@ -147,8 +145,8 @@ class Series:
         return max(steps, default=0)
 
     def steps_per_s(self) -> float | None:
-        """Recent pace of steps, over the newest eighth of the job's life, pauses included. None if
-        too little is known."""
+        """Recent pace of steps, over the newest eighth of the job's life. None if too little is
+        known."""
         reached = [((p.number + 1) << level, p.step) for level, p in self._curve.points()]
         if len(reached) < 3:
             return None

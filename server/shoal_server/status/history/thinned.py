@@ -12,8 +12,7 @@ from typing import Generic, Protocol, Self, TypeVar
 LEVEL_POINTS = 64
 """Number of points of a level. The coarsest level may have twice as many."""
 MAX_POINTS = 4 * LEVEL_POINTS
-"""Maximum number of points in a view: those of the coarsest level, and about half as many for all
-other levels."""
+"""Maximum number of points in a view."""
 
 
 class CurvePoint(Protocol):
@@ -38,8 +37,7 @@ class ThinnedCurve(Generic[P]):
         self._levels: list[deque[P]] = [deque()]
 
     def point_at(self, position: int) -> P:
-        """The point for values at a position. A position before the newest point's counts as that
-        point's."""
+        """The point for values at a position; the newest point, if the position is before it."""
         newest = self._levels[0]
         if newest and position <= newest[-1].number:
             return newest[-1]

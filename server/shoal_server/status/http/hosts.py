@@ -1,9 +1,8 @@
 """Check of the Host header: a page of another site must not read this API through a user's browser.
 
 An attacker's name may resolve to 127.0.0.1 (DNS rebinding), but the browser still sends that name
-in Host. So a host is allowed only if no outsider controls what it resolves to: an address, a name
-without a dot, a name of this machine or of its cluster. An operator allows further names with
---http-host.
+in Host. So a host is allowed only if no outsider controls what it resolves to, or if an operator
+names it with --http-host.
 """
 
 import socket
@@ -23,8 +22,8 @@ ANY = "*"
 
 @dataclass(frozen=True)
 class AllowedHosts:
-    """Hosts by which this server may be reached. `named`: the hosts that an operator allows, and
-    the advertised host; `*` allows any."""
+    """Hosts by which this server may be reached. `named`: those that an operator allows, and the
+    advertised host; `*` allows any."""
 
     named: Sequence[str] = ()
 

@@ -1,9 +1,8 @@
 """HTTP/1.1 connections that are closed if their client is silent, slow or does not read, and whose
 requests name the client's certificate.
 
-uvicorn limits the time between two requests of a connection. This module limits the time for the
-head of a request, for the rest of a body whose request was already answered, and for a client that
-does not read. `errors.BodyLimit` limits other bodies.
+uvicorn limits only the time between two requests. `errors.BodyLimit` limits the body of a request
+that is not answered yet.
 """
 
 import asyncio
@@ -21,7 +20,6 @@ from shoal_server.serving.admission.config import HttpLimits
 from shoal_server.serving.admission.connections import ConnectionCounts
 
 CALLER = "shoal_caller"
-"""Key of a request's state under which the caller is kept."""
 
 
 def caller_in(scope: Scope) -> Caller | None:
@@ -99,8 +97,7 @@ class BoundedProtocol(H11Protocol):
             self._late = self.loop.call_later(self._limits.http_request_s, self._end_late)
 
     def _to_await(self) -> Awaited | None:
-        """Return what has to arrive in time; None while a request is being answered, or the
-        connection is idle."""
+        """None while a request is being answered, or the connection is idle."""
         if self.cycle is None:
             return Awaited.HEAD
         if not self.cycle.response_complete:
@@ -130,8 +127,8 @@ class BoundedProtocol(H11Protocol):
 
 
 def raw_answer(status: int, error: ShoalError) -> bytes:
-    """Return a complete HTTP answer with the error as JSON, for a connection on which no request is
-    being answered. `status`: 408 or 503."""
+    """Return a complete HTTP answer with the error as JSON, for a connection without a request.
+    `status`: 408 or 503."""
     body = json.dumps(
         {
             "kind": type(error).__name__,

@@ -18,7 +18,7 @@ from shoal_server.status.http.protocol import BoundedProtocol, raw_answer
 log = structlog.get_logger(__name__)
 
 SEND_BUFFER_BYTES = 256 * 1024
-"""Size of a connection's kernel buffer: a client that does not read is noticed once it is full."""
+"""Size of a kernel buffer: a client that does not read is noticed once it is full."""
 
 
 class BoundedServer(uvicorn.Server):

@@ -18,8 +18,8 @@ from shoal_proto.errors import MalformedMessage
 log = structlog.get_logger(__name__)
 
 FIRST_BYTES = 16 * 1024
-"""Size of the first collective's message, of which 8 bytes are the length. The rest of longer
-messages is sent in a second collective."""
+"""Size of the first collective's message, including 8 bytes for the length. A second collective
+sends the rest of longer messages."""
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 _Record = TypeVar("_Record")
 _LENGTH_BYTES = 8
@@ -39,7 +39,7 @@ def record_of_json(kind: type[_Record], encoded: bytes | str) -> _Record:
 
 def gather(message: bytes, group: dist.ProcessGroup) -> list[bytes]:
     """Return the messages of all ranks, by rank. Collective. Raises MalformedMessage, on all ranks,
-    if a message is longer than MAX_MESSAGE_BYTES; otherwise what `wait_abortable` raises."""
+    for a message above MAX_MESSAGE_BYTES; otherwise what `wait_abortable` raises."""
     first = len(message).to_bytes(_LENGTH_BYTES, "big") + message
     received = gather_padded(first, FIRST_BYTES, group)
     lengths = [int.from_bytes(each[:_LENGTH_BYTES], "big") for each in received]
@@ -75,8 +75,7 @@ def gather_padded(
     """Return the messages of all ranks, by rank, each padded with zeros or cut to this size.
     Collective.
 
-    `wait` waits for the collective, and raises its errors; default: `wait_abortable`, for the
-    trainer's thread.
+    `wait` waits for the collective, and raises its errors; default: `wait_abortable`.
     """
     padded = bytearray(message[:padded_bytes].ljust(padded_bytes, b"\0"))
     sent = torch.frombuffer(padded, dtype=torch.uint8)
@@ -108,9 +107,9 @@ def barrier_after_collective(group: dist.ProcessGroup) -> None:
 def final_barrier(meet: Callable[[], object], if_cut: type[Exception]) -> None:
     """Wait at one more barrier, so that every rank has the result of the last collective.
 
-    Call it before all ranks raise the same error. A rank that raises leaves, which cuts the group:
-    a rank without the result would see the loss of a member, and continue without the others.
-    `meet`: the barrier. `if_cut`: the error that `meet` raises if a rank left.
+    Call this before all ranks raise the same error: a rank that leaves cuts the group, and a rank
+    without the result would continue without the others. `if_cut`: the error that `meet` raises if
+    a rank left.
     """
     try:
         meet()

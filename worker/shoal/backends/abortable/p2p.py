@@ -1,8 +1,7 @@
 """Sends and receives whose waits end when the group is cut, even if Gloo does not end them.
 
-Gloo never reports the failure of a message that is written to a connection just after its reset.
-torch's work object of a message has no future, so no callback can be added. So another thread waits
-for Gloo, and the trainer waits for that thread.
+Gloo never reports the failure of a message that is written to a connection just after its reset. So
+another thread waits for Gloo, and the trainer waits for that thread.
 """
 
 import queue
@@ -33,14 +32,14 @@ class AbortableP2P:
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group = group
         self._waiter = AbortableWaiter(group)
-        # On a GPU a wait is queued on the stream of the waiting thread, and returns at once.
+        # On a GPU a wait is queued on the waiting thread's stream, and returns at once.
         self._waits_in_thread = device.type == "cpu"
         self._device = device
         self.takes_batches = takes_batches(group, device)
-        """True if a rank's messages wait for each other unless they are posted as a batch."""
+        """True if messages wait for each other unless they are posted as a batch."""
         self._orders: _Orders = queue.SimpleQueue()
         self._end_thread: Callable[[], object] | None = None
-        """Call that makes the waiting thread end; None without such a thread."""
+        """Ends the waiting thread; None without such a thread."""
 
     @property
     def group_name(self) -> str:
@@ -68,7 +67,7 @@ class AbortableP2P:
         """Begin to send and receive. Returns one message for all; it fails if any of them fails.
 
         No message waits for another. Over NCCL, two ranks that send to each other without a batch
-        would wait for ever once a message is longer than NCCL's buffers.
+        would wait for ever once a message exceeds NCCL's buffers.
         """
 
         def begin() -> list[P2PMessage]:
@@ -88,8 +87,7 @@ class AbortableP2P:
         self._waiter.wait(dist.broadcast(tensor, group=self.group, group_src=source, async_op=True))
 
     def close(self) -> None:
-        """End the waiting thread, after the waits that it has begun. Does not block; may be called
-        twice."""
+        """End the waiting thread after its waits. Does not block; may be called twice."""
         if self._end_thread is not None:
             self._end_thread()
             self._end_thread = None
@@ -99,7 +97,7 @@ class AbortableP2P:
 
     def _await(self, work: P2PMessage) -> None:
         if self._end_thread is None:
-            # A new queue: the earlier thread may still wait for a message that Gloo does not end.
+            # The earlier thread may still wait for a message that Gloo does not end.
             self._orders = queue.SimpleQueue()
             # The thread also ends if the owner does not call `close`.
             self._end_thread = weakref.finalize(self, self._orders.put, None)
@@ -119,8 +117,7 @@ class AbortableP2P:
 
 
 def _wait_for_orders(orders: "_Orders") -> None:
-    """Wait for one message after the other. Drops each message, which would keep the group
-    alive."""
+    """Drops each message, which would keep the group alive."""
     while (order := orders.get()) is not None:
         work, end = order
         try:
@@ -154,5 +151,5 @@ class _Message:
 
 
 def _real(tensor: Tensor) -> Tensor:
-    """View complex numbers as pairs of real ones: not every backend supports complex numbers."""
+    """Not every backend supports complex numbers."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor

@@ -18,11 +18,10 @@ def sends_each_part_once(whole: Tensor, group: dist.ProcessGroup, op: Any) -> bo
 
 
 def reduce_scatter(own: Tensor, whole: Tensor, group: dist.ProcessGroup, op: Any) -> None:
-    """Fill `own` with this rank's part of the sum or mean over the ranks, see `add_up`. Collective.
-    `op`: ReduceOp.SUM or AVG, see `sends_each_part_once`.
+    """Fill `own` with this rank's part of the sum or mean over the ranks. Collective. `op`:
+    ReduceOp.SUM or AVG.
 
-    torch 2.13 makes Gloo sum the whole on every rank, and keeps only the rank's part: that sends
-    twice the bytes.
+    torch 2.13 makes Gloo sum the whole on every rank, which sends twice the bytes.
     """
     parts = torch.empty_like(whole)
     wait_abortable(dist.all_to_all_single(parts, whole, group=group, async_op=True), group)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from shoal.backends.process_group.transports import can_be_cut
 
 Completion = torch.futures.Future[str]
-"""Future that ends a wait. Its value is the reason if the awaited work failed, else ""."""
+"""Future that ends a wait. Its value is the reason if the work failed, else ""."""
 
 
 class WaitingTime(threading.local):
@@ -53,11 +53,10 @@ class OngoingCollective:
 
 
 class AbortableWaiter:
-    """Waiter for the collectives of a group. Each wait ends at the end of the collective, or by
-    `abort`.
+    """Waiter for the collectives of a group. Each wait ends with the collective, or by `abort`.
 
     After a write to a connection that was just reset, Gloo may wait until the collective's time
-    limit. `abort` ends the trainer's wait; Gloo's thread continues to wait.
+    limit. `abort` ends only the trainer's wait.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, for_good: bool = False) -> None:
@@ -67,7 +66,7 @@ class AbortableWaiter:
         self._lock = threading.Lock()
         self._pending: list[Completion] = []
         self.num_ended = 0
-        """Number of waits that have ended. Any thread may read it."""
+        """Number of ended waits. Any thread may read it."""
         if group is not None:
             self.attach(group)
 
@@ -88,7 +87,7 @@ class AbortableWaiter:
 
     def begin(self, work: dist.Work) -> "OngoingCollective":
         """Return an object to wait for the collective later. Other collectives may begin before
-        that wait."""
+        that."""
         return OngoingCollective(work, self.completion_of(work))
 
     def pending(self) -> list[Completion]:
@@ -98,7 +97,7 @@ class AbortableWaiter:
     def abort(self, reason: str) -> None:
         """End all present waits, and with `for_good` later ones too. Thread-safe."""
         if self._for_good:
-            # Set first: the loop below does not see waits that another thread begins meanwhile.
+            # Set first: the loop below does not see waits that another thread begins.
             self._aborted = f"the group was cut between two collectives: {reason}"
         for completion in list(self._pending):
             # For an error in a hook of DDP, torch drops the class: backends then look for "gloo" in
@@ -114,7 +113,7 @@ class AbortableWaiter:
         return completion
 
     def completion_of(self, work: dist.Work) -> Completion:
-        """Return a completion that is set when the collective has ended, with success or not."""
+        """Return a completion that is set when the collective has ended."""
         completion = self.new_completion()
         work.get_future().add_done_callback(partial(self._finished, completion))
         return completion
@@ -130,8 +129,7 @@ class AbortableWaiter:
         self.complete(completion, reason)
 
     def complete(self, completion: Completion, reason: str) -> None:
-        """Set the completion, which ends its wait. `reason`: why the work failed, "" after a
-        success. Thread-safe."""
+        """Set the completion, which ends its wait. `reason`: "" after a success. Thread-safe."""
         with self._lock:
             if not completion.done():
                 self.num_ended += 1

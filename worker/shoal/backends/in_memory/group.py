@@ -139,7 +139,7 @@ class _Posted(Pending):
 
 
 class _Receive(Pending):
-    """A receive: the message is copied to the tensor when the caller waits for it."""
+    """A receive copies the message to the tensor when the caller waits for it."""
 
     def __init__(
         self,

@@ -1,8 +1,7 @@
 """Collectives and messages between ranks that are threads of one process.
 
 The last rank to arrive computes for all, in the order of ranks, so results do not depend on the
-order of arrival. Every wait ends at its deadline, or at once if the job fails or a needed rank has
-ended.
+order of arrival.
 """
 
 import threading
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 MAX_UNDELIVERED = 1024
-"""Limit of undelivered messages from one rank to another, at which a further send waits."""
+"""Undelivered messages from one rank to another at which a further send waits."""
 
 Complete = Callable[[list[Any]], None]
 """Computes a collective from the ranks' inputs, by rank."""
@@ -30,7 +29,7 @@ class Hub:
         self.timeout_s = timeout_s
         self.changed = threading.Condition()
         self.failure = ""
-        """Reason for the job's failure; empty while it has not failed."""
+        """Empty while the job has not failed."""
         self.ended: set[int] = set()
         self._forming: dict[tuple[str, tuple[int, ...]], list[SharedGroup]] = {}
 
@@ -47,8 +46,8 @@ class Hub:
             self.changed.notify_all()
 
     def join_group(self, name: str, ranks: Sequence[int], rank: int) -> "SharedGroup":
-        """Join the group of this name as `rank`, and return the group, the same object for each of
-        its ranks."""
+        """Join the group of this name as `rank`, and return it, the same object for each of its
+        ranks."""
         key = (name, tuple(ranks))
         with self.changed:
             forming = self._forming.setdefault(key, [])
@@ -91,8 +90,6 @@ class Hub:
 
 
 class _Call:
-    """One collective: each rank's input, then its outcome."""
-
     def __init__(self) -> None:
         self.posted: dict[int, tuple[str, Any]] = {}
         self.done = False
@@ -105,7 +102,6 @@ class SharedGroup:
     def __init__(self, hub: Hub, ranks: tuple[int, ...]) -> None:
         self.hub = hub
         self.ranks = ranks
-        """Ranks of the job, by position in the group."""
         self.joined: set[int] = set()
         self._calls: dict[int, _Call] = {}
         self._numbers: Counter[int] = Counter()

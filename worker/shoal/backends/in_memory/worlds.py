@@ -1,9 +1,8 @@
 """torch.distributed's registries of groups, one set for each thread.
 
-torch keeps its groups in a table in Python and one in C++. While any thread is a rank of an
-in-memory job, the Python table is a proxy: a rank's thread sees its own table, and every other
-thread sees torch's table and the groups of all ranks. The C++ table is switched to torch's mode of
-one table per thread.
+While any thread is a rank of an in-memory job, torch's table in Python is a proxy: a rank's thread
+sees its own table, and every other thread sees torch's table and the groups of all ranks. The table
+in C++ is switched to torch's mode of one per thread.
 
 DTensor's caches for a mesh must not be shared by ranks, so meshes of different worlds compare
 unequal. All these changes are undone when the last rank ends.
@@ -52,10 +51,8 @@ class _ThreadWorld(threading.local):
 
 
 class _WorldOfThread:
-    """Replacement of torch's table of groups.
-
-    A thread that a rank has started, for example to write a checkpoint, can use the rank's groups.
-    """
+    """Replacement of torch's table of groups. A thread that a rank has started, for example to
+    write a checkpoint, can use the rank's groups."""
 
     def __getattr__(self, name: str) -> Any:
         if _current.world is None and name in _BY_GROUP:
@@ -69,7 +66,7 @@ class _WorldOfThread:
 
 
 class _MeshWorld:
-    """Replacement of the mesh attribute with which torch tells meshes of its test threads apart."""
+    """Replacement of the attribute by which torch tells meshes of its test threads apart."""
 
     def __get__(self, mesh: Any, owner: type) -> Any:
         return self if mesh is None else mesh.__dict__["_thread_id"]
@@ -93,7 +90,7 @@ def own_world() -> RankWorld | None:
 
 def bind(world: RankWorld, initialise: Callable[[], None]) -> None:
     """Make this thread a rank of the world; `initialise` makes torch's default group. Raises
-    InvalidSpec if there is a default group already."""
+    InvalidSpec if there is one already."""
     if dist.is_initialized():
         raise InvalidSpec(
             "torch.distributed has a default process group already",

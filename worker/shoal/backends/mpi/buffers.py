@@ -37,8 +37,8 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 class StagedTensor:
-    """A tensor's content in memory that MPI can reduce: the tensor's own memory, or a copy.
-    `deliver` divides the sum for a mean, and writes a copy back to the tensor."""
+    """A tensor's content in memory that MPI can reduce: the tensor's own, or a copy. `deliver`
+    divides the sum for a mean, and writes a copy back."""
 
     def __init__(self, tensor: Tensor, op: Any, size: int) -> None:
         if op not in _OPS or (tensor.dtype not in _TYPES and tensor.dtype not in _HALVES):
@@ -84,7 +84,7 @@ def octets(tensor: Tensor) -> list[Any]:
 
 
 def vector(whole: Tensor, parts: Sequence[Tensor]) -> list[Any]:
-    """Return mpi4py's description of parts that lie one after the other in `whole`."""
+    """Return mpi4py's description of adjacent parts of `whole`."""
     memory, kind = octets(whole)
     return [memory, [part.numel() * part.element_size() for part in parts], kind]
 
@@ -108,7 +108,7 @@ def split_all(wholes: Sequence[Tensor], lists: Sequence[Sequence[Tensor]]) -> No
 
 
 def copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-    """Copy results to their targets, except results that MPI wrote to the target itself."""
+    """Copy results to their targets, unless MPI wrote to the target itself."""
     for source, target in zip(sources, targets, strict=True):
         if source is not target:
             target.copy_(source)

@@ -31,7 +31,6 @@ from shoal_proto.errors import InvalidSpec
 
 PLUGIN = "shoal_mpi"
 TIMEOUT_S = 1800.0
-"""Default limit of each wait for another rank, as torch has for Gloo."""
 
 
 def init_mpi(timeout_s: float = TIMEOUT_S) -> None:
@@ -161,8 +160,7 @@ class MpiGroup(CollectiveGroup):
         deliver: Callable[[], None],
         memory: Any = None,
     ) -> "_Requested":
-        # Kept until the requests are complete: MPI writes to memory that `deliver` refers to, and
-        # reads from `memory`.
+        # MPI writes to memory that `deliver` refers to, and reads from `memory`.
         flight = self._world.launch(requests, (deliver, memory))
         return _Requested(self, what, tensors, flight, deliver)
 
@@ -193,7 +191,7 @@ class _Requested(Pending):
 
 
 class _Received(_Requested):
-    """Receive of a message. Checks its length, as MPI would accept a shorter message."""
+    """Checks the length, as MPI would accept a shorter message."""
 
     def __init__(self, group: MpiGroup, flight: Requests, received: Tensor, tensor: Tensor) -> None:
         super().__init__(group, "recv", [tensor], flight, self._deliver_checked)

@@ -88,8 +88,7 @@ class MpiWorld:
             raise dist.DistBackendError(f"{what} failed: {flight.error}") from flight.error
 
     def launch(self, requests: list[MPI.Request], memory: Any) -> Requests:
-        """Track requests that have begun. Keeps the memory until they are complete, even without a
-        caller that waits."""
+        """Track requests that have begun, and keep the memory until they are complete."""
         flight = Requests(requests, memory)
         with self._lock:
             self._flights = [each for each in self._flights if not each.is_complete()]
@@ -140,7 +139,7 @@ class MpiWorld:
         self.fail(f"rank {self.rank} raised {kind.__name__}: {error}")
 
     def _leave(self) -> None:
-        """End a failed job at exit: MPI's finalisation would wait for the other ranks."""
+        """MPI's finalisation would wait for the other ranks."""
         self._receive_control()
         if not self.failure:
             return  # mpi4py finalises

@@ -1,6 +1,6 @@
 """Encoding and decoding of the messages between servers.
 
-Large data are sent in pieces. Pieces have checksums unless they are in shared memory.
+Pieces of large data have checksums unless they are in shared memory.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +29,7 @@ INLINE_BYTES = 128 * 1024
 """Size up to which a gradient is part of the message that announces it."""
 MAX_RECORD_BYTES = 8 * 1024**3
 PART_BYTES = 128
-"""Bound on the memory that Python takes for a piece in addition to its bytes."""
+"""Bound on Python's memory for a piece in addition to its bytes."""
 MAX_CHUNK_BYTES = 64 * 1024 * 1024
 Arriving = pb.FollowRequest | pieces.OnlyPiece
 
@@ -43,12 +43,11 @@ class Piece:
 
     @property
     def checksum(self) -> int:
-        """CRC-32 of the data, computed on access: data in shared memory are sent without it."""
+        """CRC-32 of the data, computed on access."""
         return crc32(self.data)
 
 
 Frame = pb.FollowRequest | Piece
-"""A message that is sent on a stream."""
 
 
 def of_offer(offer: Offer) -> pb.FollowRequest:
@@ -175,16 +174,15 @@ class ArrivedRequest:
 
     request: Request
     push: pb.PushRecord | None = None
-    """The push record of an update, without its gradient; None for other requests, and if the data
-    were dropped."""
+    """Push record of an update, without its gradient; None for other requests, or if the data were
+    dropped."""
     header: pb.CutHeader | None = None
     parts: Sequence[pieces.Buffer] = ()
-    """The data of a record or of a chunk."""
     why_dropped: str = ""
-    """Reason for dropping the data; empty if they were not dropped."""
+    """Empty if the data were not dropped."""
     is_borrowed: bool = False
-    """True if the sender reuses the memory of a record's data once the next request is read. To
-    keep the data for longer, use `owned`."""
+    """True if the sender reuses the memory of a record's data once the next request is read; see
+    `owned`."""
 
     def owned(self) -> "ArrivedRequest":
         """Return the same request with copies of its data."""
@@ -202,7 +200,7 @@ class _Unfinished:
     arrived: ArrivedRequest
     left_bytes: int
     memory: Memory | None
-    """Memory in which the data are counted; None for a chunk, whose memory was reserved before."""
+    """None for a chunk, whose memory was reserved before."""
     parts: list[pieces.Buffer] = field(default_factory=list)
     held_bytes: int = 0
     uncounted_bytes: int = 0
@@ -212,15 +210,14 @@ class _Unfinished:
     is_borrowed: bool = False
 
     def add(self, data: pieces.Buffer, *, is_lent: bool = False) -> None:
-        """Add data. Memory is reserved only as data arrive, since announced data may never be sent.
+        """Memory is reserved only as data arrive, since announced data may never be sent.
         `is_lent`: the sender reuses the memory of the data soon."""
         self.left_bytes -= len(data)
         if not data or self.why_dropped:
             return
         is_borrowed = is_lent and self.arrived.push is not None
         is_borrowed = is_borrowed and not (self.left_bytes or self.parts)
-        # A record in one piece of shared memory takes no memory of this server. It must not be
-        # dropped: its sender counts it as received.
+        # A record in shared memory must not be dropped: its sender counts it as received.
         if not is_borrowed and not self._count(len(data) + PART_BYTES):
             return
         if is_borrowed:
@@ -235,7 +232,6 @@ class _Unfinished:
             self._count(self.arrived.push.ByteSize())
 
     def _count(self, num_bytes: int) -> bool:
-        """Count more data. False if no memory can be reserved; then the data are dropped."""
         if self.memory is None:
             return True
         self.uncounted_bytes += num_bytes

@@ -38,8 +38,8 @@ INLINE_BYTES = 4 * 1024
 
 
 Keep = Callable[[memoryview], Callable[[], None]]
-"""A callback that gets the memory of a written record's data. It returns the function to call
-before that memory is reused."""
+"""Called with the memory of a written record's data. Returns the function to call before that
+memory is reused."""
 
 
 class PeerStream(Protocol):
@@ -53,13 +53,13 @@ class PeerStream(Protocol):
     async def write(self, frame: Frame) -> None: ...
 
     def draft(self, data: memoryview) -> memoryview | None:
-        """Copy the data of a record, which may be the next one written, to shared memory. Return
-        the copy; None if that is not possible now. The copy is valid until the next draft."""
+        """Copy the data of the record that may be written next to shared memory. Return the copy,
+        which is valid until the next draft; None if that is not possible now."""
         ...
 
     def write_now(self, *of_record: Frame, keep: Keep) -> bool:
-        """Write a whole record without waiting, if possible. False if nothing was written. `keep`
-        is called if the record's data were copied to shared memory."""
+        """Write a whole record without waiting. False if that is not possible. `keep` is called if
+        the record's data were copied to shared memory."""
         ...
 
     def replies(self) -> AsyncIterator[FollowReply]:
@@ -68,7 +68,7 @@ class PeerStream(Protocol):
 
     def deliver(self, take: Callable[[FollowReply], None]) -> None:
         """Pass replies to `take`, without a turn of the event loop if possible, while `replies` is
-        waiting. An error of `take` is raised by `replies`."""
+        waiting. `replies` raises the errors of `take`."""
         ...
 
     @property
@@ -79,8 +79,8 @@ class PeerStream(Protocol):
 
 @asynccontextmanager
 async def open_stream(address: str) -> AsyncIterator[PeerStream]:
-    """Open a stream to a server, for as long as the block runs. Raises grpc.RpcError, or
-    Unavailable if a new bulk connection breaks at once."""
+    """Open a stream to a server during the block. Raises grpc.RpcError, or Unavailable if a new
+    bulk connection breaks at once."""
     async with open_aio_channel(address, SERVER_NAME, PEER_OPTIONS) as channel:
         stream = await _connect(channel, address)
         if stream is not None:

@@ -27,8 +27,7 @@ CALL_IS_OVER = (asyncio.InvalidStateError, grpc.aio.UsageError, grpc.aio.Interna
 class WatchedStream:
     """A stream with one task that writes and one that reads. Lives on the event loop.
 
-    The other end sends answers or heartbeats at short intervals, also while it works. So silence
-    means that it is dead, or that the network is broken.
+    The other end sends answers or heartbeats at short intervals, also while it works.
     """
 
     def __init__(self, stream: PeerStream, address: str, timeouts: PeerTimeouts) -> None:
@@ -38,7 +37,7 @@ class WatchedStream:
         self._silence = Silence(timeouts)
         self._reads_to_end = False
         self.replied_s = 0.0
-        """Time of the other end's last message, by the event loop's clock; 0 before the first."""
+        """Time of the last message, by the event loop's clock; 0 before the first."""
 
     async def send_hello(self, hello: pb.Hello) -> None:
         """Send the stream's first message, which names this server."""
@@ -59,7 +58,7 @@ class WatchedStream:
         return self._stream.draft(data)
 
     def send_now(self, *of_record: frames.Frame, keep: Keep) -> bool:
-        """Send a record without waiting, if possible. True if it was sent."""
+        """Send a record without waiting. False if that is not possible."""
         if not self._stream.write_now(*of_record, keep=keep):
             return False
         self._silence.start_counting()
