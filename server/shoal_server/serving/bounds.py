@@ -14,7 +14,7 @@ from shoal_proto.secrets import MAX_LENGTH
 from shoal_server.core.publications.limits import MAX_COPIES, MAX_KEEP, MAX_WORLD
 
 MAX_SECONDS = 1e10
-"""Three centuries; each service bounds its waits far below."""
+"""Bound of three centuries; each service bounds its waits far below."""
 EXACT = 2**53 - 1
 """Largest integer that JSON keeps exactly."""
 MAX_MEMBERS = 2**31 - 1

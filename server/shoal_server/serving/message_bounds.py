@@ -42,7 +42,7 @@ class _Field:
 class _Kind:
     fields: tuple[_Field, ...]
     num_bytes: int | None
-    """None if only its fields are bounded."""
+    """Maximum size; None if only the fields are bounded."""
 
 
 class MessageBounds:
@@ -87,7 +87,7 @@ class MessageBounds:
         return _Field(field.name, one, only_if_set=entry is not None)
 
     def _one(self, name: str, field: FieldDescriptor, bound: Bound) -> Check | None:
-        """None if every value of the field's type is within bounds."""
+        """Check of a single value; None if every value of the field's type is within bounds."""
         if field.message_type is not None:
             return self._check
         if field.type in _TEXTS:

@@ -84,7 +84,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         self._counts = counts or CallCounts()
         # By method: its handler, and the handler that wraps it.
         self._wrapped: dict[str, tuple[Any, grpc.RpcMethodHandler[Any, Any]]] = {}
-        # By user agent: the mismatch of its protocol; None if there is none.
+        # By user agent: the mismatch of its protocol, if any.
         self._mismatches: dict[str, ProtocolMismatch | None] = {}
 
     async def intercept_service(

@@ -184,7 +184,7 @@ class SnapshotLibrary:
 
 
 def _number_in(path: str) -> int:
-    """Zero if the name is not a manifest's."""
+    """Number in a path; 0 if the name is not a manifest's."""
     digits = path.rpartition("/")[2].partition("-")[0]
     return int(digits) if digits.isascii() and digits.isdigit() and len(digits) < 20 else 0
 

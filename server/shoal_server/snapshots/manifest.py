@@ -44,8 +44,7 @@ class Manifest:
     same version."""
     taken_unix_s: float
     layout: bytes
-    """ShardMap as written when the job was placed, serialized. Shards may have had other primaries
-    at the cut."""
+    """ShardMap as written when the job was placed, serialized."""
     parts: Sequence[ManifestEntry]
     """Entries in order of shard ids."""
     steps: Mapping[str, int]
@@ -53,7 +52,7 @@ class Manifest:
     partial_steps: Sequence[str]
     """Pushes that are in some shards and not in others, with the reason."""
     cursor: Mapping[str, Any] | None
-    """The sample ledger; None for a job without one."""
+    """Sample ledger; None for a job without one."""
     training: Mapping[str, Any]
     """Generation and step; empty if unknown."""
 

@@ -21,7 +21,6 @@ from shoal_server.serving.locations import AllowedRoots, Location, is_below
 log = structlog.get_logger(__name__)
 
 WITH_FOLDERS = ("file", "memory")
-"""Storage with folders to create and remove."""
 
 
 class Storage:
@@ -34,7 +33,6 @@ class Storage:
         cannot be set up."""
         self.location = Location.parse(location) if isinstance(location, str) else location
         self.url = (location if isinstance(location, str) else url or location.path).rstrip("/")
-        """URL as the caller gave it, without a slash at its end; else the location's path."""
         try:
             self._files, root = _opened(self.location)
         except (ValueError, ImportError) as error:

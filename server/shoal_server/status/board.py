@@ -69,7 +69,7 @@ class _JobBoard:
     """Highest last step of a replaced process."""
     gone_total_steps: int = 0
     restored_steps: dict[str, int] = field(default_factory=dict)
-    """Steps that processes reported to an earlier leader, by public id, until they report here."""
+    """Steps that processes reported to an earlier leader, by public id."""
     last_loss: float | None = None
     event_counts: Counter[str] = field(default_factory=Counter)
     reports: ChangeReports = field(default_factory=ChangeReports)

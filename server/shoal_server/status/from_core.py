@@ -40,7 +40,6 @@ QUARANTINED = "quarantined"
 OWN_CODE_SHOWN_AFTER_S = 5.0
 MAX_AWAY = 3
 MAX_READERS = 200
-"""Maximum number of shown readers of one series."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +124,6 @@ class JobReader:
         )
 
     def _wait(self, member: MemberState) -> tuple[str, str, float]:
-        """State of the member, what it waits for, and since when."""
         waiting_for, since_s = member.waiting_for, member.waiting_since_s
         state = _state(self.job, member)
         if own := self.job.table.pauses.of(member):

@@ -44,13 +44,10 @@ class WaitView(View):
     waiting_for: str
     waiting_since_unix_s: float
     waiting_s: float
-    """Time for which the member has waited."""
     phase: str
-    """The job's phase."""
     shown_state: str
     """The job's state as in JobSummary."""
     reason: str
-    """Reason for the job's phase."""
     generation: int
     last_error: str
     """Error in the member's last health report; empty without one."""

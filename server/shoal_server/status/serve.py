@@ -96,8 +96,8 @@ class StatusServer:
 
 
 def _tls(clients: HttpClients) -> ssl.SSLContext | None:
-    """None without a certificate, or if `clients` is "user". A renewed certificate is used from the
-    next handshake on."""
+    """TLS context; None without a certificate, or if `clients` is "user". A renewed certificate is
+    used from the next handshake on."""
     own = identity.own()
     if own is None or clients == "user":
         return None

@@ -15,7 +15,7 @@ T = TypeVar("T")
 LARGE = INLINE_BYTES + 1
 """Size of work that always runs in a thread."""
 RESTS = 4
-"""Length of a rest in multiples of the loop's delay."""
+"""Length of a rest, as a multiple of the loop's delay."""
 MAX_REST_S = 0.01
 
 

@@ -106,7 +106,7 @@ class BulkServerConnection:
         arena: SharedArena | None,
         use: PermittedUse,
     ) -> None:
-        """`use`: the use that the connection's key permits."""
+        """`use`: what the connection's key permits."""
         self._wire = wire
         self._calls = calls
         self._arena = arena
@@ -226,8 +226,8 @@ class BulkServerConnection:
 
 
 class BulkCall:
-    """The frames of one call, incoming and outgoing: the `DirectStream` of a replication call, and
-    the `SegmentTransport` of a call about a segment."""
+    """The frames of one call, incoming and outgoing: a `DirectStream` for replication, and a
+    `SegmentTransport` for segments."""
 
     def __init__(self, wire: FrameConnection, arena: SharedArena | None) -> None:
         self._wire = wire
@@ -236,7 +236,7 @@ class BulkCall:
         self._is_over = False
         self._end_follows = False
         num_slots = arena.num_bytes // SLOT_BYTES if arena is not None else 0
-        # Half of the slots are freed together: the sender can go on with the other half.
+        # Freed together, so that the sender can go on with the other half.
         self._deferred = DeferredFrames(wire, max(num_slots // 2, 1))
 
     async def pieces(self) -> AsyncIterator[ReadPiece]:

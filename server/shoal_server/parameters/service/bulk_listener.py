@@ -31,7 +31,7 @@ KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_K
 
 
 class BulkListener:
-    """Accepts bulk connections from clients and other servers that present a key from `offers`."""
+    """Accepts bulk connections that present a key from `offers`."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class BulkListener:
 class _Hello:
     use: PermittedUse
     arena_bytes: int
-    """Zero if the client wants no shared memory."""
+    """Size of the shared memory; 0 if the client wants none."""
 
 
 async def _welcome(wire: FrameConnection, arena: SharedArena | None) -> None:
@@ -136,7 +136,7 @@ async def _welcome(wire: FrameConnection, arena: SharedArena | None) -> None:
         await wire.send(bulk.header(FrameKind.HELLO))
         return
     try:
-        # A fresh connection has room for these bytes, so this does not block.
+        # A fresh connection has room for these bytes.
         answer = bulk.header(FrameKind.HELLO, at=arena.num_bytes)
         socket.send_fds(wire.socket, [answer], [arena.descriptor])
     except OSError as error:

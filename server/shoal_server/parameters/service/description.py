@@ -80,7 +80,7 @@ def _add_copies(
         figures.copies.append(
             CopyState(
                 server_id=holder.server_id,
-                # The backup may have a newer version than the figures, which were read before.
+                # A backup may have a newer version than the figures, which were read before.
                 version=min(versions.get(holder, 0), figures.version),
                 joining=assignment is not None and holder == assignment.joining,
             )

@@ -15,8 +15,8 @@ from shoal_server.serving.tasks import cancel
 log = structlog.get_logger(__name__)
 
 MAX_PENDING_SHARDS = 8
-"""Bound on the shards of one call that are not answered yet: at the bound, no more pieces are
-read."""
+"""Bound on the started parts of one call that are not answered yet: at the bound, no more pieces
+are read."""
 
 T = TypeVar("T")
 PartT = TypeVar("PartT", bound="IncomingPart")
@@ -29,7 +29,7 @@ class IncomingPart(Protocol):
 
     @property
     def shard_id(self) -> int:
-        """The id that the part's pieces carry."""
+        """Id that the part's pieces carry."""
         ...
 
     @property

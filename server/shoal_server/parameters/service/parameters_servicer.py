@@ -88,7 +88,7 @@ M = TypeVar("M", bound=Message)
 
 MAX_WAIT_S = 60.0
 FORMING_S = 10.0
-"""Longest time for which `Create` waits until the first backup has the values."""
+"""Longest wait of `Create` for the first backup."""
 
 
 class ParametersServicer(Base):
@@ -118,7 +118,7 @@ class ParametersServicer(Base):
         self.loop_lag = loop_lag
         self._tally = PushTally()
         self.push_durations = Durations(("outcome",))
-        """Durations of pushes to parameters, from the header to the answer for the last shard."""
+        """Durations of pushes to parameters, from the header to the last answer."""
 
     async def Create(self, requests: AsyncIterator[CreateRequest], context: Context) -> CreateReply:
         first = await anext(requests, CreateRequest())
@@ -127,7 +127,7 @@ class ParametersServicer(Base):
         header = first.header
         await self._fence.check(header.token)
         check_spec(header.optimizer, 1 + max((s.group for s in header.shards), default=0))
-        # Read the newest record, as a watch may lag: only the recorded primary may create a shard.
+        # A watch may lag, and only the recorded primary may create a shard.
         await self._replicas.refresh(header.token.job)
         await self._catalog.check_creatable(header.token.job, header.shards, header.optimizer)
         with self._claim(header) as claim, Reservation(self._budget) as reservation:
@@ -162,7 +162,7 @@ class ParametersServicer(Base):
                 shard = await self._run(shard_bytes(spec), make)
                 job = header.token.job
                 replica = ShardReplica(job, shard, ReplicaRole.PRIMARY, spec.epoch)
-                # Check again: the shard may have moved while its values were being received.
+                # The shard may have moved while its values were being received.
                 self._catalog.check_new(job, spec, self._replicas.assignment(job, shard_id))
                 if self._catalog.add(replica):
                     self._replicas.created(replica)
@@ -364,7 +364,7 @@ def _new_shard(spec: Shard, header: CreateHeader, assembler: ChunkAssembler) -> 
 
 
 def no_header(expected: str) -> MalformedMessage:
-    """Return the error for a stream that begins with another message, or has no message."""
+    """Return the error for a stream that does not begin with its header."""
     return MalformedMessage(
         "the stream does not begin with its header",
         seen="another message, or none",

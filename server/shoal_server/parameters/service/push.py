@@ -1,5 +1,4 @@
-"""Pushes of gradients and of rows. The data of each shard arrive in pieces and are applied as one
-push."""
+"""Pushes of gradients and of rows. The data of each shard are applied as one push."""
 
 import asyncio
 import math
@@ -40,7 +39,7 @@ T = TypeVar("T")
 MAX_ROWS_BYTES = 256 * 1024 * 1024
 """Bound on one shard's rows in one push, with their gradients decoded."""
 DECODING_COST = INLINE_BYTES
-"""Cost added to the bytes of a compressed gradient, so that it is not decoded on the event loop."""
+"""Cost of a compressed gradient, which is not decoded on the event loop."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +50,7 @@ class DenseTarget:
     blocks: Sequence[int]
     lr: float | None
     decoder: GradientDecoder | None
-    """None if the gradient is not compressed."""
+    """Decoder of a compressed gradient; None for others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +63,7 @@ class PushPart:
     target: DenseTarget | TableShard
     """Data for a TableShard are all ids, then all births, then all gradients."""
     cost_bytes: int
-    """The `num_bytes` with which a `Runner` applies the part."""
+    """Cost for a `Runner`."""
     next_address: str = ""
     """Set during a handover; else empty."""
 
@@ -136,8 +135,6 @@ class PushKind:
         return part(item, replica, next_address)
 
     def _dense_part(self, item: PushItem, replica: ShardReplica, next_address: str) -> PushPart:
-        """Raises InvalidSpec if the push lacks the learning rate of the shard's group, and
-        MalformedMessage for absent blocks that do not exist."""
         shard = dense_shard(replica)
         group, rates = shard.spec.group, self._header.lr
         if rates and group >= len(rates):
@@ -229,9 +226,9 @@ class PushKind:
         batch: memoryview | None = None
         if target.decoder is not None:
             if is_borrowed:
-                # Copied: backups and the journal must get the bytes that are decoded here.
+                # Backups and the journal must get the bytes that are decoded here.
                 gradient, is_borrowed = bytes(gradient), False
-            # Decoded before the shard's lock is taken: other pushes can be applied meanwhile.
+            # Before the shard's lock is taken: other pushes can be applied meanwhile.
             batch = body.decode(target.decoder, gradient)
         push = DensePush(
             session=self._session,

@@ -19,7 +19,7 @@ from shoal_server.parameters.tables.shard import TableShard, new_table_shard
 log = structlog.get_logger(__name__)
 
 FORMING_S = 10.0
-"""Longest time for which a call waits until the first backup has the new shards."""
+"""Longest wait for the first backup of new shards."""
 
 
 class TableMaker:
@@ -34,9 +34,8 @@ class TableMaker:
         self._memory = memory
 
     async def make_missing(self, job: str, wanted: Iterable[tuple[int, int]]) -> None:
-        """Make the job's missing table shards if this server lacks one of the `wanted` shards,
-        given as (shard id, epoch), and knows of no later epoch. Raises Overloaded, or what the
-        store raises."""
+        """Make the job's missing table shards if this server lacks one of the `wanted` (shard id,
+        epoch), and knows of no later epoch. Raises Overloaded, or what the store raises."""
         for shard_id, epoch in wanted:
             if (
                 self._catalog.find(job, shard_id) is None
@@ -50,7 +49,7 @@ class TableMaker:
         await self._make(job)
 
     async def _make(self, job: str) -> None:
-        # Read the newest record, as a watch may lag: only the recorded primary may make a shard.
+        # A watch may lag, and only the recorded primary may make a shard.
         await self._replicas.refresh(job)
         layout = await self._catalog.layout(job)
         if layout is None:
@@ -72,7 +71,6 @@ class TableMaker:
             await self._wait_on_disk(job, made)
 
     def _register(self, job: str, new: Sequence[ShardReplica]) -> list[int]:
-        """Become primary of new shards; return their ids. Raises Overloaded, without a change."""
         num_bytes = sum(replica.state.memory_bytes for replica in new)
         with self._memory.reserve(num_bytes, f"{len(new)} new table shards of job {job}") as claim:
             for replica in new:
@@ -82,7 +80,7 @@ class TableMaker:
         return [replica.shard_id for replica in new]
 
     async def _wait_on_disk(self, job: str, made: Iterable[int]) -> None:
-        """Wait until new shards are in the journal. Otherwise, if all servers died now, shards
+        """Wait until new shards are in the journal. If all servers died before that, the shards
         would be reported lost although nothing was pushed to them."""
         for replica in map(partial(self._catalog.find, job), made):
             if replica is None or not replica.is_journaled:

@@ -33,19 +33,19 @@ from shoal_server.parameters.shard.sessions import MAX_SESSIONS
 log = structlog.get_logger(__name__)
 
 LED_WITHIN_S = 1.0
-"""Longest wait of a call that arrives before this server knows that it is a shard's primary."""
+"""Longest wait of a call that arrives before this server knows that it is primary."""
 
 
 class ShardLocations(Protocol):
     """Locations of all shards in the assignments that this server knows."""
 
     def route(self, job: str, shard_id: int) -> Route | None:
-        """Return the route to a shard's primary, or to the successor during a handover; None if it
-        is not known."""
+        """Return the route to a shard's primary, or to the successor during a handover; None if
+        unknown."""
         ...
 
     def next_address(self, job: str, shard_id: int) -> str:
-        """Return the address of the shard's successor; empty if it is not known."""
+        """Return the address of the shard's successor; empty if unknown."""
         ...
 
     def is_kept(self, job: str, shard_id: int) -> bool:
@@ -72,7 +72,7 @@ class Catalog:
     def __init__(
         self, store: KeyValueStore, me: Holder, *, max_sessions: int = MAX_SESSIONS
     ) -> None:
-        """`max_sessions`: the number of sessions that a shard remembers."""
+        """`max_sessions`: bound on the sessions that a shard remembers."""
         self._store = store
         self._layouts = shard_map.ShardMapReader(store)
         self._max_sessions = max_sessions
@@ -230,7 +230,7 @@ class Catalog:
             raise self.absence_error(job, assignment)
 
     def absence_error(self, job: str, assignment: ShardAssignment) -> ShoalError:
-        """Return the error for a shard of which this server is the primary and has no copy."""
+        """Return the error for a shard of which this server is primary without a copy."""
         is_kept = self.whereabouts.is_kept(job, assignment.shard_id)
         return _absence_error(job, assignment, is_kept=is_kept)
 

@@ -1,4 +1,4 @@
-"""Assembly of the pieces of a call, and bounds on the memory that they take meanwhile."""
+"""Assembly of a call's pieces, within bounds on memory."""
 
 from collections.abc import Iterable, Sequence
 
@@ -123,11 +123,11 @@ class PieceAssembler:
 
     @property
     def is_borrowed(self) -> bool:
-        """True if the result of `join` lies in memory that the sender of the pieces reuses."""
+        """True if `join` returns memory that the sender of the pieces reuses."""
         return self._is_shared and len(self._parts) == 1
 
     def join(self) -> Buffer:
-        """Return all bytes; they are copied if they came in more than one piece."""
+        """Return all bytes, copied unless they came in one piece."""
         return self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
 
 

@@ -44,7 +44,7 @@ class DensePush(Push):
 
 @dataclass(frozen=True, kw_only=True)
 class DenseValues:
-    """A shard's values as of one version, in the messages or frames that the writer made."""
+    """Values as of one version, in the writer's messages or frames."""
 
     version: int
     num_bytes: int
@@ -68,7 +68,7 @@ class DenseBody:
 
     @property
     def needs_base(self) -> bool:
-        """True if a push has to carry the values that its gradient was computed on."""
+        """True if a push must carry the values that its gradient was computed on."""
         return self._rule.needs_base
 
     @cached_property

@@ -34,8 +34,7 @@ _DTYPE_NAMES = {
 
 
 def pieces(image: Image, placement_id: str = "") -> Iterator[Buffer]:
-    """Yield the file in pieces, each read from the image when it is requested. Equal images give
-    equal bytes."""
+    """Yield the file in pieces, each read when it is requested. Equal images give equal bytes."""
     header = pb.ShardImage(
         shard_id=image.shard_id,
         version=image.version,
@@ -49,8 +48,7 @@ def pieces(image: Image, placement_id: str = "") -> Iterator[Buffer]:
 def _pieces(
     header: pb.ShardImage, streams: Sequence[TensorStream], placement_id: str
 ) -> Iterator[Buffer]:
-    """Yield the length of the JSON header (eight bytes), the header, the tensors. Tensors with the
-    largest elements come first, so that every tensor is aligned."""
+    """Tensors with the largest elements come first, so that every tensor is aligned."""
     text = base64.b64encode(header.SerializeToString(deterministic=True)).decode()
     metadata = {METADATA_KEY: text} | ({PLACEMENT_KEY: placement_id} if placement_id else {})
     entries: dict[str, object] = {"__metadata__": metadata}

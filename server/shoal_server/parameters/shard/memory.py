@@ -132,6 +132,6 @@ class MemoryClaim:
         self._memory.settle(self._left_bytes, is_held=False)
 
     def move_to_shard(self, num_bytes: int) -> None:
-        """Note that this part of the claim now belongs to a shard in the catalog."""
+        """Note that this part of the claim now belongs to a shard."""
         self._left_bytes -= num_bytes
         self._memory.settle(num_bytes, is_held=True)

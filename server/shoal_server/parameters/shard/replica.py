@@ -99,15 +99,13 @@ class ShardReplica:
         self.is_followed = False
         """True if any server has, or is getting, a copy from this replica."""
         self.links: Sequence[tuple[Holder, int]] = ()
-        """Links over which each push to this replica is sent."""
         self.unreplicated_bytes = 0
-        """Bytes of pushes that some backup may not have received yet."""
         self.check_disk: Callable[[], None] = _check_nothing
-        """Raises Overloaded while the journal cannot keep one more push."""
+        """Raises Overloaded while the journal is too slow."""
         self.is_journaled = False
         """True if this server's journal has the shard, or will have it."""
         self.why_no_disk: ShoalError | None = None
-        """None if the shard's journaling is not interrupted."""
+        """Error that interrupted the shard's journaling, if any."""
         self.is_forming = False
         """True until the core opens the shard to calls: for a new shard, once its first backup has
         a copy."""
@@ -126,8 +124,7 @@ class ShardReplica:
         """Call `work`, which touches `num_bytes` of the state, and return a future of its result.
 
         Small work runs at once if no other work on the shard is running or queued; this call raises
-        its errors. All other work runs in threads, in order. So the event loop never waits for a
-        shard's lock.
+        its errors. All other work runs in threads, in order.
         """
         if self._enters(num_bytes):
             try:
@@ -170,7 +167,7 @@ class ShardReplica:
         if running.done():
             self._turn.release()
             return running.result()
-        # If this call is cancelled, the work in the thread continues and keeps its turn.
+        # If this call is cancelled, the work continues and keeps its turn.
         running.add_done_callback(self._end_turn)
         return await asyncio.shield(running)
 

@@ -13,7 +13,6 @@ from shoal_server.parameters.shard.step_scope import Scope, to_message
 
 MAX_SESSIONS = 1024
 SESSION_BYTES, OUTCOME_BYTES = 512, 256
-"""Memory of one session and one outcome, without name and scope."""
 MAX_OUTCOMES = 8
 """Bound on a session's remembered outcomes, and so on a client's pushes in flight."""
 
@@ -125,7 +124,7 @@ class SessionTable:
         ]
 
     def freeze(self) -> Mapping[str, RememberedSession]:
-        """Return the sessions as of now; later changes do not affect the result."""
+        """Return the sessions as of now."""
         return dict(self._sessions)
 
     def export(self) -> list[SessionImage]:

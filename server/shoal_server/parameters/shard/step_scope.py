@@ -23,7 +23,7 @@ class Scope:
 
     shard_bits: bytes
     of_tables: bool
-    """True if the step's number counts its member's pushes to tables alone."""
+    """True if the step's number counts only pushes to tables."""
 
     @classmethod
     def of(cls, shard_ids: Collection[int], *, of_tables: bool = False) -> "Scope | None":

@@ -37,7 +37,7 @@ class UpdateRule:
 
     @property
     def needs_base(self) -> bool:
-        """True if a push has to carry the values that its gradient was computed on."""
+        """True if a push must carry the values that its gradient was computed on."""
         return self._staleness.needs_base
 
     def check(self, blocks: Sequence[int], data: Buffer, staleness: int, shard_id: int) -> None:

@@ -41,12 +41,13 @@ class Push:
     is_borrowed: bool = False
     """True if the gradient lies in memory that its sender may change at any time."""
     scope: Scope | None = None
-    """None for all dense shards, or only this shard if it is part of a table."""
+    """Shards of the step; None for all dense shards, or only this shard if it is part of a
+    table."""
     batch: object = None
     """Data as the body's `read_batch` returns them; None for borrowed data, which are copied first,
     or if not decoded yet."""
     at_unix_s: float = field(default_factory=time.time)
-    """Time of the push at this server: by its clock or, for rows, by `TableBody.now_s`."""
+    """Time by this server's clock or, for rows, by `TableBody.now_s`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +58,7 @@ class ShardPushResult(Generic[T]):
     """RowFate of each row, in the push's order; empty if all rows were applied."""
     is_duplicate: bool = False
     values: T | None = None
-    """Result of the `read` passed to `push`; None without one."""
+    """Result of `read`; None without one."""
 
 
 PushT_contra = TypeVar("PushT_contra", bound=Push, contravariant=True)
@@ -116,7 +117,7 @@ class ShardBody(Protocol[PushT_contra, BatchT]):
 
     @property
     def images(self) -> OpenImages[Any]:
-        """Open images. Before `apply` changes values, it copies them to each open image."""
+        """Open images. `apply` saves values to each of them before it changes the values."""
         ...
 
     def image(self) -> tuple[ImageContent, SmallTensors]:
@@ -298,8 +299,8 @@ class VersionedShard(Generic[BodyT]):
         )
 
     def _apply(self, record: UpdateRecord, batch: object) -> tuple[RememberedOutcome, bytes]:
-        """Changes must depend only on the shard and the record, on the primary and on every
-        backup."""
+        """Make all changes of a push. They depend only on the shard and the record, as every
+        replica makes them."""
         push = record.push
         fates = self.body.apply(push, batch)
         self._sessions.forget(push.forgotten_sessions)
@@ -347,8 +348,8 @@ class VersionedShard(Generic[BodyT]):
             return work(self._version)
 
     def subscribe(self, listener: UpdateListener | None, keep: Keep = bytes) -> None:
-        """Replace the listener for every push; None: call no listener. Borrowed data are passed to
-        `keep` in the push's thread, and the result to the listener."""
+        """Replace the listener for every push; None: no listener. Borrowed data are passed to
+        `keep` first."""
         with self._lock:
             self._listener, self._keep = listener, keep
 

@@ -8,8 +8,7 @@ from typing import Protocol, TypeVar
 T = TypeVar("T")
 
 INLINE_BYTES = 2 * 1024 * 1024
-"""Largest work that runs on the event loop. The switch to another thread and back takes 0.4 ms of
-CPU time."""
+"""Largest work that runs on the event loop: a switch to another thread and back takes 0.4 ms."""
 ROWS_COST = 8
 """Cost of a byte in rows, relative to a byte of contiguous memory."""
 

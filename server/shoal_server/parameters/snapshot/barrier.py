@@ -25,7 +25,7 @@ from shoal_proto.errors import SnapshotFailed
 from shoal_server.core.shards.steps import Begun, Shards, StepId
 
 MAX_STEPS = 8
-"""Bound on remembered steps of one session, and so on a client's pushes in flight."""
+"""Bound on a session's remembered steps, and so on a client's pushes in flight."""
 MAX_SESSIONS = 4096
 
 
@@ -61,7 +61,7 @@ class SnapshotBarrier:
         self._begun: Begun = {}
 
     def may_enter(self, step: StepId) -> bool:
-        """True if a part of the step is admitted now. If not, ask again when the phase changes."""
+        """State of the barrier. A method that raises changes nothing."""
         if self.phase is BarrierPhase.OPEN or step in self._begun:
             return True
         known = self._sessions.get(step.session, {})
@@ -86,8 +86,8 @@ class SnapshotBarrier:
             self._is_whole(step, known, lacking)
 
     def add_steps(self, begun: Begun) -> None:
-        """Add the steps of a shard that came from another server or was restored. That shard may
-        lack known steps, so all are checked again."""
+        """Add the steps of a shard that came from another server or was restored. All known steps
+        are checked again, as that shard may lack some."""
         for step, shards in begun.items():
             self._note(step, shards)
         for known in (known for steps_of in self._sessions.values() for known in steps_of.values()):
@@ -175,7 +175,7 @@ class SnapshotBarrier:
         return known.applied
 
     def _of_cut(self) -> list[tuple[StepId, _StepState]]:
-        # A step may be too old to be remembered; then it was applied, or cannot be completed.
+        # A step that is too old to be remembered was applied, or cannot be completed.
         known_steps = []
         for step in self._begun:
             known = self._sessions.get(step.session, {}).get(step.sequence)

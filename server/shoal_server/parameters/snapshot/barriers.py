@@ -34,7 +34,6 @@ MAX_QUIET_JOBS = 64
 @dataclass
 class _JobBarrier:
     placement_id: str = ""
-    """`JobAssignments.placement_id` of the job's record; empty while unknown."""
     barrier: SnapshotBarrier = field(default_factory=SnapshotBarrier)
     admits_more: asyncio.Event = field(default_factory=asyncio.Event)
     """Replaced by a new event whenever the barrier admits more steps."""
@@ -141,8 +140,6 @@ class SnapshotBarriers:
             self.open(job, cut_id)
 
     def _check_led(self, job: str, cut: _JobBarrier) -> None:
-        """Raise SnapshotFailed if this server's shards or their epochs have changed since the
-        barrier closed."""
         led = {replica.shard_id: (replica, replica.epoch) for replica in self._led(job)}
         if led != cut.known:
             raise SnapshotFailed(
@@ -210,7 +207,6 @@ class SnapshotBarriers:
         self._of(job).set_limit(loop.call_later(limit_s, expire))
 
     async def _drained(self, job: str, cut: _JobBarrier, wait_s: float) -> None:
-        """Return once no step of the cut can still become complete, or after `wait_s`."""
         give_up_s = time.monotonic() + wait_s
         while (
             cut.barrier.waits_for(_Lacking(self._led(job)), self._is_live)
@@ -224,8 +220,8 @@ class SnapshotBarriers:
                 continue
 
     def _learn(self, job: str, cut: _JobBarrier) -> None:
-        """Add to the barrier the steps remembered by shards of which this server has become
-        primary, or whose epoch has changed."""
+        """Add the steps remembered by shards of which this server has become primary, or whose
+        epoch has changed."""
         led = {replica.shard_id: (replica, replica.epoch) for replica in self._led(job)}
         for shard_id, (replica, epoch) in led.items():
             if cut.known.get(shard_id) != (replica, epoch):
@@ -247,8 +243,8 @@ class SnapshotBarriers:
         return cut
 
     def _forget_earlier_placement(self, job: str) -> None:
-        """No cut waits for steps of an earlier placement. Parts in progress stay known, as they may
-        be of the new placement."""
+        """Forget the steps of an earlier placement, for which no cut waits. Parts in progress stay
+        known, as they may be of the new placement."""
         cut, placement_id = self._of(job), self._placement_id_of(job)
         is_idle = cut.barrier.phase is BarrierPhase.OPEN and not cut.images
         if cut.placement_id and cut.placement_id != placement_id and is_idle:

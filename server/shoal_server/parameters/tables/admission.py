@@ -20,8 +20,7 @@ Mask = NDArray[np.bool_]
 SKETCH_ROWS = 4
 SKETCH_WIDTH = 2**16
 AGEING_PUSHES = SKETCH_WIDTH
-"""Number of pushes of ids without a row after which all counts are halved, so that the sketch never
-fills up."""
+"""Number of pushes of ids without a row after which all counts are halved."""
 MAX_COUNT = 2**16 - 1
 
 

@@ -124,7 +124,7 @@ def _coalesce(table: TableSpec, ids: Ids, births: Ids, gradient_rc: Tensor) -> R
     if len(distinct) == len(ids):
         total_rc = gradient_rc[torch.from_numpy(first)]
     else:
-        # This kernel adds rows in the order of the push, with any number of threads.
+        # Adds rows in the order of the push, with any number of threads.
         total_rc = torch.ops.aten.embedding_dense_backward(
             gradient_rc, torch.from_numpy(positions), len(distinct), -1, False
         )
@@ -132,7 +132,7 @@ def _coalesce(table: TableSpec, ids: Ids, births: Ids, gradient_rc: Tensor) -> R
 
 
 def _check_finite(table: TableSpec, ids: Ids, gradient_rc: Tensor) -> None:
-    # A sum is finite only if all elements are; a sum that is not finite may be an overflow.
+    # A sum that is not finite may be an overflow.
     wide = max(gradient_rc.dtype, torch.float32, key=lambda dtype: dtype.itemsize)
     if math.isfinite(gradient_rc.sum(dtype=wide).item()):
         return

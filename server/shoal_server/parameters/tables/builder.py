@@ -66,11 +66,10 @@ def bytes_to_build(header: CutHeader) -> int:
 
 
 class ShardBuilder:
-    """Builds one shard. Used by one thread at a time, and not on the event loop. A table takes
-    memory as its chunks arrive, a dense shard at the start."""
+    """Builds one shard. Used by one thread at a time, and not on the event loop."""
 
     def __init__(self, header: CutHeader) -> None:
-        """Raises MalformedMessage if the header describes no shard, or has an unknown layout."""
+        """Raises MalformedMessage for an unknown layout."""
         self.header = header
         self._content = _content(header)
         if (
@@ -126,8 +125,8 @@ class ShardBuilder:
         self.received_bytes += len(data)
 
     def finish(self) -> AnyShard:
-        """Return the shard. Do not use the builder afterwards. Raises InternalError if a chunk is
-        missing, or if the remembered pushes are inconsistent."""
+        """Return the shard. Do not use the builder afterwards. Raises InternalError if it is
+        incomplete or inconsistent."""
         if not self.is_complete:
             raise InternalError(
                 f"shard {self.header.shard_id} is not whole",

@@ -26,7 +26,6 @@ from shoal_server.parameters.tables.rows import RowStore
 
 DEFAULT_SHARD_BYTES = 1024**3
 MIN_ROWS = 1
-"""Number of rows that a shard may have even if its limits are smaller."""
 SWEEPS_PER_IDLE_TIME = 8
 LOOKED_AT_BYTES = 16
 """Bytes of each row that a search for idle or old rows reads."""
@@ -42,8 +41,7 @@ FULL = RowFate.ROW_FATE_FULL
 
 @dataclass(kw_only=True)
 class Counts:
-    """Counts since this server got the shard: rows made, rows evicted, and gradients of ids that
-    were not admitted."""
+    """Counts since this server got the shard."""
 
     made: int = 0
     evicted: int = 0
@@ -216,7 +214,7 @@ class TableContent:
 
     @property
     def images(self) -> OpenImages[RowImage]:
-        """Open images. Before a push changes rows, it saves them to each open image."""
+        """Open images. A push saves rows to each of them before it changes the rows."""
         return self.rows.images
 
     def image(self) -> tuple[RowImage, Mapping[str, Tensor]]:
@@ -233,8 +231,7 @@ class TableContent:
         return dict(self._gate.tensors()) | scalars
 
     def row_ids(self, start: int, num_bytes: int) -> tuple[Ids, int]:
-        """Return the ids of about `num_bytes` of rows from position `start` on; and the position at
-        which to continue, which is `start` at the end."""
+        """See `ShardBody.row_ids`."""
         return self.rows.ids_from(start, max(num_bytes // self.rows.row_bytes, 1))
 
     def rows_of(self, ids: Ids) -> tuple[Ids, list[Tensor]]:
@@ -247,7 +244,7 @@ class TableContent:
         return RowChunks(columns, num_rows, chunk_bytes)
 
     def fill(self, rows: slice, columns: Mapping[str, Tensor]) -> None:
-        """Add the rows of an image at these positions; see `RowStore.fill`."""
+        """See `RowStore.fill`."""
         self.rows.fill(rows, columns)
 
 

@@ -64,7 +64,7 @@ class RowIndex:
         """Return the row of each id, -1 for ids without one."""
         slots = self._first_slots(ids)
         rows, ids_by_row = self._slots[slots], self.ids
-        # EMPTY and REMOVED, as indices, read an id at the end of the array.
+        # As indices, EMPTY and REMOVED read unrelated ids.
         hit = (ids_by_row[rows] == ids) & (rows >= 0)
         result = np.where(hit, rows, EMPTY).astype(np.int64)
         todo = np.flatnonzero(~hit & (rows != EMPTY))

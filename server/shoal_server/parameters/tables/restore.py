@@ -12,7 +12,6 @@ _BAD_DATA_ERRORS = (
     *(ValueError, KeyError, TypeError, IndexError, AttributeError, RuntimeError, OverflowError),
     DecodeError,
 )
-"""Raised by torch, protobuf and Python for invalid values."""
 
 
 def restore(image: LoadedImage) -> AnyShard:

@@ -22,7 +22,7 @@ FIRST_CAPACITY = 64
 DOUBLED_BYTES = 64 * 1024 * 1024
 """Size up to which a store doubles when it grows."""
 INDEX_BYTES_PER_ROW = 32
-"""Upper bound on the index's bytes for a row: at most four slots of four bytes, and two ids."""
+"""Upper bound: four slots of four bytes, and two ids."""
 
 
 class RowStore:

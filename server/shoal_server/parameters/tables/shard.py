@@ -34,9 +34,9 @@ class TablePush(Push):
     row_ids: bytes
     births: bytes
     step: int
-    """Step of the table that the push is part of, as counted by the sender."""
+    """Step of the table, as counted by the sender."""
     codec: GradientCodec | None = None
-    """None for the table's dtype."""
+    """Encoding of the gradients; None for the table's dtype."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,10 +31,9 @@ class PlannedSegment:
 
     num_bytes: int
     described: pb.CutSegment
-    """Description without digest, size and holders."""
     fill: Callable[[memoryview], None]
-    """Writes the shard into memory that is all zeros. Waits for the shard's lock: not for the event
-    loop."""
+    """Writes the shard into memory that is all zeros. Waits for the shard's lock: do not call it on
+    the event loop."""
 
 
 def planned(image: ShardImage) -> PlannedSegment:

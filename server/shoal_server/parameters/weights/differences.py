@@ -40,14 +40,14 @@ class _Key:
 @dataclass(slots=True)
 class _CachedDifference:
     difference: Segment | None
-    """None if the whole segment is to be sent."""
+    """Difference; None if the whole segment is to be sent."""
     claim: ExitStack
     used_s: float
 
 
 class WeightDifferences:
-    """Differences of all series. Lives on the event loop; differences are made on `threads`.
-    Requests for the same difference get the same object."""
+    """Differences of all series. Lives on the event loop. Requests for the same difference get the
+    same object."""
 
     def __init__(
         self, memory: Memory, threads: Executor, now_s: Callable[[], float] = time.monotonic

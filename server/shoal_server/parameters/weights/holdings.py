@@ -208,8 +208,8 @@ class WeightHoldings:
             loop.call_soon(loop.run_in_executor, None, freed.clear)
 
     async def _from_chunks(self, num_bytes: int, transport: SegmentTransport) -> Segment:
-        """While a chunk arrives, threads digest the previous one and prepare memory for the
-        next."""
+        """Receive a segment. While a chunk arrives, threads digest the previous one and prepare
+        memory for the next."""
         writer = SegmentWriter(num_bytes)
         loop = asyncio.get_running_loop()
         arrived: list[memoryview] = []

@@ -33,7 +33,7 @@ TRANSFER_S = 3600.0
 MAX_IDLE = 8
 
 Destination = tuple[str, str]
-"""Address of a server, and series: a connection carries calls about one series."""
+"""A connection carries calls about one series."""
 T = TypeVar("T")
 log = structlog.get_logger(__name__)
 
@@ -49,7 +49,7 @@ class WeightPeers:
     async def pass_on(
         self, to: StoreServer, request: PutSegmentRequest, segment: Segment
     ) -> PutSegmentReply:
-        """Send a segment to another server, for it and the rest of the chain. Raises the error of
+        """Send a segment to a server, and through it to the rest of the chain. Raises the error of
         the call OpenBulk, or what `SegmentConnection` raises."""
 
         def put(connection: SegmentConnection) -> PutSegmentReply:
@@ -88,7 +88,7 @@ class WeightPeers:
             try:
                 return await self._called(destination, idle, call)
             except Unavailable as error:
-                # The server may have closed the connection, or may have been restarted.
+                # The server may have closed the connection, or have been restarted.
                 log.info("peer_called_again", to=server.id, reason=str(error))
         elif idle is not None:
             idle.close()

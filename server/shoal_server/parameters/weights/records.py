@@ -106,8 +106,7 @@ def _positions(versions: Iterable[PublishedVersion]) -> Mapping[bytes, Position]
 
 
 def _segments(versions: Iterable[PublishedVersion]) -> Mapping[bytes, PublishedSegment]:
-    """Versions may share a segment and name different holders: it gets the holders of all its
-    versions."""
+    """Versions that share a segment may name different holders: the segment gets all of them."""
     segments: dict[bytes, PublishedSegment] = {}
     for version in versions:
         for segment in version.segments:

@@ -36,7 +36,6 @@ from shoal_server.serving.rpc import Context
 log = structlog.get_logger(__name__)
 
 PUBLISHING = frozenset({CertificateRole.WORKER, CertificateRole.OPERATOR, CertificateRole.SERVER})
-"""Publishers, and servers that pass segments on."""
 
 SWEEP_EACH_S = 1.0
 STALLED_S = 30.0

@@ -12,7 +12,7 @@ from shoal_proto.errors import Overloaded, StaleEpoch
 from shoal_proto.segments.sealed import Segment
 
 GRACE_S = 120.0
-"""Longer than any publication takes."""
+"""Grace period, which is longer than any publication takes."""
 MAX_UNDECIDED = 2
 """Maximum number of one rank's segments that no version has named yet: of the publication in
 progress, and of one that may never be complete."""
@@ -45,7 +45,7 @@ class HeldSegment:
     """Publication for which the segment was put here; None: copied from another server, or read
     from disk."""
     needed_s: float
-    """Time at which the segment was last put, or named by the records."""
+    """Time of the last put, or of the last record that named the segment."""
     was_named: bool = False
     """True once the version of the origin's publication, or a later one, has named the segment."""
 

@@ -1,4 +1,4 @@
-"""Proofs that a caller must give for an operation on a job or member, beyond knowing its name."""
+"""Proofs that a caller must give for an operation on a job or member."""
 
 from dataclasses import dataclass, field
 

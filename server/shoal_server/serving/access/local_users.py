@@ -37,8 +37,8 @@ Address = tuple[str, int]
 
 
 def user_of_peer(connected: socket.socket) -> int | None:
-    """User id of the process at the other end of this connection; None if it is on another machine
-    or has closed its end, or if the kernel does not know the user."""
+    """User id of the process at the other end of this connection. None if that process is on
+    another machine or has closed its end, or if the kernel does not know the user."""
     if connected.family not in _TABLES:
         return None
     try:

@@ -36,6 +36,5 @@ def descriptors_for_callers(share: float) -> int:
 
 
 def is_reserved(descriptor: int) -> bool:
-    """True if a descriptor that was just opened is in the reserve: the system assigns the lowest
-    free number."""
+    """True for a descriptor in the reserve: the system assigns the lowest free number."""
     return descriptor >= limit() - RESERVED

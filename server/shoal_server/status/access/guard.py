@@ -43,9 +43,8 @@ REPORT = re.compile("/api/v1/jobs/[^/]+/members/[^/]+/health")
 READING = ("GET", "HEAD", "OPTIONS")
 _JOB = re.compile("/api/v1/jobs/([^/]+)")
 NOBODY = TokenHolder(name="", role=HttpRole.OPERATOR, digest="")
-"""Holder of all requests to a server that asks for no proof."""
 OWN_USER = TokenHolder(name="this machine's user", role=HttpRole.OPERATOR, digest="")
-"""Holder of requests from processes of this user or of root, if users are checked."""
+"""Holder of requests from this user or root, if users are checked."""
 
 
 class Guard:
@@ -97,7 +96,7 @@ def session_of(scope: Scope) -> str:
 
 class AccessControl:
     """Answers 401 to unknown callers, 403 to actions of other sites' pages and of roles that may
-    not act, and 503 if the tokens cannot be read."""
+    not act, and 503 to credentials while the tokens cannot be read."""
 
     def __init__(self, app: ASGIApp, guard: Guard) -> None:
         self._app = app

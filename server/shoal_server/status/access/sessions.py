@@ -18,7 +18,6 @@ COOKIE = "shoal_session"
 @dataclass(frozen=True)
 class _Session:
     digest: str
-    """Hash of the token with which the session began."""
     valid_until_s: float
 
 

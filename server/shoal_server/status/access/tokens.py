@@ -29,9 +29,7 @@ class HttpRole(Enum):
     """Role of a token: the operations that its holder may request over HTTP."""
 
     VIEWER = "viewer"
-    """Read."""
     OPERATOR = "operator"
-    """Read, and act: drain members, stop and retry jobs, take snapshots."""
 
     def may_act(self) -> bool:
         return self is HttpRole.OPERATOR

@@ -33,8 +33,8 @@ class ChangeTotals:
     num_lost: int = 0
     steps_lost: int = 0
     recoveries: Durations = field(default_factory=Durations)
-    """Time from the last step before each change to the first step after it, beyond the usual time
-    of a step."""
+    """Seconds from the last step before each change to the first step after it, beyond the usual
+    time of a step."""
 
 
 class ChangeReports:
@@ -44,7 +44,7 @@ class ChangeReports:
     def __init__(self) -> None:
         self.changes: deque[ChangeView] = deque(maxlen=MAX_CHANGES)
         self._awaited: tuple[ChangeSummary, ChangeView] | None = None
-        """Newest change until it is logged; None after that."""
+        """Newest change; None once it is logged."""
         self._stayed: frozenset[str] = frozenset()
         self.totals = ChangeTotals()
         self.extra_s = 0.0

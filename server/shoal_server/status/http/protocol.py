@@ -97,7 +97,8 @@ class BoundedProtocol(H11Protocol):
             self._late = self.loop.call_later(self._limits.http_request_s, self._end_late)
 
     def _to_await(self) -> Awaited | None:
-        """None while a request is being answered, or the connection is idle."""
+        """Data that must arrive in time; None while a request is being answered, or the connection
+        is idle."""
         if self.cycle is None:
             return Awaited.HEAD
         if not self.cycle.response_complete:

@@ -100,7 +100,7 @@ def _refuse(connected: socket.socket, why: str, *, is_plain: bool) -> None:
         if not is_plain:
             return
         try:
-            # The buffer of a fresh connection always takes the first bytes.
+            # A fresh connection has room for these bytes.
             connected.send(raw_answer(503, Overloaded(why, fix="Ask again a little later.")))
         except OSError as error:
             log.debug("refusal_not_sent", reason=str(error))

@@ -23,8 +23,8 @@ def add_subgroups(
     """Register the subgroups, so that an abort of the whole group's waits ends waits in them too,
     and connect them on the device. Collective.
 
-    The first batch of messages in an unconnected group would need all its ranks. Raises
-    RuntimeError if a group could not be connected, or if the whole group's waiters are aborted.
+    Raises RuntimeError if a group could not be connected, or if the whole group's waiters are
+    aborted.
     """
     for group in groups:
         add_subgroup(group, whole)

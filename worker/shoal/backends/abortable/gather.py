@@ -18,8 +18,7 @@ from shoal_proto.errors import MalformedMessage
 log = structlog.get_logger(__name__)
 
 FIRST_BYTES = 16 * 1024
-"""Size of the first collective's message, including 8 bytes for the length. A second collective
-sends the rest of longer messages."""
+"""Size of the first collective's message, including 8 bytes for the length."""
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 _Record = TypeVar("_Record")
 _LENGTH_BYTES = 8

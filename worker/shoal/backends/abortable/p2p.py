@@ -151,5 +151,5 @@ class _Message:
 
 
 def _real(tensor: Tensor) -> Tensor:
-    """Not every backend supports complex numbers."""
+    """View complex numbers as pairs: not every backend supports them."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor

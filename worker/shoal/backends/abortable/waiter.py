@@ -13,7 +13,7 @@ import torch.distributed as dist
 from shoal.backends.process_group.transports import can_be_cut
 
 Completion = torch.futures.Future[str]
-"""Future that ends a wait. Its value is the reason if the work failed, else ""."""
+"""Future that ends a wait, with the reason if the work failed, else ""."""
 
 
 class WaitingTime(threading.local):

@@ -29,7 +29,7 @@ class Hub:
         self.timeout_s = timeout_s
         self.changed = threading.Condition()
         self.failure = ""
-        """Empty while the job has not failed."""
+        """Reason; empty while the job has not failed."""
         self.ended: set[int] = set()
         self._forming: dict[tuple[str, tuple[int, ...]], list[SharedGroup]] = {}
 

@@ -31,7 +31,6 @@ class RankWorld:
         self.hub = hub
         self.rank = rank
         self.number = next(_numbers)
-        """Unique among the present and past worlds of this process."""
         self.default_pg: dist.ProcessGroup | None = None
         self.group_count = 0
         self.pg_map: dict[Any, Any] = {}

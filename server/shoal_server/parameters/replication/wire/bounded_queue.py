@@ -1,4 +1,4 @@
-"""A bounded queue from one task to another."""
+"""Bounded queue between two tasks."""
 
 import asyncio
 from collections import deque
@@ -57,8 +57,8 @@ class BoundedQueue(Generic[T]):
         self._taken.set()
 
     async def take(self, within_s: float) -> T | None:
-        """Return the next item; None if none is added within `within_s` seconds, or if the queue
-        was ended and is empty."""
+        """Return the next item; None after `within_s` seconds, or if the queue was ended and is
+        empty."""
         if not self._items and not self._is_ended:
             self._put.clear()
             try:

@@ -29,7 +29,6 @@ INLINE_BYTES = 128 * 1024
 """Size up to which a gradient is part of the message that announces it."""
 MAX_RECORD_BYTES = 8 * 1024**3
 PART_BYTES = 128
-"""Bound on Python's memory for a piece in addition to its bytes."""
 MAX_CHUNK_BYTES = 64 * 1024 * 1024
 Arriving = pb.FollowRequest | pieces.OnlyPiece
 
@@ -174,15 +173,14 @@ class ArrivedRequest:
 
     request: Request
     push: pb.PushRecord | None = None
-    """Push record of an update, without its gradient; None for other requests, or if the data were
+    """Record of an update, without its gradient; None for other requests, or if the data were
     dropped."""
     header: pb.CutHeader | None = None
     parts: Sequence[pieces.Buffer] = ()
     why_dropped: str = ""
-    """Empty if the data were not dropped."""
+    """Reason; empty if the data were not dropped."""
     is_borrowed: bool = False
-    """True if the sender reuses the memory of a record's data once the next request is read; see
-    `owned`."""
+    """True if the sender soon reuses the memory of a record's data; see `owned`."""
 
     def owned(self) -> "ArrivedRequest":
         """Return the same request with copies of its data."""
@@ -200,18 +198,17 @@ class _Unfinished:
     arrived: ArrivedRequest
     left_bytes: int
     memory: Memory | None
-    """None for a chunk, whose memory was reserved before."""
+    """Memory of the server; None for a chunk, whose memory was reserved before."""
     parts: list[pieces.Buffer] = field(default_factory=list)
     held_bytes: int = 0
     uncounted_bytes: int = 0
-    """Bytes that are not reserved yet; see `_count`. Data within the announcing message are never
-    dropped: the primary relies on that."""
+    """Bytes not reserved yet. Data within the announcing message are never dropped: the primary
+    relies on that."""
     why_dropped: str = ""
     is_borrowed: bool = False
 
     def add(self, data: pieces.Buffer, *, is_lent: bool = False) -> None:
-        """Memory is reserved only as data arrive, since announced data may never be sent.
-        `is_lent`: the sender reuses the memory of the data soon."""
+        """Memory is reserved only as data arrive, since announced data may never be sent."""
         self.left_bytes -= len(data)
         if not data or self.why_dropped:
             return
@@ -270,12 +267,11 @@ class _Unfinished:
 
 
 class RequestAssembler:
-    """Assembles the messages of one stream into requests. Holds the data of at most one record or
-    chunk."""
+    """Assembles the messages of one stream into requests. Holds at most one record or chunk."""
 
     def __init__(self, memory: Memory, is_coming: Callable[[Key, int], bool]) -> None:
-        """`is_coming`: returns True if the image with that number is being received, in memory that
-        is reserved. Chunks of other images are dropped."""
+        """`is_coming`: True if the image with that number is being received. Chunks of other images
+        are dropped."""
         self._memory = memory
         self._is_coming = is_coming
         self._open: _Unfinished | None = None

@@ -34,7 +34,7 @@ log = structlog.get_logger(__name__)
 
 OPEN_S = 2.0
 INLINE_BYTES = 4 * 1024
-"""Size up to which a record's data are sent within its message if there is shared memory."""
+"""Bound on a record's data within its message if there is shared memory."""
 
 
 Keep = Callable[[memoryview], Callable[[], None]]
@@ -44,17 +44,17 @@ memory is reused."""
 
 class PeerStream(Protocol):
     """A stream to another server; messages of one task arrive in order. `write` and `replies` raise
-    the error that broke the stream: a ShoalError, grpc.RpcError, or an error that grpcio raises for
-    a call that is over."""
+    the error that broke the stream: a ShoalError, grpc.RpcError, or an error of grpcio for a call
+    that is over."""
 
     inline_bytes: int
-    """Size up to which a record's data are best written within its message."""
+    """Bound on a record's data within its message."""
 
     async def write(self, frame: Frame) -> None: ...
 
     def draft(self, data: memoryview) -> memoryview | None:
-        """Copy the data of the record that may be written next to shared memory. Return the copy,
-        which is valid until the next draft; None if that is not possible now."""
+        """Copy the data of a record, perhaps the next one, to shared memory. Return the copy, which
+        is valid until the next draft; None if that is not possible now."""
         ...
 
     def write_now(self, *of_record: Frame, keep: Keep) -> bool:

@@ -21,7 +21,7 @@ from shoal_server.serving.tasks import cancel
 log = structlog.get_logger(__name__)
 
 CALL_IS_OVER = (asyncio.InvalidStateError, grpc.aio.UsageError, grpc.aio.InternalError)
-"""Errors that grpcio raises for a write to a call that is over."""
+"""Raised by grpcio for a write to a call that is over."""
 
 
 class WatchedStream:
@@ -40,7 +40,7 @@ class WatchedStream:
         """Time of the last message, by the event loop's clock; 0 before the first."""
 
     async def send_hello(self, hello: pb.Hello) -> None:
-        """Send the stream's first message, which names this server."""
+        """Send the stream's first message."""
         await self._stream.write(pb.FollowRequest(hello=hello))
 
     async def send(self, frame: frames.Frame) -> None:
@@ -96,18 +96,15 @@ class WatchedStream:
         self._silence.note_message()
 
     async def run_tasks(self, *work: Coroutine[Any, Any, None]) -> None:
-        """Run tasks until one of them ends; then cancel the others.
-
-        Raises a ShoalError for an error of a task, and Unavailable if the other end was silent for
-        too long.
-        """
+        """Run tasks until one ends; then cancel the others. Raises a ShoalError for an error of a
+        task, and Unavailable after too long a silence."""
         tasks = [asyncio.create_task(each) for each in (*work, self._await_silence())]
         try:
             done, _ = await asyncio.wait(tasks, return_when=FIRST_COMPLETED)
         finally:
             await cancel(*tasks)
         errors = [error for task in done if (error := task.exception()) is not None]
-        # If the writer has failed because the call is over, the reader has the reason.
+        # If the writer failed because the call is over, the reader has the reason.
         for error in sorted(errors, key=lambda error: not isinstance(error, ShoalError)):
             raise self._why(error)
 
