@@ -1,8 +1,5 @@
-"""Bounds of every field of every request.
-
-A field is looked up by message and name in `OF_MESSAGE`, else by its name alone in `NAMED`. A test
-fails for a field that is in neither table.
-"""
+"""Bounds of every field of every request: by message and name in `OF_MESSAGE`, else by name in
+`NAMED`. A test fails for a field that is in neither table."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -309,7 +306,7 @@ OF_MESSAGE: Mapping[str, Bound] = {
 
 
 MESSAGES: Mapping[str, int] = {"Proposal": 128 * 1024}
-"""Maximum size of a whole message in bytes: members agree on a proposal, and a record keeps it."""
+"""Maximum size of a whole message in bytes."""
 
 
 def bound_of(message: str, field: str) -> Bound | None:

@@ -47,9 +47,8 @@ def run(command: str, work: Coroutine[Any, Any, None]) -> int:
 
 
 async def _refusal_of(work: Coroutine[Any, Any, None]) -> tuple[str, int]:
-    """Text of the ShoalError that ended `work` (empty: none), and the exit code. The error itself
-    would outlive the event loop: its frames refer to gRPC objects that need the loop to be
-    released."""
+    """Text of the ShoalError that ended `work` (empty: none), and the exit code. The frames of the
+    error itself would keep gRPC objects beyond the event loop, which they need to be released."""
     try:
         await work
     except Unavailable as error:

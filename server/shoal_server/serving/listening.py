@@ -39,7 +39,7 @@ class StopRequest:
         """Set by the first SIGTERM or SIGINT."""
         self.insisted = asyncio.Event()
         """Set by a signal SAME_ORDER_S or more after the first. Earlier ones are repetitions: a
-        scheduler signals every process of a job, and a parent passes the signal on."""
+        scheduler signals every process, and a parent passes the signal on."""
         self._ordered_s = 0.0
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):

@@ -1,7 +1,4 @@
-"""Serving of all gRPC services: one interceptor for all calls, server options, and binding.
-
-No servicer sees a request that does not parse, or that is out of `bounds`.
-"""
+"""Serving of all gRPC services: one interceptor for all calls, server options, and binding."""
 
 import asyncio
 import time
@@ -77,7 +74,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         by_role: bool = False,
     ) -> None:
         """`durations` gets the duration of each call with one answer; `counts` limits calls in
-        progress. `by_role`: callers have certificates, and may make the calls of their role."""
+        progress. `by_role`: callers have certificates, and may make their role's calls."""
         self._durations = durations or call_durations()
         self._by_role = by_role
         self._bounds = MessageBounds()

@@ -5,9 +5,8 @@
     URL/JOB/parts/000000007-CUT/manifest.json               the manifest until it is published
 
 A bucket may carry out a request after the client has given up on it. So the manifest is published
-from a draft, which is removed before any other file of the snapshot: a late request finds nothing.
-
-A snapshot exists if it has a manifest. Every call blocks, and may raise AccessDenied.
+from a draft, which is removed before any other file of the snapshot. Every call blocks, and may
+raise AccessDenied.
 """
 
 from collections.abc import Mapping, Sequence

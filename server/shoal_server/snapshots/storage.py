@@ -28,9 +28,9 @@ class Storage:
     that leads out of the location raises AccessDenied."""
 
     def __init__(self, location: str | Location, *, url: str = "") -> None:
-        """`url`: the URL of a Location, for messages. Raises InvalidSpec for a URL that is not an
-        allowed kind of location, or for which no package is installed; Unavailable if the storage
-        cannot be set up."""
+        """`url`: the URL of a Location, for messages. Raises InvalidSpec for a URL that is no
+        allowed location, or for which no package is installed; Unavailable if the storage cannot be
+        set up."""
         self.location = Location.parse(location) if isinstance(location, str) else location
         self.url = (location if isinstance(location, str) else url or location.path).rstrip("/")
         try:
@@ -49,7 +49,7 @@ class Storage:
 
     def write(self, path: str, data: bytes) -> None:
         """Write or replace a file. Raises Unavailable; then the path may have the old file, the new
-        file or no file."""
+        file or none."""
         full = self._full(path)
         try:
             if self.location.is_local:
@@ -62,11 +62,9 @@ class Storage:
             raise self._failed("written", path, error) from error
 
     def write_pieces(self, folder: str, name: Callable[[], str], pieces: Iterable[Buffer]) -> None:
-        """Write or replace a file from pieces. `name` is called after the last piece.
-
-        On a local disk each piece is written as it is yielded; a bucket gets all at once. Raises
-        Unavailable, also for an OSError of `pieces` on a local disk, and other errors of `pieces`.
-        """
+        """Write or replace a file from pieces. `name` is called after the last piece. A bucket gets
+        all pieces at once. Raises Unavailable, also for an OSError of `pieces` on a local disk, and
+        other errors of `pieces`."""
         if not self.location.is_local:
             data = b"".join(pieces)
             self.write(f"{folder}/{name()}", data)
@@ -77,8 +75,8 @@ class Storage:
             raise self._failed("written", folder, error) from error
 
     def publish(self, draft: str, path: str) -> None:
-        """Move a file to its final path, atomically. A bucket that carries out the request late
-        publishes nothing. Raises Unavailable; then the file may have been published."""
+        """Move a file to its final path, atomically. Once the draft is removed, a bucket's late
+        request publishes nothing. Raises Unavailable; then the file may have been published."""
         source, target = self._full(draft), self._full(path)
         try:
             if self.location.is_local:

@@ -38,11 +38,7 @@ def build_app(
     operations: Operations | None = None,
 ) -> FastAPI:
     """Make an app that shows `source` and `board`; serve it with `serve.StatusServer`, on their
-    event loop.
-
-    `measures` and `calls`: for the metrics. `guard`: decides which callers are admitted; by default
-    all are.
-    """
+    event loop. `guard`: decides which callers are admitted; by default all are."""
     bounds, guard = bounds or HttpBounds(), guard or Guard()
     # Off, because FastAPI's own pages load scripts from a CDN.
     app = FastAPI(

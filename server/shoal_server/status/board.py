@@ -108,7 +108,7 @@ class StatusBoard:
     MAX_JOBS. Belongs to one event loop.
 
     For each job it keeps the newest MAX_EVENTS events, and the latest report and MAX_LOSSES losses
-    of each of the MAX_MEMBERS members that reported last.
+    of the MAX_MEMBERS members that reported last.
     """
 
     def __init__(
@@ -143,9 +143,7 @@ class StatusBoard:
         return event
 
     def record_generation(self, job: str, story: ChangeSummary) -> None:
-        """Record that a generation runs. The change is logged with a member's report of its pause,
-        when `log_due_reports` finds it due, before the next change, or at once if no member will
-        report."""
+        """Record that a generation runs. `ChangeReports` decides when the change is logged."""
         self._log_changes(job, self._board(job).reports.add_generation(story, self._clock()))
 
     def log_due_reports(self, job: str) -> None:

@@ -1,8 +1,5 @@
-"""Conversion of the core's types to views.
-
-The core's types hold secrets (incarnations, digests of secrets), and may be renamed, while the
-names in the API may not.
-"""
+"""Conversion of the core's types to views. The core's types hold secrets, and may be renamed, while
+the names in the API may not."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -54,8 +51,8 @@ class JobReader:
     waiting: Mapping[str, tuple[str, float]] = field(default_factory=dict)
     """Reason and start of waits outside of the core, such as for shards."""
     now_s: float | None = None
-    """Moment of the views, on the core's clock. Without it, views do not say how long members have
-    been paused, or in the script's own code."""
+    """Moment of the views, on the core's clock; None leaves out how long members have been
+    paused."""
 
     def detail(
         self, records: Iterable[GenerationRecord] = (), samples: SamplesView | None = None

@@ -59,11 +59,8 @@ class ProcessMeasures:
 
 
 async def render(reading: StatusQueries, measures: ProcessMeasures) -> bytes:
-    """All metrics in Prometheus' text format.
-
-    Only the newest MAX_OVER of the ended jobs have series. Shards of ended jobs, and shards that
-    cannot be read from etcd, are left out.
-    """
+    """All metrics in Prometheus' text format. Only the newest MAX_OVER of the ended jobs have
+    series. Shards of ended jobs, and shards that cannot be read from etcd, are left out."""
     every = reading.source.jobs()
     over = [job for job in every if job.summary.state in OVER]
     over.sort(key=lambda job: -job.summary.since_unix_s)

@@ -95,13 +95,13 @@ class PageJob(View):
     num_generations: int
     slow: tuple[str, ...]
     """Members whose steps take more than 1.5 times the median step time; at most 50, and none if
-    fewer than three members report step times."""
+    fewer than three report step times."""
     samples_per_s: float | None
     """Sum over the members that train; null if none reports it."""
     mean_loss: float | None
     least_exchange_s: float | None = None
-    """The shortest `exchange_s` of a member that trains; null for asynchronous jobs. The part of
-    another member's `exchange_s` beyond it is a wait for slower members."""
+    """The shortest `exchange_s` of a member that trains; null for asynchronous jobs. Another
+    member's excess over it is a wait for slower members."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -54,11 +54,9 @@ class _Answer:
 
 
 class ShardReader:
-    """Reads shards for the status page. Asks the servers of a job at most once in MAX_AGE_S.
-
-    A server that does not answer in time is shown as unreachable, or as gone if it is not
-    registered.
-    """
+    """Reads shards for the status page. Asks the servers of a job at most once in MAX_AGE_S. A
+    server that does not answer in time is shown as unreachable, or as gone if it is not
+    registered."""
 
     def __init__(self, store: Keyspace) -> None:
         self._store = store

@@ -1,7 +1,5 @@
-"""Work on large shards that yields to pushes.
-
-Each chunk of work is followed by a rest, in proportion to the event loop's delay after the chunk.
-"""
+"""Work on large shards that yields to pushes: each chunk is followed by a rest, in proportion to
+the event loop's delay."""
 
 import asyncio
 import time

@@ -213,8 +213,8 @@ class BulkServerConnection:
             log.info("bulk_error_not_sent", error=str(error), reason=str(hung_up))
 
     async def _beat(self) -> None:
-        """Send heartbeats during a call; return when one fails because the client has hung up.
-        Nothing else shows that between a call's last frame and its last answer."""
+        """Send heartbeats during a call; return when the client has hung up. Nothing else shows
+        that between a call's last frame and its last answer."""
         while True:
             await asyncio.sleep(BEAT_S)
             if self._is_in_call and self._wire.silent_s >= BEAT_S:
@@ -226,8 +226,8 @@ class BulkServerConnection:
 
 
 class BulkCall:
-    """The frames of one call, incoming and outgoing: a `DirectStream` for replication, and a
-    `SegmentTransport` for segments."""
+    """The frames of one call: a `DirectStream` for replication, a `SegmentTransport` for
+    segments."""
 
     def __init__(self, wire: FrameConnection, arena: SharedArena | None) -> None:
         self._wire = wire
@@ -406,8 +406,8 @@ class BulkCall:
 
     @property
     def ends_now(self) -> bool:
-        """True if the END frame is to be sent with the current replies, so as to wake the client
-        only once."""
+        """True if the END frame is to be sent with the current replies: the client wakes only
+        once."""
         return self._end_follows and self._is_over
 
     def end_follows(self) -> None:

@@ -146,8 +146,8 @@ async def _welcome(wire: FrameConnection, arena: SharedArena | None) -> None:
 
 
 def _named(stack: ExitStack) -> tuple[socket.socket | None, str]:
-    """Return a Unix socket for this network namespace, and its random abstract name; None and an
-    empty name if the system has no abstract names."""
+    """Return a Unix socket and its random abstract name; None and an empty name if the system has
+    no abstract names."""
     name = f"shoal-{secrets.token_hex(16)}"
     try:
         local = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))

@@ -16,8 +16,8 @@ MAX_JOBS = 1024
 
 @dataclass(slots=True)
 class PushOutcomeCounts:
-    """Counts of one job's pushes to parameters, not to tables: parts refused because of their
-    epoch, and pushes applied in part."""
+    """Counts of one job's pushes to parameters, not to tables: refused parts, and pushes applied in
+    part."""
 
     by_epoch: int = 0
     partial: int = 0
@@ -55,9 +55,7 @@ def add_shard(
     versions: Mapping[Holder, int],
 ) -> None:
     """Add a shard to the reply. A backup adds only to the number of copies and the memory.
-
-    `versions`: the newest version that each backup is known to have.
-    """
+    `versions`: the newest version that each backup is known to have."""
     reply.memory_bytes += replica.state.memory_bytes
     if replica.role is not ReplicaRole.PRIMARY:
         reply.num_copies += 1

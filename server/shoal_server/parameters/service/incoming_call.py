@@ -15,8 +15,7 @@ from shoal_server.serving.tasks import cancel
 log = structlog.get_logger(__name__)
 
 MAX_PENDING_SHARDS = 8
-"""Bound on the started parts of one call that are not answered yet: at the bound, no more pieces
-are read."""
+"""Bound on the started parts of one call that are not answered yet."""
 
 T = TypeVar("T")
 PartT = TypeVar("PartT", bound="IncomingPart")
@@ -40,8 +39,8 @@ class PartKind(Protocol[PartT_contra, AnswerT]):
     """Handler of the parts of a call."""
 
     def apply(self, part: PartT_contra) -> "asyncio.Future[AnswerT | ShoalError]":
-        """Start to apply a complete part; return a future of its answer. A part whose future is
-        cancelled before its turn is not applied."""
+        """Start to apply a complete part; return a future of its answer. A part that is cancelled
+        before its turn is not applied."""
         ...
 
     def refusal(self, shard_id: int, error: ShoalError) -> AnswerT:
@@ -67,8 +66,8 @@ class IncomingCall(Generic[PartT, AnswerT]):
         self._is_over = False
         self._is_whole = False
         self.is_last = False
-        """True if the answers yielded last are known to be the call's last. False also before the
-        call's end was received."""
+        """True if the newest answers are known to be the call's last. False also before the call's
+        end was received."""
 
     def expect(self, shard_id: int, make: Callable[[], PartT]) -> None:
         """Expect the part that `make` returns. A ShoalError from `make` is the part's answer."""
@@ -85,10 +84,8 @@ class IncomingCall(Generic[PartT, AnswerT]):
     async def answers(
         self, pieces: AsyncIterator[AnyPiece]
     ) -> AsyncGenerator[Sequence[AnswerT], None]:
-        """Yield the parts' answers, in the order in which the parts were started or refused.
-
-        If the caller stops early, parts that wait for their turn are not applied.
-        """
+        """Yield the parts' answers, in the order in which the parts were started or refused. If the
+        caller stops early, waiting parts are not applied."""
         taking = asyncio.create_task(self._take_all(pieces), name="parts of a call")
         try:
             while self._pending or not self._is_over:
@@ -172,8 +169,8 @@ class IncomingCall(Generic[PartT, AnswerT]):
 
 
 def guarded(work: Callable[[], T], job: str, shard_id: int, what: str = "push") -> T | ShoalError:
-    """Return the result of `work`, or the error for the answer: for an unexpected error, which is
-    logged, an InternalError."""
+    """Return the result of `work`, or the error for the answer. An error that is not a ShoalError
+    is logged."""
     try:
         return work()
     except ShoalError as error:

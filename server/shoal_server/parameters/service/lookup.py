@@ -51,7 +51,7 @@ IncomingLookup = IncomingCall[LookupPart, LookupAnswer]
 
 
 class LookupKind:
-    """The items of one lookup. An item is answered once every backup in step has the version of its
+    """The items of one lookup. An answer waits until every backup in step has the version of its
     rows."""
 
     def __init__(

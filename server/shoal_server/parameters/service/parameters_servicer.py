@@ -1,7 +1,4 @@
-"""The Parameters service: creates shards, applies pushes to them, and sends values and rows.
-
-Work on large shards runs in threads, so that the event loop stays free.
-"""
+"""The Parameters service: creates shards, applies pushes to them, and sends values and rows."""
 
 import time
 from collections import deque
@@ -184,11 +181,8 @@ class ParametersServicer(Base):
         self, request: PullRequest, reply_writer: ReplyWriter
     ) -> AsyncGenerator[Sequence[Message | bytes], None]:
         """Yield the messages with each shard's values, which are of one version. Messages yielded
-        together are sent together.
-
-        Raises the error for the first shard that this server does not serve; a WrongEpoch also has
-        the routes of the others.
-        """
+        together are sent together. Raises the error for the first shard that this server does not
+        serve; a WrongEpoch also has the routes of the others."""
         await self._fence.check(request.token)
         job = request.token.job
         wait_s = min(max(request.wait_s, 0.0), MAX_WAIT_S)

@@ -83,7 +83,7 @@ class Catalog:
         """Set once by `ShardReplicas`."""
 
     async def layout(self, job: str) -> ShardMap | None:
-        """Return the job's shard map, without holders; read-only. None if the job has none. Raises
+        """Return the job's shard map, read-only and without holders; None if there is none. Raises
         what the store raises."""
         return await self._layouts.read(job)
 
@@ -97,8 +97,8 @@ class Catalog:
         that explains its absence: WrongEpoch, ShardNotReady, StateLost or UnknownShard. Raises what
         the store raises.
 
-        Waits for at most LED_WITHIN_S for backups of an earlier epoch: during a handover, the old
-        primary already redirects calls to this server.
+        Waits for backups of an earlier epoch: during a handover, the old primary already redirects
+        calls to this server.
         """
         await self._wait_led(job, wanted)
         results: list[ShardReplica | ShoalError] = []
@@ -135,8 +135,8 @@ class Catalog:
             return
 
     def redirect(self, job: str, shard_id: int, epoch: int) -> WrongEpoch | None:
-        """Return the error, with the primary's route, for a call with that epoch; None if this
-        server knows of no later epoch."""
+        """Return the error, with a route, for a call with that epoch; None if this server knows of
+        no later epoch."""
         route = self.whereabouts.route(job, shard_id)
         if route is None or route.epoch <= epoch:
             return None
@@ -156,7 +156,7 @@ class Catalog:
 
     async def wait_for(self, job: str, shard_ids: Iterable[int], wait_s: float) -> None:
         """Return once this server is the primary of all these shards and none is forming, or after
-        `wait_s`. Shards with another primary do not count."""
+        `wait_s`. Other servers' shards do not count."""
         wanted = list(shard_ids)
 
         def is_settled(shard_id: int) -> bool:
@@ -185,11 +185,8 @@ class Catalog:
         self, job: str, shards: Sequence[Shard], optimizer: OptimizerSpec
     ) -> None:
         """Check that the job has these shards with equal dtype, group and blocks, and that existing
-        shards have an equal optimizer.
-
-        Raises UnknownShard, DtypeMismatch, ShapeMismatch or ProposalConflict otherwise, and what
-        `check_new` and the store raise.
-        """
+        shards have an equal optimizer. Raises UnknownShard, DtypeMismatch, ShapeMismatch,
+        ProposalConflict, and what `check_new` and the store raise."""
         record = await self.layout(job)
         wanted = [shard.shard_id for shard in shards]
         assignments = await records.read_shards(self._store, job, wanted)
@@ -213,9 +210,9 @@ class Catalog:
                 )
 
     def check_new(self, job: str, shard: Shard, assignment: ShardAssignment | None) -> None:
-        """Raise an error unless this server has the shard or may create it: WrongEpoch if the
-        shard's assignment differs; ShardNotReady or StateLost if the absent shard had values, or is
-        to get them from a snapshot."""
+        """Raise an error unless this server has the shard or may create it: WrongEpoch for another
+        assignment; ShardNotReady or StateLost if the absent shard had values, or is to get them
+        from a snapshot."""
         if assignment is None or assignment.primary != self._me or shard.epoch != assignment.epoch:
             raise WrongEpoch(
                 f"shard {shard.shard_id} has another assignment",
@@ -319,8 +316,8 @@ def _one_line(spec: OptimizerSpec) -> str:
 
 
 def _absence_error(job: str, assignment: ShardAssignment, *, is_kept: bool) -> ShoalError:
-    """StateLost if the shard had values and no backup or journal is known to have its newest
-    version, else ShardNotReady. `is_kept`: the primary's journal has the shard, in whatever
+    """Return StateLost if no backup or journal is known to have the newest version of the shard's
+    values, else ShardNotReady. `is_kept`: the primary's journal has the shard, in whatever
     version."""
     if assignment.content is ShardContent.NONE:
         return _not_ready(job, assignment.shard_id, "a worker that creates it")

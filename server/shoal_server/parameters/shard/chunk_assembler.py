@@ -83,9 +83,8 @@ class PieceAssembler:
         return not self._spans
 
     def take(self, piece: AnyPiece) -> None:
-        """Add the next piece. Raises ShapeMismatch if it has more bytes than its range lacks,
-        MalformedMessage for a wrong offset or size, and ChecksumMismatch if it changed in
-        transit."""
+        """Add the next piece. Raises ShapeMismatch if it exceeds its range, MalformedMessage for a
+        wrong offset or size, and ChecksumMismatch if it changed in transit."""
         data = piece.data
         left_bytes = self._spans[0][1] - self._position if self._spans else 0
         if len(data) > left_bytes:
@@ -146,7 +145,7 @@ class ChunkAssembler(PieceAssembler):
         blocks that do not exist.
 
         `with_base`: the base values follow the gradient, at their offsets in the shard plus the
-        shard's size. `encoded_bytes`: size of the present blocks' gradients, encoded together.
+        shard's size. `encoded_bytes`: size of the encoded gradients.
         """
         num_blocks = len(shard.blocks)
         absent = set(absent_blocks)

@@ -32,11 +32,8 @@ VALUES = "values"
 
 @dataclass(frozen=True, kw_only=True)
 class DensePush(Push):
-    """A push to a dense shard.
-
-    `gradient` holds the present blocks, then the base values if the body `needs_base`. With a
-    codec, `gradient` is encoded, and `batch` has the decoded gradient.
-    """
+    """A push to a dense shard. `gradient` holds the present blocks, then the base values if the
+    body `needs_base`. With a codec, `gradient` is encoded, and `batch` is not."""
 
     blocks: Sequence[int]
     codec: GradientCodec | None = None
@@ -218,8 +215,8 @@ def dense_from_image(image: LoadedImage) -> DenseShard:
 
 
 def bytes_to_make(spec: Shard, optimizer: OptimizerSpec) -> int:
-    """Return the `memory_bytes` of a new dense shard. They are linear in the number of elements, so
-    two tiny shards with as many blocks give them."""
+    """Return the `memory_bytes` of a new dense shard: they are linear in the number of elements, so
+    two tiny shards give them."""
 
     def bytes_of(block_size: int) -> int:
         values = torch.zeros(len(spec.blocks) * block_size, dtype=DTYPES[spec.dtype])

@@ -15,10 +15,8 @@ FIX = "Add a server (`shoal ps`) or raise --memory-limit-bytes."
 
 
 class Memory:
-    """Counts the memory of all replicas, of data not applied yet, and of other reservations.
-
-    Lives on the event loop; `growth` may be used on any thread.
-    """
+    """Counts the memory of replicas, of data not applied yet, and of other reservations. Lives on
+    the event loop; `growth` may be used on any thread."""
 
     def __init__(
         self,
@@ -63,8 +61,8 @@ class Memory:
 
     @contextmanager
     def growth(self, what: str) -> Iterator[Callable[[int], None]]:
-        """Yield a function to call with the bytes by which a shard is about to grow; it raises
-        Overloaded if they do not fit. The shard grows within the block."""
+        """Yield a function to call with the bytes by which a shard is about to grow within the
+        block. It raises Overloaded if they do not fit."""
         reserved_bytes = 0
 
         def reserve(num_bytes: int) -> None:

@@ -124,7 +124,7 @@ class ShardReplica:
         """Call `work`, which touches `num_bytes` of the state, and return a future of its result.
 
         Small work runs at once if no other work on the shard is running or queued; this call raises
-        its errors. All other work runs in threads, in order.
+        its errors. Other work runs in threads, in order.
         """
         if self._enters(num_bytes):
             try:
@@ -156,8 +156,8 @@ class ShardReplica:
         self._num_queued -= 1
 
     async def run_in_order(self, run: Runner, num_bytes: int, work: Callable[[], T]) -> T:
-        """Call `work` after all earlier work on the shard, and return its result. Waits on the
-        event loop, to block no thread."""
+        """Call `work` after all earlier work on the shard. Waits on the event loop, to block no
+        thread."""
         await self._turn.acquire()
         try:
             running = asyncio.ensure_future(run(num_bytes, work))
@@ -222,6 +222,6 @@ def _check_nothing() -> None:
 
 
 def work_bytes_of(push: PushRecord, num_bytes: int) -> int:
-    """Return the `num_bytes` with which a `Runner` replays a record. Compressed data are never
-    decoded on the event loop."""
+    """Return the cost of a record for a `Runner`. Compressed data are never decoded on the event
+    loop."""
     return num_bytes + (INLINE_BYTES if push.HasField("codec") else 0)

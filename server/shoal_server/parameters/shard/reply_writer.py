@@ -15,11 +15,9 @@ ReplyType = type[PushReply] | type[ShardData] | type[LookupReply]
 
 
 class CopyOut(Protocol):
-    """Copies the values of a shard from buffers to the reply. Returns messages or frames with the
-    values, or with their position in the caller's memory.
-
-    Called from any thread, under the shard's lock.
-    """
+    """Copies the values of a shard from buffers to the reply, in any thread, under the shard's
+    lock. Returns messages or frames with the values, or with their position in the caller's
+    memory."""
 
     def __call__(self, shard_id: int, *values: memoryview) -> Sequence[Message | bytes]: ...
 

@@ -1,7 +1,7 @@
 """The outcomes of pushes that a shard remembers, by session, so that no push is applied twice.
 
-A session is one incarnation of a member; its floor is the highest sequence that was forgotten. A
-push at or below the floor that is not remembered is refused: it may have been applied.
+A session is one incarnation of a member; its floor is the highest forgotten sequence. A push at or
+below the floor that is not remembered is refused: it may have been applied.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -52,8 +52,8 @@ class SessionTable:
         return self._num_bytes
 
     def recall(self, session: str, sequence: int) -> RememberedOutcome | None:
-        """Return the first outcome of a push; None if it was never applied, or its session was
-        forgotten. Raises ForgottenPush for a forgotten push at or below the floor."""
+        """Return the first outcome of a push; None if the push or its session is unknown. Raises
+        ForgottenPush for an unknown push at or below the floor."""
         known = self._sessions.get(session)
         if known is None:
             return None
@@ -68,11 +68,9 @@ class SessionTable:
         return None if kept is None else kept[0]
 
     def evict_for(self, session: str, is_live: Callable[[str], bool]) -> Sequence[str]:
-        """Forget the sessions of fenced incarnations if `session` would exceed `max_sessions`;
-        return these. Raises Overloaded if every remembered session is live.
-
-        On backups, `forget` is called with the result.
-        """
+        """Forget the sessions of fenced incarnations, and return them, if `session` would exceed
+        `max_sessions`. Raises Overloaded if every remembered session is live. On backups, `forget`
+        is called with the result."""
         if session in self._sessions or len(self._sessions) < self.max_sessions:
             return ()
         ended = [name for name in self._sessions if not is_live(name)]

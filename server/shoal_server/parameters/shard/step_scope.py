@@ -1,8 +1,5 @@
-"""The scope of a step: the shards that the step touches, remembered with each push.
-
-If only one shard remembers that a step has begun, its scope names the other shards, for which a cut
-has to wait.
-"""
+"""The scope of a step: the shards that the step touches, remembered with each push. It names the
+shards for which a cut has to wait, if only one shard remembers the step."""
 
 from collections.abc import Collection
 from dataclasses import dataclass

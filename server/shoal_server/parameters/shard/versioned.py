@@ -41,11 +41,9 @@ class Push:
     is_borrowed: bool = False
     """True if the gradient lies in memory that its sender may change at any time."""
     scope: Scope | None = None
-    """Shards of the step; None for all dense shards, or only this shard if it is part of a
-    table."""
+    """Shards of the step; None for all dense shards, or only this shard of a table."""
     batch: object = None
-    """Data as the body's `read_batch` returns them; None for borrowed data, which are copied first,
-    or if not decoded yet."""
+    """Data as the body's `read_batch` returns them; None if not decoded yet, as borrowed data."""
     at_unix_s: float = field(default_factory=time.time)
     """Time by this server's clock or, for rows, by `TableBody.now_s`."""
 
@@ -71,7 +69,7 @@ SmallTensors = Callable[[Sequence[SessionImage]], Mapping[str, Tensor]]
 
 class ShardBody(Protocol[PushT_contra, BatchT]):
     """The values of a shard, used by one thread at a time. `apply` must depend only on the body and
-    the record, so that every replica does the same."""
+    the record: every replica does the same."""
 
     kind: str
 
@@ -121,8 +119,8 @@ class ShardBody(Protocol[PushT_contra, BatchT]):
         ...
 
     def image(self) -> tuple[ImageContent, SmallTensors]:
-        """Return an image of the large tensors, which is added to `images`; and a function that
-        returns the small tensors later."""
+        """Return an image of the large tensors, added to `images`; and a function that returns the
+        small ones later."""
         ...
 
     def flat_tensors(self) -> Mapping[str, Tensor]:
@@ -131,13 +129,13 @@ class ShardBody(Protocol[PushT_contra, BatchT]):
         ...
 
     def row_ids(self, start: int, num_bytes: int) -> tuple[bytes, int]:
-        """Return the ids of about `num_bytes` of rows from position `start` on; and the position at
-        which to continue, which is `start` at the end."""
+        """Return the ids of about `num_bytes` of rows from position `start` on; and the position to
+        continue from, which is `start` at the end."""
         ...
 
     def rows_of(self, row_ids: bytes) -> tuple[NDArray[np.int64], Sequence[Tensor]]:
         """Return an array, and copies of the tensors of the existing rows. The array has the body's
-        number of rows, and then the birth of each row in `row_ids`, 0 for a missing row."""
+        number of rows, then the birth of each row in `row_ids`, 0 for a missing row."""
         ...
 
 
@@ -316,11 +314,8 @@ class VersionedShard(Generic[BodyT]):
 
     def replay(self, record: UpdateRecord, *, is_borrowed: bool = False) -> None:
         """Apply an update of the primary, and call the listener. `is_borrowed`: the sender reuses
-        the data's memory afterwards.
-
-        Raises, without a change, InternalError if the record is not of the next version, or what
-        the body raises.
-        """
+        the data's memory afterwards. Raises, without a change, InternalError if the record is not
+        of the next version, or what the body raises."""
         with self._body_lock, self._lock:
             if record.push.version != self._version + 1:
                 raise InternalError(
@@ -360,10 +355,8 @@ class VersionedShard(Generic[BodyT]):
 
     def image(self, *, epoch: int = 0) -> ShardImage:
         """Return an image of the shard, to be read in chunks while pushes continue, and closed
-        after use. `epoch`: the primary's.
-
-        Waits for a push in progress: call this in a thread if the shard is large.
-        """
+        after use. `epoch`: the primary's. Waits for a push in progress: call this in a thread if
+        the shard is large."""
         with self._body_lock:
             with self._lock:
                 spec = self.body.spec_message(self.spec).SerializeToString(deterministic=True)

@@ -86,16 +86,16 @@ class SnapshotBarrier:
             self._is_whole(step, known, lacking)
 
     def add_steps(self, begun: Begun) -> None:
-        """Add the steps of a shard that came from another server or was restored. All known steps
-        are checked again, as that shard may lack some."""
+        """Add the steps of a shard that came from another server or was restored, and check all
+        known steps again: that shard may lack some."""
         for step, shards in begun.items():
             self._note(step, shards)
         for known in (known for steps_of in self._sessions.values() for known in steps_of.values()):
             known.applied = False
 
     def close(self, cut_id: str) -> Begun:
-        """Admit no new step, and return the steps that have begun here. Raises SnapshotFailed while
-        another cut is in progress."""
+        """Admit no new step; return the steps that have begun here. Raises SnapshotFailed during
+        another cut."""
         if self.phase is not BarrierPhase.OPEN:
             raise SnapshotFailed(
                 "another snapshot is being taken",

@@ -1,8 +1,5 @@
-"""A server's part in snapshots: a barrier for each job's pushes, and images of its shards.
-
-The barrier opens as soon as the images are made. They stay as of the cut while pushes continue and
-the snapshot is written.
-"""
+"""A server's part in snapshots: a barrier for each job's pushes, and images of its shards. The
+images stay as of the cut while pushes continue and the snapshot is written."""
 
 import asyncio
 import time
@@ -71,9 +68,7 @@ class SnapshotBarriers:
         self, job: str, session: str, sequence: int, shards: Shards = None
     ) -> AsyncIterator["AdmittedPart"]:
         """Admit a part of a step, and run the block. Waits while a cut holds the step back.
-
-        `shards`: all shards that the push touches on any server; None: every dense shard.
-        """
+        `shards`: all shards that the push touches on any server; None: every dense shard."""
         step = StepId(session, sequence)
         cut = self._of(job)
         while not cut.barrier.may_enter(step):
@@ -110,9 +105,8 @@ class SnapshotBarriers:
         they are applied here. Then make an image of every shard of which this server is primary.
 
         Returns the images' stamps, and the steps that stayed incomplete (torn). Raises
-        SnapshotFailed for a torn step unless `take_torn`, if the server's shards have changed, or
-        if the barrier is not closed for this cut. Afterwards the barrier is open, unless another
-        cut has closed it.
+        SnapshotFailed for a torn step unless `take_torn`, or if the server's shards or the barrier
+        have changed. Afterwards the barrier is open, unless another cut has closed it.
         """
         cut = self._of(job)
         cut.barrier.drain(cut_id, begun)

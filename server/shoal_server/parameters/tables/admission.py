@@ -1,8 +1,5 @@
 """Admission of ids: each id gets a row at its first push, or once it was pushed often enough, or
-with a fixed probability at each push.
-
-A decision depends only on the shard's state and the pushes, so backups decide as the primary does.
-"""
+with a fixed probability at each push. Backups decide as the primary does."""
 
 from collections.abc import Mapping
 from typing import Protocol
@@ -56,11 +53,9 @@ class ProbabilityRowGate:
 
 
 class CountRowGate:
-    """Admits an id from its `min_pushes`-th push on.
-
-    Counts are kept in a count-min sketch (Cormode and Muthukrishnan 2005), which ages as TinyLFU
-    does (Einziger, Friedman, Manes 2017). When very many ids are pushed, a few are admitted early.
-    """
+    """Admits an id from its `min_pushes`-th push on. A count-min sketch (Cormode and Muthukrishnan
+    2005) keeps the counts, and ages as TinyLFU does (Einziger, Friedman, Manes 2017). When very
+    many ids are pushed, a few are admitted early."""
 
     def __init__(self, min_pushes: int, held: Mapping[str, Tensor]) -> None:
         self._min_pushes = min_pushes

@@ -5,8 +5,7 @@
         builder.add(receive(builder.next_chunk))
     shard = builder.finish()
 
-Each chunk is stored at its final position at once, so `finish` takes almost no time. If the stream
-breaks, the same builder continues with `next_chunk` on a new stream.
+If the stream breaks, the same builder continues with `next_chunk` on a new stream.
 """
 
 from collections.abc import Mapping, Sequence
@@ -102,12 +101,9 @@ class ShardBuilder:
         return self._content.size_of(index - self._num_rest)
 
     def add(self, data: Buffer) -> None:
-        """Add the next chunk. `data` is not kept.
-
-        Raises MalformedMessage, without a change, for another length. Raises MalformedMessage or
-        InternalError if the image's rest (the small tensors and remembered pushes) is inconsistent:
-        then the builder cannot be used any more.
-        """
+        """Add the next chunk. `data` is not kept. Raises MalformedMessage, without a change, for
+        another length. Raises MalformedMessage or InternalError if the image's small tensors or
+        remembered pushes are inconsistent: then the builder cannot be used any more."""
         expected = 0 if self.is_complete else self.num_bytes(self.next_chunk)
         if not data or len(data) != expected:
             raise MalformedMessage(

@@ -1,8 +1,5 @@
-"""The content of a table shard, and the effect of a push on it.
-
-The effect depends only on the content and the push: the same pushes make the same content on any
-server.
-"""
+"""The content of a table shard, and the effect of a push on it, which depends only on the content
+and the push."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -116,8 +113,8 @@ class TableContent:
         return self._now_s
 
     def growth_bytes(self, batch: RowBatch, at_unix_s: float) -> int:
-        """Return the most bytes by which a push at `at_unix_s` may grow the memory. New rows first
-        use the memory of evicted rows."""
+        """Return the most bytes by which a push at `at_unix_s` may grow the memory, beyond that of
+        evicted rows."""
         if len(batch.ids) <= self.rows.num_spare:
             return 0
         rows = self.rows.find(batch.ids)
@@ -132,8 +129,8 @@ class TableContent:
     ) -> Fates:
         """Apply gradients; return the fate of each row of the batch.
 
-        A gradient of a row that was evicted is dropped, even if the id has a new row. A gradient of
-        initial values is applied to the row that the id has now, or gets.
+        A gradient of an evicted row is dropped, even if the id has a new row. A gradient of initial
+        values is applied to the row that the id has now, or gets.
         """
         self._now_s = self._time_of(at_unix_s)
         self.table_step = max(self.table_step + 1, step)
@@ -153,11 +150,8 @@ class TableContent:
         return fates
 
     def _time_of(self, at_unix_s: float) -> float:
-        """Return the table's time for a push with that timestamp.
-
-        If the clock was set forward, rows in use must not become idle: a push advances the time by
-        at most half of `max_idle_s`.
-        """
+        """Return the table's time for a push with that timestamp. A push advances it by at most
+        half of `max_idle_s`: if the clock was set forward, rows in use must not become idle."""
         max_idle_s = self._table.eviction.max_idle_s
         if max_idle_s and self._now_s:
             at_unix_s = min(at_unix_s, self._now_s + max_idle_s / 2)

@@ -12,11 +12,8 @@ FREED_AT_A_TIME_BYTES = 8 * 1024 * 1024
 
 
 class GrowingTensor:
-    """A tensor whose first dimension grows. Added rows are zero, and take no memory before they are
-    written to.
-
-    If a view of `tensor` is alive when it grows, all data are copied.
-    """
+    """A tensor whose first dimension grows. Added rows are zero, and take no memory at first. If a
+    view of `tensor` is alive when it grows, all data are copied."""
 
     def __init__(self, num_rows: int, row_shape: Sequence[int], dtype: torch.dtype) -> None:
         self.row_shape = tuple(row_shape)

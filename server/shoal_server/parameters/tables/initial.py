@@ -1,7 +1,7 @@
-"""Initial values of a row: a function of seed, table name, row id and column alone.
+"""Initial values of a row: a function of seed, table name, row id and column alone, to the last
+bit.
 
-Every server makes the same row, to the last bit. So only operations are used whose rounding IEEE
-754 defines, and no logarithm or cosine.
+So only operations are used whose rounding IEEE 754 defines, and no logarithm or cosine.
 """
 
 import hashlib

@@ -132,8 +132,8 @@ class RowStore:
         return np.flatnonzero(is_live & (last_pushed < before_unix_s))
 
     def oldest(self, count: int, spared: Rows) -> Rows:
-        """Return the `count` rows that were pushed longest ago, except the rows in `spared`. Rows
-        pushed at the same time are chosen by id, since their positions differ between replicas."""
+        """Return the `count` rows that were pushed longest ago, except the rows in `spared`. Ids
+        decide among rows of one time, since positions differ between replicas."""
         is_live = self._numbers(BIRTHS)[: self._top] > 0
         is_live[spared] = False
         rows = np.flatnonzero(is_live)

@@ -64,12 +64,9 @@ class TableBody:
         """Table time minus the monotonic clock; None before the first push here."""
 
     def now_s(self) -> float:
-        """Return the table's time for a push that arrives now, in Unix seconds.
-
-        The time starts at the shard's newest push, or at the machine's clock for a new shard, and
-        follows the monotonic clock. So no row seems older after a change of the clock or of the
-        primary.
-        """
+        """Return the table's time for a push that arrives now, in Unix seconds. It starts at the
+        shard's newest push, or at the machine's clock for a new shard, and follows the monotonic
+        clock: no row seems older after a change of the clock or of the primary."""
         if self._ahead_s is None:
             self._ahead_s = (self.content.now_s or time.time()) - time.monotonic()
         return time.monotonic() + self._ahead_s
@@ -173,11 +170,9 @@ def is_table(shard: AnyShard) -> TypeGuard[TableShard]:
 
 
 def table_from_image(image: LoadedImage) -> TableShard:
-    """Restore a shard from its image. Takes ownership of the image's tensors.
-
-    Raises InternalError if the image is inconsistent, and torch's and Python's errors for invalid
-    values.
-    """
+    """Restore a shard from its image, and take ownership of the image's tensors. Raises
+    InternalError if the image is inconsistent, and torch's and Python's errors for invalid
+    values."""
     try:
         if image.kind != TableBody.kind:
             raise KeyError(image.kind)

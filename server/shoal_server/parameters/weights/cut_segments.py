@@ -1,8 +1,5 @@
-"""Segments of published weights, made from images of shards.
-
-A row keeps its position, and the number of positions grows in steps. So the difference between two
-versions has only the changed rows.
-"""
+"""Segments of published weights, made from images of shards. A row keeps its position, so that the
+difference between two versions has only the changed rows."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,8 +17,8 @@ from shoal_server.parameters.tables.row_image import BIRTHS, IDS
 
 MIN_ROWS = 64
 STEPS_A_DOUBLING = 8
-"""Number of steps between one power of two and the next. So at most an eighth of a large segment
-lies after the last row."""
+"""Number of steps between one power of two and the next: at most an eighth of a large segment lies
+after the last row."""
 ID_BYTES = 8
 
 

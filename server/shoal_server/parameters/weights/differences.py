@@ -75,8 +75,7 @@ class WeightDifferences:
         """Return the difference from `base` to `target`; None if the whole segment is to be sent.
 
         `elements`: runs of elements as (bytes of an element, bytes of the run). Raises InvalidSpec
-        if the runs do not make up the segments, or have elements of a size that is not in
-        `codec.SIZES`.
+        if the runs do not make up the segments, or an element's size is not in `codec.SIZES`.
         """
         if base.num_bytes != target.num_bytes:
             return None

@@ -56,8 +56,8 @@ class WeightDisk:
         self._written.add(path)
 
     def read(self, series: str, digest: bytes) -> Segment | None:
-        """Read and verify a segment; None if it is not on disk, or damaged and now removed. Raises
-        OSError, or Overloaded if there is no memory for it."""
+        """Read and verify a segment; None if it is not on disk. A damaged segment is removed.
+        Raises OSError, or Overloaded if there is no memory for it."""
         path = self._path(series, digest)
         try:
             file = path.open("rb", buffering=0)

@@ -94,8 +94,8 @@ class WeightHoldings:
         sender once the memory was write-protected. None: they are computed here.
 
         Raises what `admit` and `transport` raise, Overloaded if the server has no memory,
-        ChecksumMismatch for another digest, MalformedMessage if descriptor or `of_chunks` do not
-        fit, and Unavailable if the sender is slower than STALLED_S.
+        ChecksumMismatch, MalformedMessage if descriptor or `of_chunks` do not fit, and Unavailable
+        if a chunk takes longer than STALLED_S.
         """
         with self._claimed(num_bytes) as claim:
             if transport.is_local:

@@ -116,9 +116,9 @@ class WeightsServicer(WeightStoreServicer):
     async def put(
         self, request: pb.PutSegmentRequest, use: PermittedUse, transport: SegmentTransport
     ) -> Replies:
-        """Receive a segment, and forward it along the request's chain of servers.
+        """Receive a segment, and forward it along the request's chain of servers. The last reply
+        names the servers that hold the segment: fewer than requested if one failed.
 
-        The last reply names the servers that hold the segment: fewer than requested if one failed.
         Raises the refusal or overload of a server of the chain, AccessDenied for a caller that may
         not publish or for another series than the connection's, InvalidSpec for a bad digest, and
         what `_admit` and `WeightHoldings.receive` raise.
@@ -161,7 +161,7 @@ class WeightsServicer(WeightStoreServicer):
         """Make a shard's segment, and hold it on all servers of the request's chain too. Sets
         `segment` and `abandoned` in `request`.
 
-        Raises StaleEpoch, Overloaded, the refusal of a server of the chain, Unavailable if one does
+        Raises StaleEpoch, Overloaded, a server's refusal, Unavailable if a server of the chain does
         not hold the segment afterwards, and what `planned.fill` raises.
         """
         series = request.series

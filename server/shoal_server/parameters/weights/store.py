@@ -1,8 +1,5 @@
-"""Decisions on the segments that this server holds: which are admitted, held and freed.
-
-A segment is held while a version of its series names it, or, if none has named it yet, for a grace
-period. The caller frees the returned segments.
-"""
+"""Decisions on the segments that this server holds: which are admitted, held and freed. The caller
+frees the returned segments."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -14,8 +11,8 @@ from shoal_proto.segments.sealed import Segment
 GRACE_S = 120.0
 """Grace period, which is longer than any publication takes."""
 MAX_UNDECIDED = 2
-"""Maximum number of one rank's segments that no version has named yet: of the publication in
-progress, and of one that may never be complete."""
+"""Bound on one rank's segments that no version has named yet: of the publication in progress, and
+of one that may never be complete."""
 
 
 Position = tuple[int, int]
@@ -133,10 +130,9 @@ class SegmentStore:
         """Update a series from its records; return the segments that are no longer held.
 
         `newest`: the series' epoch, and the newest publication committed in it. `named`: the
-        digests that its versions name, each with its newest publication.
-
-        A segment that is not named is released at once if it was named before, or if its
-        publication or a later one was committed.
+        digests that its versions name, each with its newest publication. A segment that is not
+        named is released at once if it was named before, or if its publication or a later one was
+        committed.
         """
         known = self._series[series]
         known.newest, known.named = newest, named

@@ -1,5 +1,5 @@
-"""Upkeep of segments: copies those that this server is to hold into its memory and to its disk,
-after a restart or in place of a lost server."""
+"""Upkeep of segments: copies the segments of this server into its memory and to its disk, after a
+restart or in place of a lost server."""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -27,8 +27,8 @@ T = TypeVar("T")
 
 
 class WeightUpkeep:
-    """Restores and stores segments, one at a time: most threads stay free for readers. Lives on the
-    event loop."""
+    """Restores and stores segments, one at a time, to leave threads to readers. Lives on the event
+    loop."""
 
     def __init__(
         self,
@@ -58,8 +58,8 @@ class WeightUpkeep:
         self._wake.set()
 
     def allow_removal(self) -> None:
-        """Allow removal from disk of segments that this server is not to hold. Call this once all
-        records have been read."""
+        """Allow removal from disk of segments that this server is not to hold, once all records
+        have been read."""
         if not self._may_remove:
             self._may_remove = True
             self._wake.set()

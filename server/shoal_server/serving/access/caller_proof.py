@@ -10,8 +10,8 @@ class CallerProof:
     """Proofs that a caller has given."""
 
     is_known: bool = False
-    """True if the caller needs no job secret: an operator, the member itself, or a permitted reader
-    of output."""
+    """True if the caller needs no job secret: an operator, the member itself, or a reader of
+    output."""
     job_secret: str = field(default="", repr=False)
 
 

@@ -1,8 +1,6 @@
-"""User of the process at the other end of a local TCP connection, as the kernel reports it.
-
-`sock_diag(7)` looks up a socket by its two addresses; if that is not available, `/proc/net/tcp`
-lists all sockets. So a server on loopback tells users apart without a secret.
-"""
+"""User of the process at the other end of a local TCP connection, as the kernel reports it: from
+`sock_diag(7)`, or else from `/proc/net/tcp`. So a server on loopback tells users apart without a
+secret."""
 
 import errno
 import os

@@ -19,8 +19,8 @@ ACCEPT_AGAIN_S = 0.5
 async def accepted(
     listener: socket.socket, service: str
 ) -> AsyncIterator[tuple[socket.socket, Any]]:
-    """Yield each connection to the listener, and its peer's address, for ever. An error, such as a
-    lack of descriptors, is logged and followed by a pause. `service`: its name in the log."""
+    """Yield each connection to the listener, and its peer's address, for ever. An error is logged
+    and followed by a pause. `service`: its name in the log."""
     while True:
         try:
             connection = await asyncio.get_running_loop().sock_accept(listener)

@@ -1,7 +1,5 @@
-"""File descriptors: how many this process may have, and which it reserves for its own work.
-
-Callers must not take the last descriptor, which the connection to etcd may need.
-"""
+"""File descriptors: how many this process may have, and which it reserves for its own work, such as
+the connection to etcd."""
 
 import resource
 

@@ -39,7 +39,7 @@ OPEN = frozenset(
 )
 """Paths that reveal nothing about jobs: the page's own files, and probes."""
 REPORT = re.compile("/api/v1/jobs/[^/]+/members/[^/]+/health")
-"""Path of health reports, each of which has the secret of the worker's process."""
+"""Path of health reports, which have the secret of the worker's process."""
 READING = ("GET", "HEAD", "OPTIONS")
 _JOB = re.compile("/api/v1/jobs/([^/]+)")
 NOBODY = TokenHolder(name="", role=HttpRole.OPERATOR, digest="")

@@ -1,7 +1,5 @@
-"""Tokens for the HTTP API. A file has their hashes, one a line: NAME ROLE SHA256.
-
-A token has 256 random bits, too many to try, so a plain hash is enough.
-"""
+"""Tokens for the HTTP API. A file has their hashes, one a line: NAME ROLE SHA256. A plain hash is
+enough, as a token has 256 random bits."""
 
 import hashlib
 import hmac
@@ -82,7 +80,7 @@ def add(path: Path, name: str, role: HttpRole) -> str:
 
 def read(path: Path) -> Sequence[TokenHolder]:
     """Read the holders of tokens. Raises InvalidSpec if the file cannot be read, if its group may
-    do more than read it, if others have any access to it, or if a line is invalid."""
+    do more than read it, if others have any access, or if a line is invalid."""
     try:
         with path.open() as file:
             mode = os.fstat(file.fileno()).st_mode

@@ -1,8 +1,5 @@
-"""Changes from one generation to the next, each described in one line.
-
-Only the members that continue know how long training paused. The line is logged at their first
-report of it, after REPORTED_WITHIN_S, or before the next change.
-"""
+"""Changes from one generation to the next, each described in one line. The line is logged when a
+member that continues reports its pause, after REPORTED_WITHIN_S, or before the next change."""
 
 from collections import deque
 from collections.abc import Sequence

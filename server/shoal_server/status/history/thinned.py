@@ -1,8 +1,7 @@
 """Curves whose newest points are dense and whose older ones are thinner, in bounded memory.
 
-The intervals of a level are twice as long as those of the level before. A point begins in level 0.
-The oldest point of a full level moves to the next level, where it joins the other half of its
-interval.
+The intervals of a level are twice as long as those of the level before. The oldest point of a full
+level moves to the next level, where it joins the other half of its interval.
 """
 
 from collections import deque

@@ -1,8 +1,8 @@
 """Check of the Host header: a page of another site must not read this API through a user's browser.
 
 An attacker's name may resolve to 127.0.0.1 (DNS rebinding), but the browser still sends that name
-in Host. So a host is allowed only if no outsider controls what it resolves to, or if an operator
-names it with --http-host.
+in Host. So no outsider may control what an allowed host resolves to; an operator allows others with
+--http-host.
 """
 
 import socket

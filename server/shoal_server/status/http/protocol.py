@@ -1,9 +1,6 @@
 """HTTP/1.1 connections that are closed if their client is silent, slow or does not read, and whose
-requests name the client's certificate.
-
-uvicorn limits only the time between two requests. `errors.BodyLimit` limits the body of a request
-that is not answered yet.
-"""
+requests name the client's certificate. `errors.BodyLimit` limits the body of a request that is not
+answered yet."""
 
 import asyncio
 import json

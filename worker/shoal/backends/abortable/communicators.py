@@ -1,9 +1,9 @@
 """Create communicators on a device. The trainer's wait for a communicator can be aborted.
 
 NCCL creates a communicator in a group's first operation, which returns once all ranks have made it;
-until then, torch has no communicator to abort. In NCCL's non-blocking mode an abort would wait for
-the lock that torch holds meanwhile (`NCCLComm::waitReady`). So a thread makes the call, and the
-trainer waits for the thread.
+until then, torch has nothing to abort. In NCCL's non-blocking mode an abort would wait for the lock
+that torch holds meanwhile (`NCCLComm::waitReady`). So a thread makes the call, and the trainer
+waits for the thread.
 """
 
 import threading

@@ -106,9 +106,8 @@ def barrier_after_collective(group: dist.ProcessGroup) -> None:
 def final_barrier(meet: Callable[[], object], if_cut: type[Exception]) -> None:
     """Wait at one more barrier, so that every rank has the result of the last collective.
 
-    Call this before all ranks raise the same error: a rank that leaves cuts the group, and a rank
-    without the result would continue without the others. `if_cut`: the error that `meet` raises if
-    a rank left.
+    Call this before all ranks raise the same error: a rank that leaves cuts the group, and ranks
+    without the result would continue without it. `if_cut`: the error of `meet` if a rank left.
     """
     try:
         meet()

@@ -1,7 +1,7 @@
 """Sends and receives whose waits end when the group is cut, even if Gloo does not end them.
 
 Gloo never reports the failure of a message that is written to a connection just after its reset. So
-another thread waits for Gloo, and the trainer waits for that thread.
+another thread waits for Gloo, and the trainer for that thread.
 """
 
 import queue
@@ -64,11 +64,9 @@ class AbortableP2P:
     def begin(
         self, sends: Sequence[tuple[Tensor, int]], receives: "Receives" = (), tag: int = 0
     ) -> P2PMessage:
-        """Begin to send and receive. Returns one message for all; it fails if any of them fails.
-
-        No message waits for another. Over NCCL, two ranks that send to each other without a batch
-        would wait for ever once a message exceeds NCCL's buffers.
-        """
+        """Begin to send and receive. Returns one message for all; it fails if any of them fails. No
+        message waits for another: over NCCL, two ranks that send to each other could otherwise wait
+        for ever."""
 
         def begin() -> list[P2PMessage]:
             works: list[P2PMessage] = [

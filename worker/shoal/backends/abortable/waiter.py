@@ -54,10 +54,7 @@ class OngoingCollective:
 
 class AbortableWaiter:
     """Waiter for the collectives of a group. Each wait ends with the collective, or by `abort`.
-
-    After a write to a connection that was just reset, Gloo may wait until the collective's time
-    limit. `abort` ends only the trainer's wait.
-    """
+    (After a write to a connection that was just reset, Gloo may wait until the time limit.)"""
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, for_good: bool = False) -> None:
         """`for_good`: waits that begin after an abort are aborted too."""
@@ -149,12 +146,9 @@ _wholes: weakref.WeakKeyDictionary[Any, "weakref.ref[Any]"] = weakref.WeakKeyDic
 
 
 def wait_abortable(work: dist.Work | None, group: dist.ProcessGroup) -> None:
-    """Wait for a collective of the group that was begun with `async_op=True`. For the trainer's
-    thread.
-
-    Raises an error that backends count as a failure of the group if the collective failed, or if
-    the group's waiters are aborted.
-    """
+    """Wait for a collective of the group that was begun with `async_op=True`, in the trainer's
+    thread. Raises an error that backends count as a failure of the group if the collective failed,
+    or if the group's waiters are aborted."""
     assert work is not None, "begun with async_op=True, by a rank of the group"
     if not can_be_cut(group):
         with waiting:

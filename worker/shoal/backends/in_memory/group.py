@@ -1,8 +1,5 @@
 """Ranks that are threads of one process: torch.distributed without processes or sockets, for tests
-and notebooks.
-
-`run` starts such ranks; `seat` is the backend for members of a session.
-"""
+and notebooks. `run` starts such ranks; `seat` is for sessions."""
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta

@@ -1,8 +1,5 @@
-"""Collectives and messages between ranks that are threads of one process.
-
-The last rank to arrive computes for all, in the order of ranks, so results do not depend on the
-order of arrival.
-"""
+"""Collectives and messages between ranks that are threads of one process. The last rank to arrive
+computes for all, in the order of ranks, so that results are reproducible."""
 
 import threading
 import time
@@ -158,8 +155,8 @@ class SharedGroup:
             raise ValueError(f"the ranks of a group called different operations ({calls})")
 
     def send(self, source: int, to: int, tag: int, tensor: Tensor) -> None:
-        """Store a copy of the tensor for the receiver, after a wait while MAX_UNDELIVERED messages
-        are stored for it. Raises what `Hub.wait` raises."""
+        """Store a copy of the tensor for the receiver, once fewer than MAX_UNDELIVERED are stored
+        for it. Raises what `Hub.wait` raises."""
         route = (source, to, tag)
         self.hub.wait(
             lambda: self._undelivered[source, to] < MAX_UNDELIVERED,

@@ -1,11 +1,10 @@
-"""torch.distributed's registries of groups, one set for each thread.
+"""torch.distributed's registries of groups, one set for each thread, while any thread is a rank of
+an in-memory job.
 
-While any thread is a rank of an in-memory job, torch's table in Python is a proxy: a rank's thread
-sees its own table, and every other thread sees torch's table and the groups of all ranks. The table
-in C++ is switched to torch's mode of one per thread.
-
-DTensor's caches for a mesh must not be shared by ranks, so meshes of different worlds compare
-unequal. All these changes are undone when the last rank ends.
+torch's table in Python is a proxy: a rank's thread sees its own table, and every other thread sees
+torch's table and the groups of all ranks. The table in C++ is switched to torch's mode of one per
+thread. DTensor's caches for a mesh must not be shared by ranks, so meshes of different worlds
+compare unequal.
 """
 
 import itertools

@@ -1,7 +1,8 @@
-"""torch.distributed over MPI, by mpi4py, among the ranks that `mpiexec` started.
+"""torch.distributed over MPI, by mpi4py, among the ranks that `mpiexec` started. CPU tensors only;
+the ranks of a job are fixed.
 
 Run `mpiexec -n 4 python train.py`, with `shoal.distribute(model, optimizer)` in the script, or
-`shoal.init_mpi()` for torch.distributed alone. CPU tensors only; the ranks of a job are fixed.
+`shoal.init_mpi()` for torch.distributed alone.
 """
 
 from collections.abc import Callable, Sequence

@@ -2,8 +2,8 @@
 
 Plain MPI waits for ever, and if one rank ends, the launcher kills the others. So every operation is
 polled under a deadline. A rank that fails sends its reason on a separate communicator, which every
-wait polls too. At the end of a failed job the ranks wait for each other for a moment, so that each
-has raised its error before the launcher kills them.
+wait polls too. Then the ranks wait for a moment, so that each has raised its error before the
+launcher kills them.
 """
 
 import atexit

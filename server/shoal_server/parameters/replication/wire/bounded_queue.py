@@ -8,10 +8,8 @@ T = TypeVar("T")
 
 
 class BoundedQueue(Generic[T]):
-    """A queue to which one task adds items, and from which another takes them.
-
-    Lives on the event loop.
-    """
+    """A queue to which one task adds items, and from which another takes them. Lives on the event
+    loop."""
 
     def __init__(self, max_items: int) -> None:
         self._max_items = max_items

@@ -26,7 +26,7 @@ from shoal_server.parameters.shard.record import UpdateRecord
 
 PIECE_BYTES = 2 * 1024 * 1024
 INLINE_BYTES = 128 * 1024
-"""Size up to which a gradient is part of the message that announces it."""
+"""Largest gradient within the message that announces it."""
 MAX_RECORD_BYTES = 8 * 1024**3
 PART_BYTES = 128
 MAX_CHUNK_BYTES = 64 * 1024 * 1024
@@ -173,8 +173,7 @@ class ArrivedRequest:
 
     request: Request
     push: pb.PushRecord | None = None
-    """Record of an update, without its gradient; None for other requests, or if the data were
-    dropped."""
+    """Record of an update, without its gradient; None for other requests or dropped data."""
     header: pb.CutHeader | None = None
     parts: Sequence[pieces.Buffer] = ()
     why_dropped: str = ""

@@ -53,13 +53,13 @@ class PeerStream(Protocol):
     async def write(self, frame: Frame) -> None: ...
 
     def draft(self, data: memoryview) -> memoryview | None:
-        """Copy the data of a record, perhaps the next one, to shared memory. Return the copy, which
-        is valid until the next draft; None if that is not possible now."""
+        """Copy a record's data, perhaps the next record's, to shared memory. Return the copy, valid
+        until the next draft; None if that is not possible now."""
         ...
 
     def write_now(self, *of_record: Frame, keep: Keep) -> bool:
-        """Write a whole record without waiting. False if that is not possible. `keep` is called if
-        the record's data were copied to shared memory."""
+        """Write a whole record without waiting. False if that is not possible. `keep` is called for
+        data in shared memory."""
         ...
 
     def replies(self) -> AsyncIterator[FollowReply]:
@@ -67,8 +67,8 @@ class PeerStream(Protocol):
         ...
 
     def deliver(self, take: Callable[[FollowReply], None]) -> None:
-        """Pass replies to `take`, without a turn of the event loop if possible, while `replies` is
-        waiting. `replies` raises the errors of `take`."""
+        """Pass replies to `take` while `replies` is waiting, if possible without a turn of the
+        event loop. `replies` raises the errors of `take`."""
         ...
 
     @property
@@ -79,8 +79,7 @@ class PeerStream(Protocol):
 
 @asynccontextmanager
 async def open_stream(address: str) -> AsyncIterator[PeerStream]:
-    """Open a stream to a server during the block. Raises grpc.RpcError, or Unavailable if a new
-    bulk connection breaks at once."""
+    """Open a stream to a server during the block. Raises grpc.RpcError or Unavailable."""
     async with open_aio_channel(address, SERVER_NAME, PEER_OPTIONS) as channel:
         stream = await _connect(channel, address)
         if stream is not None:

@@ -25,10 +25,7 @@ CALL_IS_OVER = (asyncio.InvalidStateError, grpc.aio.UsageError, grpc.aio.Interna
 
 
 class WatchedStream:
-    """A stream with one task that writes and one that reads. Lives on the event loop.
-
-    The other end sends answers or heartbeats at short intervals, also while it works.
-    """
+    """A stream with one task that writes and one that reads. Lives on the event loop."""
 
     def __init__(self, stream: PeerStream, address: str, timeouts: PeerTimeouts) -> None:
         self._stream = stream
