@@ -42,7 +42,6 @@ def whole(most: int, count: int = 1 << 20) -> Bound:
 NAME = text(MAX_NAME_LENGTH)
 HOST = text(255)
 WORD = text(100)
-"""Name of a kind, a version, a dtype."""
 SENTENCES = text(4096)
 DIGEST = text(128)
 SERIES = text(2 * MAX_NAME_LENGTH + 1)
@@ -302,11 +301,9 @@ OF_MESSAGE: Mapping[str, Bound] = {
     "PutSegmentRequest.abandoned": whole(EXACT, count=1 << 10),
     "PutSegmentRequest.chunk_digests": Bound(length=1 << 22),
 }
-"""Bounds by message and field, if `NAMED` has none, or other ones."""
 
 
 MESSAGES: Mapping[str, int] = {"Proposal": 128 * 1024}
-"""Maximum size of a whole message in bytes."""
 
 
 def bound_of(message: str, field: str) -> Bound | None:

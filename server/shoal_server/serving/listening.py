@@ -36,7 +36,6 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.ordered = asyncio.Event()
-        """Set by the first SIGTERM or SIGINT."""
         self.insisted = asyncio.Event()
         """Set by a signal SAME_ORDER_S or more after the first. Earlier ones are repetitions: a
         scheduler signals every process, and a parent passes the signal on."""

@@ -27,7 +27,6 @@ _UNNAMED = Bound(length=4096)
 """Default for a field without a bound: a test reports such fields."""
 
 Check = Callable[[Any], None]
-"""Check of one field's value; raises InvalidSpec."""
 
 
 @dataclass(frozen=True)

@@ -46,9 +46,7 @@ class Manifest:
     layout: bytes
     """ShardMap as written when the job was placed, serialized."""
     parts: Sequence[ManifestEntry]
-    """Entries in order of shard ids."""
     steps: Mapping[str, int]
-    """Sequence number of each session's newest push."""
     partial_steps: Sequence[str]
     """Pushes that are in some shards and not in others, with the reason."""
     cursor: Mapping[str, Any] | None

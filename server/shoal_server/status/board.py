@@ -22,7 +22,6 @@ log = structlog.get_logger(__name__)
 MAX_EVENTS = 1000
 MAX_MEMBERS = 4096
 MAX_JOBS = 256
-"""Bound beyond which the boards of ended jobs are dropped."""
 MAX_LOSSES = 60
 MAX_REASON_LENGTH = 2000
 DETAILS = frozenset(
@@ -46,7 +45,6 @@ class _MemberHealth:
 @dataclass(kw_only=True)
 class _Checkpoints:
     is_followed: bool = False
-    """True after the first report."""
     step: int = -1
     unix_s: float | None = None
     num_bytes: int | None = None
@@ -66,7 +64,6 @@ class _JobBoard:
     health: OrderedDict[str, _MemberHealth] = field(default_factory=OrderedDict)
     num_reports: int = 0
     gone_highest_step: int = 0
-    """Highest last step of a replaced process."""
     gone_total_steps: int = 0
     restored_steps: dict[str, int] = field(default_factory=dict)
     """Steps that processes reported to an earlier leader, by public id."""

@@ -47,7 +47,6 @@ class JobReader:
     job: Job
     heartbeats: Mapping[str, HeartbeatHistory] = field(default_factory=dict)
     clocks: Mapping[str, int] = field(default_factory=dict)
-    """Round of each member, if the job has a staleness bound."""
     waiting: Mapping[str, tuple[str, float]] = field(default_factory=dict)
     """Reason and start of waits outside of the core, such as for shards."""
     now_s: float | None = None

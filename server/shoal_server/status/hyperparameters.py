@@ -9,10 +9,8 @@ _NOT_SHOWN = frozenset(
 """Fields that describe the model's parts, or the hardware and software."""
 _ORDER = ("strategy", "global_batch", "epochs", "optimizer", "lr", "weight_decay")
 _OPTIMIZER = re.compile(r"(\w+)\((.*)\)")
-"""Text of one optimizer: its class, and the settings of each group."""
 _SETTING = re.compile(r"(\w+)=(.*?)(?= \w+=|$)")
 _SWITCHES = frozenset({"capturable", "differentiable", "foreach", "fused"})
-"""Settings that do not change what an optimizer computes."""
 _NUM_PARAMETERS = "parameters"
 """Last entry of a group's text: its number of parameters."""
 

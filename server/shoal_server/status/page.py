@@ -36,7 +36,6 @@ log = structlog.get_logger(__name__)
 
 TICK_S = 1.0
 FRESH_S = 0.9
-"""Maximum age of a state that several pages share."""
 MAX_SHOWN_EVENTS = 100
 SHOWN_MEMBERS = 50
 """Number of members shown by default: first those in another state than WELL, slow ones, and ones
@@ -46,7 +45,6 @@ SHOWN_CHIPS = 60
 MAX_KEPT_GENERATIONS = 4096
 WELL = frozenset({"training", "ready", "standby"})
 SLOW = 1.5
-"""Multiple of the median step time above which a member is slow."""
 _TYPES = {
     "index.html": "text/html",
     "page.js": "text/javascript",
@@ -91,13 +89,11 @@ class PageJob(View):
     detail: JobDetail
     """Details with the members that are shown, and without generations."""
     generations: tuple[PageGeneration, ...]
-    """The newest 30, newest first."""
     num_generations: int
     slow: tuple[str, ...]
     """Members whose steps take more than 1.5 times the median step time; at most 50, and none if
     fewer than three report step times."""
     samples_per_s: float | None
-    """Sum over the members that train; null if none reports it."""
     mean_loss: float | None
     least_exchange_s: float | None = None
     """The shortest `exchange_s` of a member that trains; null for asynchronous jobs. Another
@@ -112,12 +108,10 @@ class PageState(View):
     readiness: Readiness
     jobs: tuple[JobSummary, ...]
     job: PageJob | None
-    """The selected job; null if there is none of that name."""
     shards: ShardsView | None
     shards_error: str
     """Reason for which the shards could not be read; empty if they were read."""
     events: tuple[EventView, ...]
-    """The newest 100, in order."""
 
 
 _STATE = TypeAdapter(PageState)

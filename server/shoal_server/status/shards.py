@@ -62,7 +62,6 @@ class ShardReader:
         self._store = store
         self._channels: dict[tuple[str, TlsMaterial | None], grpc.aio.Channel] = {}
         self._answers: dict[str, tuple[float, ShardsView | None]] = {}
-        """Time and content of the last answer about each job, the oldest first."""
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def read(self, job: str) -> ShardsView | None:

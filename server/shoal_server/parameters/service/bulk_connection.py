@@ -52,7 +52,6 @@ _CALLS: Mapping[Purpose, Sequence[FrameKind]] = {
     Purpose.REPLICATION: (FrameKind.FOLLOW,),
     Purpose.SEGMENTS: (FrameKind.SEGMENT_PUT, FrameKind.SEGMENT_FETCH),
 }
-"""Kinds of frames that may begin a call, by the purpose of the connection."""
 
 
 def _unreadable(frame: Frame, error: DecodeError, expected: str) -> MalformedMessage:

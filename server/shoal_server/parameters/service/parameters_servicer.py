@@ -115,7 +115,7 @@ class ParametersServicer(Base):
         self.loop_lag = loop_lag
         self._tally = PushTally()
         self.push_durations = Durations(("outcome",))
-        """Durations of pushes to parameters, from the header to the last answer."""
+        """Durations from the header to the last answer."""
 
     async def Create(self, requests: AsyncIterator[CreateRequest], context: Context) -> CreateReply:
         first = await anext(requests, CreateRequest())

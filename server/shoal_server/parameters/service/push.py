@@ -63,9 +63,7 @@ class PushPart:
     target: DenseTarget | TableShard
     """Data for a TableShard are all ids, then all births, then all gradients."""
     cost_bytes: int
-    """Cost for a `Runner`."""
     next_address: str = ""
-    """Set during a handover; else empty."""
 
     @property
     def shard_id(self) -> int:

@@ -19,7 +19,6 @@ from shoal_server.parameters.tables.shard import TableShard, new_table_shard
 log = structlog.get_logger(__name__)
 
 FORMING_S = 10.0
-"""Longest wait for the first backup of new shards."""
 
 
 class TableMaker:

@@ -80,7 +80,6 @@ class Catalog:
         self._shards: dict[str, dict[int, ShardReplica]] = {}
         self._changed = asyncio.Condition()
         self.whereabouts: ShardLocations = _UnknownLocations()
-        """Set once by `ShardReplicas`."""
 
     async def layout(self, job: str) -> ShardMap | None:
         """Return the job's shard map, read-only and without holders; None if there is none. Raises

@@ -101,11 +101,9 @@ class ShardReplica:
         self.links: Sequence[tuple[Holder, int]] = ()
         self.unreplicated_bytes = 0
         self.check_disk: Callable[[], None] = _check_nothing
-        """Raises Overloaded while the journal is too slow."""
         self.is_journaled = False
         """True if this server's journal has the shard, or will have it."""
         self.why_no_disk: ShoalError | None = None
-        """Error that interrupted the shard's journaling, if any."""
         self.is_forming = False
         """True until the core opens the shard to calls: for a new shard, once its first backup has
         a copy."""

@@ -44,7 +44,6 @@ class _StepState:
     shards: Shards
     refused: set[int] = field(default_factory=set)
     num_inside: int = 0
-    """Number of admitted parts that have not ended."""
     applied: bool = False
     """True once every shard here has applied or refused its part."""
     given_up: bool = False
@@ -61,7 +60,7 @@ class SnapshotBarrier:
         self._begun: Begun = {}
 
     def may_enter(self, step: StepId) -> bool:
-        """State of the barrier. A method that raises changes nothing."""
+        """True if a part of the step is admitted now. If not, ask again when the phase changes."""
         if self.phase is BarrierPhase.OPEN or step in self._begun:
             return True
         known = self._sessions.get(step.session, {})

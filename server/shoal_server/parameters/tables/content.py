@@ -27,7 +27,6 @@ SWEEPS_PER_IDLE_TIME = 8
 LOOKED_AT_BYTES = 16
 """Bytes of each row that a search for idle or old rows reads."""
 EVICTED_AT_A_TIME = 1 / 16
-"""Share of a full shard that is evicted at once."""
 
 APPLIED = RowFate.ROW_FATE_APPLIED
 MADE = RowFate.ROW_FATE_MADE

@@ -20,7 +20,6 @@ LAST_PUSHED = "last_pushed_unix_s"
 STATE = "optimizer/"
 FIRST_CAPACITY = 64
 DOUBLED_BYTES = 64 * 1024 * 1024
-"""Size up to which a store doubles when it grows."""
 INDEX_BYTES_PER_ROW = 32
 """Upper bound: four slots of four bytes, and two ids."""
 

@@ -40,7 +40,6 @@ class _Key:
 @dataclass(slots=True)
 class _CachedDifference:
     difference: Segment | None
-    """Difference; None if the whole segment is to be sent."""
     claim: ExitStack
     used_s: float
 

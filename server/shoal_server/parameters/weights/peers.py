@@ -28,7 +28,6 @@ from shoal_server.parameters.cluster.peer_timeouts import PEER_OPTIONS
 
 OPEN_S = 3.0
 TRANSFER_S = 3600.0
-"""Longest transfer of one segment."""
 
 MAX_IDLE = 8
 

@@ -39,7 +39,6 @@ PUBLISHING = frozenset({CertificateRole.WORKER, CertificateRole.OPERATOR, Certif
 
 SWEEP_EACH_S = 1.0
 STALLED_S = 30.0
-"""Longest time for sending one chunk."""
 
 Replies = AsyncGenerator[Sequence[Message | bytes], None]
 

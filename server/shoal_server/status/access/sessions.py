@@ -11,7 +11,6 @@ from shoal_server.status.access.tokens import TokenHolder, Tokens
 
 VALID_S = 12 * 3600
 MAX_SESSIONS = 1024
-"""Bound on sessions; a further one ends the oldest."""
 COOKIE = "shoal_session"
 
 

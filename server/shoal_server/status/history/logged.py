@@ -26,7 +26,6 @@ class LoggedSeries:
 
     def __init__(self) -> None:
         self.step = -1
-        """Step of the newest value; -1 before the first."""
         self.value = math.nan
         self._curve: ThinnedCurve[_Point] = ThinnedCurve(lambda number: _Point(number=number))
 

@@ -11,7 +11,6 @@ from typing import Generic, Protocol, Self, TypeVar
 LEVEL_POINTS = 64
 """Number of points of a level. The coarsest level may have twice as many."""
 MAX_POINTS = 4 * LEVEL_POINTS
-"""Maximum number of points in a view."""
 
 
 class CurvePoint(Protocol):

@@ -39,7 +39,6 @@ class AbortableP2P:
         """True if messages wait for each other unless they are posted as a batch."""
         self._orders: _Orders = queue.SimpleQueue()
         self._end_thread: Callable[[], object] | None = None
-        """Ends the waiting thread; None without such a thread."""
 
     @property
     def group_name(self) -> str:

@@ -15,7 +15,6 @@ MAX_UNDELIVERED = 1024
 """Undelivered messages from one rank to another at which a further send waits."""
 
 Complete = Callable[[list[Any]], None]
-"""Computes a collective from the ranks' inputs, by rank."""
 
 
 class Hub:
@@ -26,7 +25,6 @@ class Hub:
         self.timeout_s = timeout_s
         self.changed = threading.Condition()
         self.failure = ""
-        """Reason; empty while the job has not failed."""
         self.ended: set[int] = set()
         self._forming: dict[tuple[str, tuple[int, ...]], list[SharedGroup]] = {}
 

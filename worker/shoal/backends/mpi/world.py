@@ -19,7 +19,6 @@ import torch.distributed as dist
 from mpi4py import MPI
 
 GOODBYE_S = 5.0
-"""Time for which a failed job's ranks wait for each other."""
 MAX_REASON_BYTES = 2048
 _FAILED, _GONE = 1, 2
 _SPINS = 200

@@ -177,7 +177,6 @@ class ArrivedRequest:
     header: pb.CutHeader | None = None
     parts: Sequence[pieces.Buffer] = ()
     why_dropped: str = ""
-    """Reason; empty if the data were not dropped."""
     is_borrowed: bool = False
     """True if the sender soon reuses the memory of a record's data; see `owned`."""
 
