@@ -53,7 +53,7 @@ class StopRequest:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Host (without brackets) and port of `host:port`. Raises InvalidSpec for another form."""
+    """Host (without brackets) and port of `host:port`. Raises InvalidSpec."""
     host, colon, port = address.rpartition(":")
     host = host.strip("[]")
     if not (host and colon and port.isascii() and port.isdigit() and int(port) < 65536):
@@ -106,8 +106,7 @@ def is_loopback(host: str) -> bool:
 
 
 def opened(listens: Mapping[str, str]) -> dict[str, str]:
-    """Addresses (host:port by service) that are not on loopback. Raises InvalidSpec for another
-    form."""
+    """Addresses (host:port by service) that are not on loopback. Raises InvalidSpec."""
     return {
         name: address
         for name, address in listens.items()

@@ -47,7 +47,7 @@ class Location:
 
     @classmethod
     def of_directory(cls, directory: Path) -> "Location":
-        """Location of a directory that this process chose itself."""
+        """Location of a directory of this process' own choice."""
         return cls(LOCAL, os.path.realpath(directory))
 
     @property

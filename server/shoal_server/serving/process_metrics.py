@@ -23,7 +23,7 @@ REQUEST_WITHIN_S = 10.0
 
 
 def build_info(part: str) -> Metric:
-    """Release of this process, and the part of Shoal that it runs."""
+    """Release of this process, and its part of Shoal."""
     info = InfoMetricFamily("shoal_build", "The release of this process.")
     python = platform.python_version()
     info.add_metric([], {"version": version("shoal"), "python": python, "part": part})

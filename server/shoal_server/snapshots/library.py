@@ -34,8 +34,7 @@ class SnapshotLibrary:
         self.job = job
 
     def list(self) -> Sequence[Manifest]:
-        """List the complete snapshots, oldest first. A damaged manifest is left out and logged.
-        Raises Unavailable."""
+        """List the complete snapshots, oldest first, without damaged ones. Raises Unavailable."""
         return self.read_all()[0]
 
     def read_all(self) -> tuple[Sequence[Manifest], Mapping[int, SnapshotDamaged]]:

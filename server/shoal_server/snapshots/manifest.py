@@ -111,7 +111,7 @@ def part_file(number: int, cut_id: str, shard_id: int) -> str:
 
 
 def check_part_file(part: ManifestEntry) -> None:
-    """Raise SnapshotDamaged unless the part's file has a name as from `part_file`."""
+    """Raise SnapshotDamaged unless the part's file has the form of `part_file`."""
     found = _PART_FILE.fullmatch(part.file) if isinstance(part.file, str) else None
     if found is None or not is_name(found[1]):
         raise SnapshotDamaged(

@@ -119,8 +119,7 @@ class Storage:
             raise self._failed("listed", folder, error) from error
 
     def folders(self, folder: str) -> list[str]:
-        """Sorted names of the folders directly in a folder; empty without the folder. Raises
-        Unavailable."""
+        """Sorted names of the folders directly in a folder, if it exists. Raises Unavailable."""
         full = self._full(folder)
         try:
             self._files.invalidate_cache()
@@ -217,7 +216,7 @@ def _sync_folders(folder: Path, new_folders: Sequence[Path]) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names of files and folders in a local folder durable."""
+    """Make the names in a local folder durable."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -159,7 +159,7 @@ class StatusBoard:
         self.event(job, "snapshot_taken", message)
 
     def snapshot_unix_s(self, job: str) -> float | None:
-        """Time of the newest snapshot taken by this coordinator; None without one."""
+        """Time of this coordinator's newest snapshot; None without one."""
         board = self._jobs.get(job)
         return board.snapshot_unix_s if board else None
 
@@ -174,8 +174,7 @@ class StatusBoard:
         return board.reports.extra_s if board else 0.0
 
     def change_totals(self, job: str) -> ChangeTotals:
-        """Cost of membership changes since this coordinator started, or since the job's last
-        reset."""
+        """Cost of membership changes since this coordinator started, or since the last reset."""
         board = self._jobs.get(job)
         return board.reports.totals if board else ChangeTotals()
 
@@ -219,7 +218,7 @@ class StatusBoard:
         board.restored_steps = {p: step for p, step in by_process.items() if p not in reported}
 
     def history(self, job: str) -> tuple[ChangeReports, Series] | None:
-        """Changes and charted series of the job; None if nothing is known of it."""
+        """Changes and charted series of the job; None if unknown."""
         board = self._jobs.get(job)
         return (board.reports, board.series) if board else None
 
@@ -237,12 +236,12 @@ class StatusBoard:
         return board.checkpoints.unix_s if board else None
 
     def checkpoint_bytes(self, job: str) -> int | None:
-        """Bytes of the newest checkpoint that was reported; None if none was."""
+        """Bytes of the newest reported checkpoint, if any."""
         board = self._jobs.get(job)
         return board.checkpoints.num_bytes if board else None
 
     def writes_checkpoints(self, job: str) -> bool | None:
-        """True if the latest report of any member says so; None if no report has this figure."""
+        """True if any member's latest report says so; None if none has this figure."""
         board = self._jobs.get(job)
         courses = [each.latest.course for each in board.health.values()] if board else []
         said = [each.writes_checkpoints for each in courses if each is not None]
@@ -250,12 +249,12 @@ class StatusBoard:
         return any(known) if known else None
 
     def run_origin(self, job: str) -> RunOrigin | None:
-        """Command line and commit of the job's script; None if not reported."""
+        """Command line and commit of the job's script, if reported."""
         board = self._jobs.get(job)
         return board.run if board else None
 
     def logged(self, job: str) -> LoggedValues:
-        """Values that the script of the job has logged."""
+        """Values that the job's script has logged."""
         board = self._jobs.get(job)
         return board.logged if board else LoggedValues()
 
@@ -283,7 +282,7 @@ class StatusBoard:
         return ""
 
     def event_counts(self, job: str) -> Mapping[str, int]:
-        """Number of events of each kind since this coordinator started."""
+        """Number of events of each kind."""
         board = self._jobs.get(job)
         return dict(board.event_counts) if board else {}
 
@@ -362,7 +361,7 @@ class StatusBoard:
         return board.total_steps if board else 0
 
     def last_loss(self, job: str) -> float | None:
-        """Loss that was reported last; None if none was."""
+        """Last reported loss, if any."""
         board = self._jobs.get(job)
         return board.last_loss if board else None
 

@@ -71,7 +71,7 @@ _HEADERS = {
 
 @dataclass(frozen=True, kw_only=True)
 class PageGeneration(View):
-    """A generation with a part of its roster, short enough to be read."""
+    """A generation with a part of its roster."""
 
     record: GenerationView
     """Record with the first 60 members of the roster, and the members in `joined`."""
@@ -151,7 +151,7 @@ def _add_file(page: APIRouter, path: str, name: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class PageSelection:
-    """Selection of what a page shows: a job, and some or all of its members."""
+    """A job to show, and some or all of its members."""
 
     job: str
     all_members: bool = False

@@ -173,7 +173,7 @@ class StatusQueries:
         return (health.step or 0) if health else 0
 
     def step(self, job: str, member: MemberView) -> int:
-        """Newest step of the member, from heartbeat or health report."""
+        """Newest step of the member, from heartbeat or report."""
         return max(member.step, self._reported_step(job, member))
 
     def health(self, job: str, member: MemberView) -> HealthView | None:

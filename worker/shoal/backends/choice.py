@@ -45,7 +45,7 @@ def backend_for(
 
 
 def check_reconfigures(backend: str) -> None:
-    """Raise InvalidSpec if groups of this backend ("": not known yet) cannot be reconfigured."""
+    """Raise InvalidSpec if groups of this backend ("": unknown) cannot be reconfigured."""
     if not CAN_RECONFIGURE:
         raise InvalidSpec(
             "reconfigure=True: this torch cannot reconfigure a process group",

@@ -114,7 +114,7 @@ class BulkServerConnection:
         self._is_in_call = False
 
     async def serve(self) -> None:
-        """Answer calls until the client hangs up or breaks the rules, or a call fails."""
+        """Answer calls until the client hangs up or a call fails."""
         answering = asyncio.create_task(self._answer_calls(), name="bulk-answers")
         beating = asyncio.create_task(self._beat(), name="bulk-beats")
         waits = {answering, beating}
@@ -244,7 +244,7 @@ class BulkCall:
             yield piece
 
     async def follow_requests(self) -> AsyncIterator[Arriving]:
-        """Yield another server's requests that the `deliver` function does not take."""
+        """Yield another server's requests that `deliver` does not take."""
         while True:
             frame = await self._wire.next_frame()
             arriving = self._arriving(frame)

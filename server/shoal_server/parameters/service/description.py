@@ -41,7 +41,7 @@ class PushTally:
             self._jobs.popitem(last=False)
 
     def fill(self, reply: DescribeReply, job: str) -> None:
-        """Add the counts of one job to the reply, or of all jobs if `job` is empty."""
+        """Add the counts of one job, or of all jobs if `job` is empty."""
         for name, counts in self._jobs.items():
             if job in ("", name):
                 reply.refused_by_epoch += counts.by_epoch

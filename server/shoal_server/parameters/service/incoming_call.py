@@ -181,7 +181,7 @@ def guarded(work: Callable[[], T], job: str, shard_id: int, what: str = "push") 
 
 
 def not_expected(shard_id: int, expected: Mapping[int, object]) -> ShoalError:
-    """Return the error for a piece of a shard that is not in the header, or is complete."""
+    """Return the error for a piece of an absent or complete shard."""
     return MalformedMessage(
         "an unexpected piece of a shard",
         seen=f"shard {shard_id}",

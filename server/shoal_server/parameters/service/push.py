@@ -44,7 +44,7 @@ DECODING_COST = INLINE_BYTES
 
 @dataclass(frozen=True, kw_only=True)
 class DenseTarget:
-    """A shard of parameters, and the settings of its part of the push."""
+    """A shard of parameters, and its part of the push."""
 
     shard: DenseShard
     blocks: Sequence[int]
@@ -98,7 +98,7 @@ class PushKind:
         memory: Memory,
         reply_writer: ReplyWriter,
     ) -> None:
-        """Raises MalformedMessage or InvalidSpec if the header is not valid."""
+        """Raises MalformedMessage or InvalidSpec for a bad header."""
         _check(header)
         self._scope = Scope.of(header.all_shard_ids, of_tables=header.counts_rows)
         self._header = header
@@ -300,7 +300,7 @@ def _outcome(part: PushPart, applied: ShardPushResult[T]) -> PushOutcome:
 
 
 def dense_shard(replica: ShardReplica) -> DenseShard:
-    """Return the state of a shard of parameters. Raises MalformedMessage for a shard of a table."""
+    """Return a shard of parameters. Raises MalformedMessage for a shard of a table."""
     if not is_dense(replica.state):
         raise MalformedMessage(
             f"shard {replica.shard_id} of job {replica.job} is part of a table",
@@ -311,7 +311,7 @@ def dense_shard(replica: ShardReplica) -> DenseShard:
 
 
 def table_shard(replica: ShardReplica) -> TableShard:
-    """Return the state of a shard of a table. Raises MalformedMessage for other shards."""
+    """Return a shard of a table. Raises MalformedMessage for other shards."""
     if not is_table(replica.state):
         raise MalformedMessage(
             f"shard {replica.shard_id} of job {replica.job} is not part of a table",

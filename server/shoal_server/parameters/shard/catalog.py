@@ -37,7 +37,7 @@ LED_WITHIN_S = 1.0
 
 
 class ShardLocations(Protocol):
-    """Locations of all shards in the assignments that this server knows."""
+    """Locations of all shards that this server knows."""
 
     def route(self, job: str, shard_id: int) -> Route | None:
         """Return the route to a shard's primary, or to the successor during a handover; None if
@@ -72,7 +72,7 @@ class Catalog:
     def __init__(
         self, store: KeyValueStore, me: Holder, *, max_sessions: int = MAX_SESSIONS
     ) -> None:
-        """`max_sessions`: bound on the sessions that a shard remembers."""
+        """`max_sessions`: bound for each shard."""
         self._store = store
         self._layouts = shard_map.ShardMapReader(store)
         self._max_sessions = max_sessions
@@ -226,7 +226,7 @@ class Catalog:
             raise self.absence_error(job, assignment)
 
     def absence_error(self, job: str, assignment: ShardAssignment) -> ShoalError:
-        """Return the error for a shard of which this server is primary without a copy."""
+        """Return the error for a primary without a copy."""
         is_kept = self.whereabouts.is_kept(job, assignment.shard_id)
         return _absence_error(job, assignment, is_kept=is_kept)
 
@@ -247,8 +247,7 @@ class Catalog:
             )
 
     def add(self, replica: ShardReplica) -> bool:
-        """Add a shard unless the catalog has it; return True if it was added. Call `notify`
-        afterwards."""
+        """Add a shard unless the catalog has it; True if it was added. Call `notify` afterwards."""
         shards = self._shards.setdefault(replica.job, {})
         if replica.shard_id in shards:
             return False

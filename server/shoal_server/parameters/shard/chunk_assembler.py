@@ -26,8 +26,7 @@ class Budget:
         return self._held_bytes
 
     def reserve(self, num_bytes: int) -> None:
-        """Reserve bytes. Raises Overloaded if the bound would be exceeded, unless no bytes are
-        reserved yet."""
+        """Reserve bytes. Raises Overloaded beyond the bound, unless no bytes are reserved yet."""
         if self._held_bytes and self._held_bytes + num_bytes > self._max_bytes:
             raise Overloaded(
                 "the server holds as much unfinished data as it may",
@@ -56,7 +55,7 @@ class Reservation:
             self.release(shard_id)
 
     def reserve(self, shard_id: int, num_bytes: int) -> None:
-        """Reserve bytes for a shard unless the call has done so before. Raises Overloaded."""
+        """Reserve bytes for a shard, once. Raises Overloaded."""
         if shard_id not in self._held:
             self._budget.reserve(num_bytes)
             self._held[shard_id] = num_bytes

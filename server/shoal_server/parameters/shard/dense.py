@@ -93,8 +93,7 @@ class DenseBody:
         return self.decode(self.decoder(record.codec, record.blocks), data)
 
     def decoder(self, codec: GradientCodec, blocks: Sequence[int]) -> GradientDecoder:
-        """Return the decoder for a compressed gradient of these blocks. Raises InvalidSpec or
-        ShapeMismatch."""
+        """Return the decoder for a compressed gradient. Raises InvalidSpec or ShapeMismatch."""
         if self.needs_base:
             raise InvalidSpec(
                 f"compressed gradients of shard {self._shard_id} cannot be corrected for delay",
@@ -107,8 +106,7 @@ class DenseBody:
         return new_decoder(codec, sizes, plain_bytes=plain_bytes, shard_id=self._shard_id)
 
     def decode(self, decoder: GradientDecoder, data: Buffer) -> memoryview:
-        """Decode a gradient, in any thread. Raises ShapeMismatch or MalformedMessage for bytes that
-        the codec cannot read."""
+        """Decode a gradient, in any thread. Raises ShapeMismatch or MalformedMessage."""
         if len(data) != decoder.num_bytes:
             raise ShapeMismatch(
                 f"the compressed gradient for shard {self._shard_id} has another length",
@@ -160,8 +158,7 @@ class DenseBody:
         return np.zeros(1, np.int64), ()
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Copy another body's optimizer state. Raises InternalError if the tensors differ in name,
-        shape or dtype."""
+        """Copy another body's optimizer state. Raises InternalError if it does not fit."""
         self._rule.load_state(state)
 
     def flat_tensors(self) -> Mapping[str, Tensor]:
@@ -177,7 +174,7 @@ def new_dense_shard(spec: Shard, optimizer: OptimizerSpec, values: bytearray) ->
 
 
 def is_dense(shard: AnyShard) -> TypeGuard[DenseShard]:
-    """True if the shard is of parameters, and not of a table."""
+    """True for a shard of parameters."""
     return isinstance(shard.body, DenseBody)
 
 

@@ -31,7 +31,7 @@ class BlockSplitter:
         self._sizes = [block.num_elements for block in spec.blocks]
 
     def cut(self, blocks: Sequence[int], data: Buffer) -> Sequence[Tensor]:
-        """Return a view of the data for each of these blocks. Raises what `flat` raises."""
+        """Return a view of the data for each block. Raises what `flat` raises."""
         flat = self.flat(blocks, data)
         return torch.split(flat, [self._sizes[b] for b in blocks]) if blocks else ()
 

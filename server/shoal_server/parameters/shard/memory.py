@@ -80,7 +80,7 @@ class Memory:
             self.settle(reserved_bytes, is_held=True)
 
     def reserve(self, num_bytes: int, what: str) -> "MemoryClaim":
-        """Reserve memory that is about to be used. Raises Overloaded if there is too little."""
+        """Reserve memory that is about to be used. Raises Overloaded."""
         self.refresh()
         if self.held_bytes + num_bytes > self.limit_bytes:
             # Shards may have been dropped since the last sum.

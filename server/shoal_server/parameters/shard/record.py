@@ -22,7 +22,7 @@ class UpdateRecord:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that the record takes while it waits to be sent or written."""
+        """Memory that the record takes."""
         return len(self.data) + len(self.push.row_ids) + len(self.push.row_births)
 
 
@@ -32,6 +32,6 @@ they are not needed after the push."""
 
 
 class UpdateListener(Protocol):
-    """Called with every push that a shard applies, within the shard's lock, so in order."""
+    """Called with every push that a shard applies, in order, within the shard's lock."""
 
     def __call__(self, record: UpdateRecord) -> None: ...

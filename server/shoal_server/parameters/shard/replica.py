@@ -29,8 +29,7 @@ class ShardLeadership(Protocol):
     """Acknowledgement and replication of a shard by its primary. Lives on the event loop."""
 
     def report_applied(self) -> None:
-        """Pass applied pushes on to backups at once. Does nothing in other threads than the event
-        loop's."""
+        """Pass applied pushes on to backups at once, if on the event loop."""
         ...
 
     async def wait_acknowledged(self, version: int, level: Acknowledgement.ValueType) -> None:
@@ -193,7 +192,7 @@ class ShardReplica:
             raise self.no_journal_error()
 
     def no_journal_error(self) -> InvalidSpec:
-        """Return the error for a durable push to a shard that no journal keeps."""
+        """Return the error for a durable push without a journal."""
         return InvalidSpec(
             f"shard {self.shard_id} of job {self.job} is on no disk",
             seen="a push that is to be acknowledged as durable",

@@ -30,7 +30,7 @@ class ReplyWriter(Protocol):
         ...
 
     def writer(self, shard_id: int, num_bytes: int) -> CopyOut:
-        """Return the function that copies that many bytes of a shard."""
+        """Return the function that copies a shard."""
         ...
 
     def end_follows(self) -> None:
@@ -48,7 +48,7 @@ def cut(values: Sequence[memoryview]) -> Iterator[tuple[int, memoryview]]:
 
 
 def in_messages(reply: ReplyType) -> CopyOut:
-    """Return a writer that makes messages of this type, each with one piece."""
+    """Return a writer of messages of this type, each with one piece."""
 
     def write(shard_id: int, *values: memoryview) -> Sequence[Message | bytes]:
         return [

@@ -19,7 +19,7 @@ MAX_OUTCOMES = 8
 
 @dataclass(frozen=True, slots=True)
 class RememberedOutcome:
-    """The answer to a push: the shard's version after the push, and the push's staleness."""
+    """The answer to a push: the shard's new version, and the push's staleness."""
 
     version: int
     staleness: int
@@ -126,7 +126,7 @@ class SessionTable:
         return dict(self._sessions)
 
     def export(self) -> list[SessionImage]:
-        """Encode all sessions, in the order in which they were first seen."""
+        """Encode all sessions, in the order first seen."""
         return exported(self._sessions)
 
     def restore(self, images: Iterable[SessionImage]) -> None:

@@ -81,7 +81,7 @@ class UpdateRule:
         return (*blocks, *blocks) if self.needs_base else blocks
 
     def state(self) -> Mapping[str, Tensor]:
-        """Return the tensors that are kept from push to push, not copied."""
+        """Return the tensors kept from push to push, not copied."""
         return {
             prefix + name: tensor
             for prefix, part in self._parts.items()

@@ -97,7 +97,7 @@ class ShardBody(Protocol[PushT_contra, BatchT]):
         ...
 
     def growth_bytes(self, batch: BatchT, at_unix_s: float) -> int:
-        """Return the most bytes by which a push at `at_unix_s` may grow the body."""
+        """Return the most bytes by which a push may grow the body."""
         ...
 
     def apply(self, record: PushRecord, batch: BatchT) -> bytes:
@@ -201,7 +201,7 @@ class VersionedShard(Generic[BodyT]):
         return self.memory_bytes + self._sessions.num_bytes + self.body.images.held_bytes
 
     def wrong_epoch(self, epoch: int) -> WrongEpoch:
-        """Return the error for a push with another epoch than the shard's."""
+        """Return the error for a push with another epoch."""
         return WrongEpoch(
             f"shard {self.spec.shard_id} has another epoch",
             seen=str(epoch),

@@ -127,7 +127,7 @@ class SnapshotBarrier:
             )
 
     def waits_for(self, lacking: Lacking, is_live: Callable[[str], bool]) -> list[StepId]:
-        """Return the steps of the cut that are incomplete here and may still become complete."""
+        """Return the incomplete steps of the cut that may still become complete here."""
         return [
             step
             for step, known in self._of_cut()
@@ -147,14 +147,14 @@ class SnapshotBarrier:
         return torn
 
     def open(self, cut_id: str) -> bool:
-        """Admit all steps again, if that cut is in progress; return True if it was."""
+        """Admit all steps again. False if that cut is not in progress."""
         if self.phase is BarrierPhase.OPEN or self.cut_id != cut_id:
             return False
         self.phase, self.cut_id, self._begun = BarrierPhase.OPEN, "", {}
         return True
 
     def forget_ended_steps(self) -> None:
-        """Forget the steps of which no part is in progress."""
+        """Forget the steps without a part in progress."""
         in_progress = {
             session: {n: known for n, known in steps.items() if known.num_inside}
             for session, steps in self._sessions.items()

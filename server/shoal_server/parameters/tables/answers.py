@@ -38,7 +38,7 @@ class RememberedFates:
         return self._num_bytes
 
     def freeze(self) -> "RememberedFates":
-        """Return a read-only copy of the fates as of now."""
+        """Return a read-only copy."""
         frozen = RememberedFates()
         frozen._fates, frozen._num_bytes = dict(self._fates), self._num_bytes
         return frozen
@@ -54,8 +54,7 @@ class RememberedFates:
         }
 
     def load(self, sessions: Sequence[SessionImage], lengths: Tensor, answers: Tensor) -> None:
-        """Remember the fates that `tensors` encoded. Raises InternalError if they do not match the
-        sessions."""
+        """Remember what `tensors` encoded. Raises InternalError if the sessions do not match."""
         pushes = [(s.session, sequence) for s in sessions for sequence in s.sequences]
         if len(lengths) != len(pushes) or int(lengths.sum()) != len(answers):
             raise InternalError(

@@ -39,7 +39,7 @@ MAX_REST_BYTES = 1024**3
 
 
 class ContentBuilder(Protocol):
-    """Builds the large content of one kind of shard from its chunks, in order."""
+    """Builds the large content of a shard from its chunks, in order."""
 
     @property
     def described(self) -> Sequence[TensorImage]: ...

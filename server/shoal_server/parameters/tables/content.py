@@ -78,7 +78,7 @@ class TableContent:
             self.table_step = int(small["table_step"])
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load the rows of an image. Raises InternalError if the columns are not this table's."""
+        """Load the rows of an image. Raises InternalError for other columns."""
         self.rows.load(tensors)
 
     def __len__(self) -> int:
@@ -101,7 +101,7 @@ class TableContent:
         return births, values_rc
 
     def regrown_bytes(self, num_rows: int) -> int:
-        """Return how many bytes a push of `num_rows` rows may process besides its rows."""
+        """Return the most bytes that a push processes besides its rows."""
         is_full = len(self.rows) + num_rows > self.max_rows
         looks = bool(self._table.eviction.max_idle_s) or is_full
         return self.rows.moved_bytes(num_rows) + LOOKED_AT_BYTES * len(self.rows) * looks

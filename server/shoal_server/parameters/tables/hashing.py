@@ -32,6 +32,6 @@ def hash_ids(ids: Ids) -> Words:
 
 
 def shards_of(ids: Ids, num_shards: int) -> Ids:
-    """Return for each row the index of its virtual shard in the table."""
+    """Return the index of each row's virtual shard in the table."""
     shards = ((hash_ids(ids) >> _HALF) * np.uint64(num_shards)) >> _HALF
     return shards.view(np.int64)

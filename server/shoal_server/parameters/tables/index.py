@@ -81,7 +81,7 @@ class RowIndex:
         return result
 
     def insert(self, ids: Ids, rows: Rows) -> None:
-        """Insert distinct ids that have no row, with their rows."""
+        """Insert distinct ids that have no row."""
         self._grow(int(rows.max(initial=0)) + 1, len(ids))
         self.ids[rows] = ids
         self._settle(ids, rows)

@@ -59,7 +59,7 @@ class RowStore:
 
     @property
     def row_bytes(self) -> int:
-        """Upper bound on the bytes of one row and its part of the index."""
+        """Upper bound on a row's bytes, with its part of the index."""
         return self._column_bytes + INDEX_BYTES_PER_ROW
 
     @property
@@ -68,15 +68,15 @@ class RowStore:
 
     @property
     def num_spare(self) -> int:
-        """Number of allocated rows that are not in use."""
+        """Number of allocated rows not in use."""
         return self._capacity - len(self)
 
     def moved_bytes(self, num_more: int) -> int:
-        """Return how many bytes are moved if `num_more` rows are added."""
+        """Return how many bytes are moved to add `num_more` rows."""
         return self._index.num_bytes if self._index.moves_for(num_more) else 0
 
     def growth_bytes(self, num_rows: int) -> int:
-        """Return the most bytes by which memory grows to hold `num_rows` rows in all."""
+        """Return the most bytes of growth to hold `num_rows` rows in all."""
         return max(0, self._capacity_for(num_rows) - self._capacity) * self.row_bytes
 
     def limit(self, max_rows: int) -> None:
@@ -125,7 +125,7 @@ class RowStore:
         self._numbers(LAST_PUSHED)[rows] = at_unix_s
 
     def idle_since(self, before_unix_s: float) -> Rows:
-        """Return all rows that were last pushed before `before_unix_s`."""
+        """Return all rows last pushed before `before_unix_s`."""
         last_pushed = self._numbers(LAST_PUSHED)[: self._top]
         is_live = self._numbers(BIRTHS)[: self._top] > 0
         return np.flatnonzero(is_live & (last_pushed < before_unix_s))
@@ -179,7 +179,7 @@ class RowStore:
             image.save(rows)
 
     def reserve(self, num_rows: int) -> None:
-        """Allocate memory in an empty store for `num_rows` rows, which `fill` adds."""
+        """Allocate memory in an empty store for rows that `fill` adds."""
         self._reserve(num_rows)
         self._index.reserve(num_rows)
 

@@ -165,7 +165,7 @@ def new_table_shard(spec: Shard, table: TableSpec) -> TableShard:
 
 
 def is_table(shard: AnyShard) -> TypeGuard[TableShard]:
-    """True if the shard is of a table, and not of parameters."""
+    """True for a shard of a table."""
     return isinstance(shard.body, TableBody)
 
 

@@ -47,7 +47,7 @@ class WeightHoldings:
         self._claims: dict[tuple[str, bytes], ExitStack] = {}
 
     def get(self, series: str, digest: bytes) -> Segment:
-        """Return a held segment. Raises Unavailable if it is not held."""
+        """Return a held segment. Raises Unavailable without one."""
         segment = self.find(series, digest)
         if segment is None:
             raise Unavailable(
@@ -60,7 +60,7 @@ class WeightHoldings:
         return segment
 
     def find(self, series: str, digest: bytes) -> Segment | None:
-        """Return a segment if it is held, else None."""
+        """Return a held segment, or None."""
         return self._store.get(series, digest)
 
     def holds(self, series: str, digest: bytes) -> bool:

@@ -48,11 +48,11 @@ class SeriesRecords:
 
     @property
     def is_in_sync(self) -> bool:
-        """True if all records have been read, and the watch follows their changes."""
+        """True if all records have been read and are followed."""
         return self._mirror.is_in_sync
 
     async def refresh(self, series: str) -> None:
-        """Read the newest records of a series from etcd. Raises what the store raises."""
+        """Read the newest records of a series. Raises what the store raises."""
         newest = await self._store.range(keys.series_head(series).removesuffix(HEAD))
         self._mirror.note_all(newest.items)
 

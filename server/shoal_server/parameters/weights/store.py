@@ -63,7 +63,7 @@ class SegmentStore:
         self._series: dict[str, _Series] = defaultdict(_Series)
 
     def get(self, series: str, digest: bytes) -> Segment | None:
-        """Return the segment if it is held, else None."""
+        """Return a held segment, or None."""
         known = self._series.get(series)
         held = known.held.get(digest) if known is not None else None
         return None if held is None else held.segment
@@ -176,7 +176,7 @@ class SegmentStore:
         return released
 
     def sweep(self, now_s: float) -> list[HeldSegment]:
-        """Release and return the segments that no version has named for the grace period."""
+        """Release and return the segments beyond their grace period."""
         released = []
         for series, known in list(self._series.items()):
             for digest, held in list(known.held.items()):

@@ -66,7 +66,7 @@ class WeightUpkeep:
 
     @property
     def writes_to_disk(self) -> bool:
-        """True if this server writes the segments that it is to hold to disk."""
+        """True if this server has a disk for segments."""
         return self._disk is not None
 
     def is_durable(self, series: str, digest: bytes) -> bool:

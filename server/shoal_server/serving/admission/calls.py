@@ -50,7 +50,7 @@ class CallCounts:
 
 
 def host_of(peer: str) -> str:
-    """Name of a peer in gRPC's form (ipv4:127.0.0.1:40312), without the port."""
+    """Name of a peer (ipv4:127.0.0.1:40312) without the port."""
     return peer.rpartition(":")[0] or peer
 
 

@@ -32,8 +32,7 @@ async def accepted(
 
 
 class ConnectionCounts:
-    """Counts of open connections by peer, and of connections that were refused or closed, by
-    reason."""
+    """Counts of open connections by peer, and of refused or closed ones by reason."""
 
     def __init__(self, port: str, *, most: int, most_per_peer: int) -> None:
         """`port`: name of the service in the log."""
@@ -61,7 +60,7 @@ class ConnectionCounts:
         return f"too many {kind}; expected at most {most}"
 
     def count_closed(self, reason: str) -> None:
-        """Count an open connection that is closed for `reason`."""
+        """Count an open connection that is closed."""
         self.refused[reason] += 1
 
     @contextmanager

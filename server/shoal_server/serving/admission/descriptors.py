@@ -13,7 +13,7 @@ MOST = 1 << 20
 
 
 def raise_limit() -> int:
-    """Raise the soft limit to the hard limit (at most MOST), and return `limit()`."""
+    """Raise the soft limit to the hard limit, at most MOST; return `limit()`."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST if hard == resource.RLIM_INFINITY else min(hard, MOST)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -29,7 +29,7 @@ def limit() -> int:
 
 
 def descriptors_for_callers(share: float) -> int:
-    """Number of descriptors for callers: this share of the unreserved ones."""
+    """This share of the unreserved descriptors, at least 1."""
     return max(1, int((limit() - RESERVED) * share))
 
 

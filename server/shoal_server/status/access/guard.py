@@ -86,7 +86,7 @@ def header(scope: Scope, name: bytes) -> str:
 
 
 def session_of(scope: Scope) -> str:
-    """The secret in the session's cookie; empty without one."""
+    """Secret in the session's cookie; empty without one."""
     try:
         cookies = SimpleCookie(header(scope, b"cookie"))
     except CookieError:

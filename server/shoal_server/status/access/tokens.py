@@ -24,7 +24,7 @@ _HASH = re.compile("[0-9a-f]{64}")
 
 
 class HttpRole(Enum):
-    """Role of a token: the operations that its holder may request over HTTP."""
+    """Role of a token's holder."""
 
     VIEWER = "viewer"
     OPERATOR = "operator"

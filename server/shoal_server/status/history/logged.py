@@ -82,7 +82,6 @@ class LoggedValues:
         return tuple(each.view(name, after_step) for name, each in self._by_name.items())
 
     def restore(self, views: Iterable[LoggedView]) -> None:
-        """Continue the series that an earlier leader stored, and keep the newest values added
-        since."""
+        """Continue an earlier leader's series, and keep the newest values added since."""
         since, self._by_name = self._by_name, {v.name: LoggedSeries.from_view(v) for v in views}
         self.add({name: (each.step, each.value) for name, each in since.items()})

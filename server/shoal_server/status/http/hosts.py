@@ -28,7 +28,7 @@ class AllowedHosts:
     named: Sequence[str] = ()
 
     def allows(self, host: str) -> bool:
-        """True if a Host header (with or without a port) is meant for this server."""
+        """True if a Host header (with or without a port) is allowed."""
         name = _without_port(host).lower().rstrip(".")
         if not name:
             return False

@@ -20,21 +20,20 @@ CALLER = "shoal_caller"
 
 
 def caller_in(scope: Scope) -> Caller | None:
-    """Caller named by a request's certificate; None without a certificate of Shoal's form."""
+    """Caller named by a request's certificate, if any."""
     caller = scope.get("state", {}).get(CALLER)
     return caller if isinstance(caller, Caller) else None
 
 
 class Awaited(Enum):
-    """Data that a client has to send within a limited time."""
+    """Data that a client must send in time."""
 
     HEAD = "the head of a request"
     LATE_BODY = "the rest of a body whose request was already answered"
 
 
 class BoundedProtocol(H11Protocol):
-    """A connection that closes itself when a limit is exceeded, and reports the reason to
-    `counts`."""
+    """A connection that closes itself beyond a limit, and reports the reason to `counts`."""
 
     def __init__(self, limits: HttpLimits, counts: ConnectionCounts, **uvicorns: Any) -> None:
         super().__init__(**uvicorns)

@@ -68,7 +68,7 @@ class AbortableWaiter:
             self.attach(group)
 
     def attach(self, group: dist.ProcessGroup) -> None:
-        """Register this waiter, so that `waiters_of` finds it for this group."""
+        """Register this waiter for `waiters_of`."""
         whole = _whole(group)
         with _lock:
             _by_group.setdefault(whole, weakref.WeakSet()).add(self)
@@ -170,13 +170,13 @@ def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, op: Any = dist.Re
 
 
 def waiters_of(group: dist.ProcessGroup) -> list[AbortableWaiter]:
-    """Return the waiters of this group and of the groups that were made within it."""
+    """Return the waiters of this group and of the groups made within it."""
     with _lock:
         return list(_by_group.get(group, ()))
 
 
 def add_subgroup(group: dist.ProcessGroup, whole: dist.ProcessGroup) -> None:
-    """Make `waiters_of(whole)` include the waiters of a group that was made within `whole`."""
+    """Make `waiters_of(whole)` include the waiters of `group`."""
     if group is not whole:
         with _lock:
             _wholes[group] = weakref.ref(whole)

@@ -82,7 +82,7 @@ _BY_GROUP = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to
 
 
 def own_world() -> RankWorld | None:
-    """Return the world that this thread is bound to, or None."""
+    """Return this thread's world, or None."""
     return _current.world
 
 

@@ -65,7 +65,7 @@ class StagedTensor:
 
 
 def deliver(staged: Sequence[StagedTensor]) -> None:
-    """Write the results of reductions to the caller's tensors."""
+    """Write the results to the caller's tensors."""
     for each in staged:
         each.deliver()
 
@@ -97,7 +97,7 @@ def joined(parts: Sequence[Tensor], *, fill: bool) -> Tensor:
 
 
 def split(whole: Tensor, parts: Sequence[Tensor]) -> None:
-    """Copy memory that `joined` made back to the parts."""
+    """Copy memory from `joined` back to the parts."""
     pieces = torch.split(whole, [part.numel() for part in parts])
     copy([p.view(part.shape) for p, part in zip(pieces, parts, strict=True)], parts)
 

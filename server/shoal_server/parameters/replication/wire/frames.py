@@ -117,7 +117,7 @@ def of_chunk(chunk: ImageChunk, data: pieces.Buffer) -> Iterator[Frame]:
 
 
 def of_digest(key: Key, epoch: int, digest: comparison.PieceDigest) -> pb.FollowRequest:
-    """Encode the digest of a piece of a shard, for backups to compare with."""
+    """Encode the digest of a piece of a shard."""
     job, shard_id = key
     piece = digest.piece
     message = pb.Digest(
@@ -149,7 +149,7 @@ def _pieces(data: memoryview) -> Iterator[Piece]:
 
 
 def as_message(frame: Frame) -> pb.FollowRequest:
-    """Return a frame as a message of the gRPC stream."""
+    """Return a frame for the gRPC stream."""
     if not isinstance(frame, Piece):
         return frame
     data = bytes(frame.data)
@@ -160,7 +160,7 @@ def as_message(frame: Frame) -> pb.FollowRequest:
 
 
 def checked(message: pieces.AnyPiece) -> pieces.Buffer:
-    """Return the bytes of a message. Raises ChecksumMismatch if they have changed in transit."""
+    """Return the bytes of a message. Raises ChecksumMismatch."""
     # Each access to the data of a message copies them.
     data = message.data
     verify("a piece of a shard for its backup", message.checksum, data)
@@ -275,7 +275,7 @@ class RequestAssembler:
         self._open: _Unfinished | None = None
 
     def close(self) -> None:
-        """Drop an incomplete record or chunk. Call this when the stream is over."""
+        """Drop what is incomplete when the stream is over."""
         if self._open is not None:
             self._open.drop("the stream is over")
 

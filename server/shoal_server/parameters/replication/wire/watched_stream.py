@@ -41,7 +41,7 @@ class WatchedStream:
         await self._stream.write(pb.FollowRequest(hello=hello))
 
     async def send(self, frame: frames.Frame) -> None:
-        """Send a frame. Raises the error that broke the stream; see `PeerStream`."""
+        """Send a frame. Raises what `PeerStream` raises."""
         self._silence.start_counting()
         await self._stream.write(frame)
 
@@ -73,7 +73,7 @@ class WatchedStream:
                 yield reply
 
     def deliver(self, take: Callable[[pb.FollowReply], None]) -> None:
-        """Pass replies, except answers to heartbeats, to `take`; see `PeerStream.deliver`."""
+        """Pass replies, except answers to heartbeats, to `take`."""
 
         def noted(reply: pb.FollowReply) -> None:
             self._note_reply(reply)
