@@ -47,8 +47,11 @@ def run(command: str, work: Coroutine[Any, Any, None]) -> int:
 
 
 async def _refusal_of(work: Coroutine[Any, Any, None]) -> tuple[str, int]:
-    """Text of the ShoalError that ended `work` (empty: none), and the exit code. The frames of the
-    error itself would keep gRPC objects beyond the event loop, which they need to be released."""
+    """Text of the ShoalError that ended `work` (empty: none), and the exit code.
+
+    The error itself would keep gRPC objects beyond the end of the event loop, which their release
+    needs.
+    """
     try:
         await work
     except Unavailable as error:

@@ -33,7 +33,7 @@ VALUES = "values"
 @dataclass(frozen=True, kw_only=True)
 class DensePush(Push):
     """A push to a dense shard. `gradient` holds the present blocks, then the base values if the
-    body `needs_base`. With a codec, `gradient` is encoded, and `batch` is not."""
+    body `needs_base`. With a codec, `gradient` is encoded, and `batch` has the decoded gradient."""
 
     blocks: Sequence[int]
     codec: GradientCodec | None = None

@@ -29,7 +29,8 @@ class ShardLeadership(Protocol):
     """Acknowledgement and replication of a shard by its primary. Lives on the event loop."""
 
     def report_applied(self) -> None:
-        """Pass applied pushes on to backups at once, if on the event loop."""
+        """Pass applied pushes on to backups at once. Does nothing outside the event loop's
+        thread."""
         ...
 
     async def wait_acknowledged(self, version: int, level: Acknowledgement.ValueType) -> None:

@@ -1,5 +1,8 @@
-"""The scope of a step: the shards that the step touches, remembered with each push. It names the
-shards for which a cut has to wait, if only one shard remembers the step."""
+"""The scope of a step: the shards that the step touches, remembered with each push.
+
+Perhaps only one shard remembers that a step has begun: the scope then tells a cut for which shards
+to wait.
+"""
 
 from collections.abc import Collection
 from dataclasses import dataclass

@@ -43,7 +43,8 @@ class Push:
     scope: Scope | None = None
     """Shards of the step; None for all dense shards, or only this shard of a table."""
     batch: object = None
-    """Data as the body's `read_batch` returns them; None if not decoded yet, as borrowed data."""
+    """Data as the body's `read_batch` returns them. None if not decoded yet; always None for
+    borrowed data."""
     at_unix_s: float = field(default_factory=time.time)
     """Time by this server's clock or, for rows, by `TableBody.now_s`."""
 

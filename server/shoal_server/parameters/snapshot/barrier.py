@@ -7,10 +7,10 @@ parts, or not at all:
 1. `close`: every server admits only parts of steps that have begun there, and reports these steps.
 2. The coordinator merges the steps that have begun anywhere.
 3. `drain`: every server admits these steps, and no others, until all of them are applied there.
-  Then its shards are cut, and the barrier opens.
+   Then its shards are cut, and the barrier opens.
 
-A server whose barrier is open again may admit the next step while another server still drains. The
-other server holds back its part of that step until its shards are cut.
+While one server still drains, another may admit the next step. The draining server holds back its
+part of that step until its shards are cut.
 
 A step may never end, as its member may die half-way. The caller decides how long to wait; then
 `give_up_incomplete_steps` returns the incomplete steps.

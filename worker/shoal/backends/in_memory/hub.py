@@ -1,5 +1,5 @@
 """Collectives and messages between ranks that are threads of one process. The last rank to arrive
-computes for all, in the order of ranks, so that results are reproducible."""
+computes for all, in the order of ranks, so results do not depend on the order of arrival."""
 
 import threading
 import time
