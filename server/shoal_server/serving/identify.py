@@ -1,5 +1,5 @@
-"""Check, by a call, if a parameter server is alive. Its lease in etcd lasts for seconds after its
-end."""
+"""Check, by a call, if a parameter server is alive: its lease in etcd outlives the server by
+seconds."""
 
 from collections.abc import Sequence
 

@@ -23,7 +23,7 @@ WILDCARDS = ("", "0.0.0.0", "::")
 
 
 def write_ready_file(path: Path | None, addresses: dict[str, str]) -> None:
-    """Write {"pid", **addresses} as JSON to `path`, whole or not at all."""
+    """Write {"pid", **addresses} as JSON to `path`, if any, whole or not at all."""
     if path is None:
         return
     part = path.with_name(f"{path.name}.{os.getpid()}.part")

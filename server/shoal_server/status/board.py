@@ -38,7 +38,7 @@ DETAILS = frozenset(
 class _MemberHealth:
     latest: HealthView
     step: int = 0
-    """A wrong step is corrected by the next report, so this may fall."""
+    """Newest reported step, which may fall: the next report corrects a wrong one."""
     losses: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=MAX_LOSSES))
 
 
@@ -241,7 +241,8 @@ class StatusBoard:
         return board.checkpoints.num_bytes if board else None
 
     def writes_checkpoints(self, job: str) -> bool | None:
-        """True if any member's latest report says so; None if none has this figure."""
+        """True if a member's latest report says that it writes checkpoints; None if no report has
+        this figure."""
         board = self._jobs.get(job)
         courses = [each.latest.course for each in board.health.values()] if board else []
         said = [each.writes_checkpoints for each in courses if each is not None]
@@ -379,7 +380,7 @@ class StatusBoard:
         return board
 
     def _drop_ended(self, num_surplus: int) -> None:
-        """The least recently written first."""
+        """Drop the least recently written boards first."""
         ended = (job for job in tuple(self._jobs) if not self._is_live(job))
         for job in islice(ended, max(num_surplus, 0)):
             del self._jobs[job]

@@ -404,8 +404,8 @@ class ShardsView(View):
     servers: tuple[ServerView, ...]
     shards: tuple[ShardView, ...]
     skew: float = 1.0
-    """Parameter bytes of the fullest primary server, divided by the mean over primaries'
-    servers."""
+    """Parameter bytes led by the fullest server, divided by the mean over all servers that are
+    primaries."""
     lost: tuple[LostShardView, ...] = ()
     """Shards that no server holds any more. Their pushes and pulls are refused."""
     lost_in_words: tuple[str, ...] = ()

@@ -314,8 +314,8 @@ def _one_line(spec: OptimizerSpec) -> str:
 
 
 def _absence_error(job: str, assignment: ShardAssignment, *, is_kept: bool) -> ShoalError:
-    """Return StateLost if no backup or journal is known to have the newest version of the shard's
-    values, else ShardNotReady. `is_kept`: the primary's journal has the shard, in whatever
+    """Return StateLost if the shard had values, and no backup or journal is known to have the
+    newest version; else ShardNotReady. `is_kept`: the primary's journal has the shard, in whatever
     version."""
     if assignment.content is ShardContent.NONE:
         return _not_ready(job, assignment.shard_id, "a worker that creates it")

@@ -84,7 +84,7 @@ def check_request(caller: Caller, message: Message) -> None:
 
 
 def _check_reads(caller: Caller, message: Message) -> None:
-    """Needed for bulk connections, which are not in the table of calls."""
+    """Check a reader's request: requests on bulk connections are not in the table of calls."""
     if isinstance(message, HealthCheckRequest):
         return
     series = getattr(message, "series", None)

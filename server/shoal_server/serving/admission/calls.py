@@ -16,7 +16,8 @@ class CallCounts:
         self._by_peer: Counter[str] = Counter()
         self.num_open = 0
         self.refused: Counter[str] = Counter()
-        """Numbers of calls answered with an error other than InternalError, by its class."""
+        """Numbers of calls answered with an error other than InternalError, by the error's
+        class."""
         self.failed: Counter[str] = Counter()
         """Numbers of calls answered with InternalError, by method."""
 

@@ -29,7 +29,7 @@ def limit() -> int:
 
 
 def descriptors_for_callers(share: float) -> int:
-    """This share of the unreserved descriptors, at least 1."""
+    """Number of descriptors for callers: this share of the unreserved ones, at least 1."""
     return max(1, int((limit() - RESERVED) * share))
 
 

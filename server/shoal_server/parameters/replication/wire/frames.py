@@ -275,7 +275,7 @@ class RequestAssembler:
         self._open: _Unfinished | None = None
 
     def close(self) -> None:
-        """Drop what is incomplete when the stream is over."""
+        """Drop an incomplete record or chunk at the stream's end."""
         if self._open is not None:
             self._open.drop("the stream is over")
 
