@@ -513,7 +513,7 @@ class PublishedSeriesView(View):
     """Readers of the series, at most 200."""
     num_readers: int
     num_differing: int
-    """Readers whose bytes differ from those published as their version."""
+    """Readers with other bytes than were published as their version."""
     lost: tuple[int, ...]
     """Versions that were dropped because no server holds them any more."""
 
