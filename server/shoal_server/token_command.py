@@ -36,8 +36,7 @@ class TokenConfig:
 
 
 def token(config: TokenConfig) -> int:
-    """Print a new token, or the names and roles of all tokens. Raises what `tokens.add` and
-    `tokens.read` raise."""
+    """Print a new token, or the names and roles of all tokens. Raises what `tokens` raises."""
     if config.action == "create":
         print(tokens.add(config.file, config.name or config.role, HttpRole(config.role)))
         return 0

@@ -22,7 +22,7 @@ from shoal_proto.errors import InvalidSpec
 
 
 def __getattr__(name: str) -> Any:
-    # `shoal run` imports this package too, and must not wait for an import of torch.
+    # `shoal run` imports this package too, and must not wait for torch.
     if name == "__all__":
         return sorted(_module_by_export())
     if name == "__version__":
@@ -34,7 +34,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _imported(module: str) -> Any:
-    """Import a module. Raises InvalidSpec if numpy, which torch does not require, is missing."""
+    """Raises InvalidSpec if numpy, which torch does not require, is missing."""
     try:
         return import_module(module)
     except ModuleNotFoundError as missing:
@@ -54,7 +54,6 @@ def __dir__() -> list[str]:
 
 @cache
 def _module_by_export() -> dict[str, str]:
-    """Return the module of each export, read from the stub for type checkers."""
     stub = ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
     imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
     return {alias.name: node.module or "" for node in imports for alias in node.names}

@@ -1,8 +1,5 @@
-"""Bounds of every field of every request.
-
-A field is looked up by message and name in `OF_MESSAGE`, else by its name alone in `NAMED`: there a
-name has the same bounds in all messages. A test fails for a field that is in neither table.
-"""
+"""Bounds of every field of every request: by message and name in `OF_MESSAGE`, else by name in
+`NAMED`. A test fails for a field that is in neither table."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,9 +11,9 @@ from shoal_proto.secrets import MAX_LENGTH
 from shoal_server.core.publications.limits import MAX_COPIES, MAX_KEEP, MAX_WORLD
 
 MAX_SECONDS = 1e10
-"""Three centuries; each service bounds its waits far below that."""
+"""Bound of three centuries; each service bounds its waits far below."""
 EXACT = 2**53 - 1
-"""Largest integer that JSON keeps exactly: a larger one in etcd could not be read back."""
+"""Largest integer that JSON keeps exactly."""
 MAX_MEMBERS = 2**31 - 1
 MAX_PORT = 65535
 
@@ -26,14 +23,12 @@ class Bound:
     """Bounds of one value. Bounds that do not apply to its type are ignored."""
 
     length: int = 0
-    """Maximum length of a text in characters, and of bytes in bytes."""
+    """Maximum length of a text in characters, or of bytes."""
     most: int | None = None
-    """Maximum of a whole number, whose minimum is then 0; None: any number of the field's type. A
-    maximum of 2**32 - 1 or more does not bound a field of 32 bits."""
+    """Maximum of a whole number from 0; None: any number of its type."""
     seconds: bool = False
-    """True for a number of seconds: from 0 to MAX_SECONDS. All real numbers must be finite."""
+    """True for seconds from 0 to MAX_SECONDS."""
     count: int = 1 << 20
-    """Maximum number of entries of a list or map."""
 
 
 def text(length: int, count: int = 1 << 20) -> Bound:
@@ -47,12 +42,10 @@ def whole(most: int, count: int = 1 << 20) -> Bound:
 NAME = text(MAX_NAME_LENGTH)
 HOST = text(255)
 WORD = text(100)
-"""The name of a kind, a version, a dtype."""
 SENTENCES = text(4096)
 DIGEST = text(128)
 SERIES = text(2 * MAX_NAME_LENGTH + 1)
 CONTENT = Bound(length=64)
-"""A digest of published bytes."""
 PATH = text(4096)
 DATA = Bound(length=MAX_MESSAGE_BYTES)
 COUNTED = whole(EXACT)
@@ -63,7 +56,7 @@ SECONDS = Bound(seconds=True)
 
 
 def some(count: int) -> Bound:
-    """Bound of a list or map of messages, whose fields have bounds of their own."""
+    """Bound of a list or map of messages."""
     return Bound(count=count)
 
 
@@ -281,7 +274,6 @@ NAMED: Mapping[str, Bound] = {
     "chain": some(64),
     "chunks": some(1 << 12),
 }
-"""Bounds by field name, in every message."""
 
 OF_MESSAGE: Mapping[str, Bound] = {
     "Proposal.fields": some(256),
@@ -309,12 +301,9 @@ OF_MESSAGE: Mapping[str, Bound] = {
     "PutSegmentRequest.abandoned": whole(EXACT, count=1 << 10),
     "PutSegmentRequest.chunk_digests": Bound(length=1 << 22),
 }
-"""Bounds by message and field, for fields whose names have no bounds, or other bounds, in
-`NAMED`."""
 
 
 MESSAGES: Mapping[str, int] = {"Proposal": 128 * 1024}
-"""Maximum size of a whole message in bytes: members agree on a proposal, and a record keeps it."""
 
 
 def bound_of(message: str, field: str) -> Bound | None:

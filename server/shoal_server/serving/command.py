@@ -14,12 +14,11 @@ from shoal_proto.errors import InvalidSpec, ShoalError, Unavailable
 from shoal_proto.terminal import printable, printable_event
 
 OTHERS = 0o077
-"""Mode bits of group and others."""
 
 
 def is_module_missing(command: str, *modules: str, extra: str = "") -> bool:
-    """True if a module is not installed; prints the first such module, and the extra to install (by
-    default named like the command)."""
+    """True if a module is not installed. Prints the first such module, and the extra to install, by
+    default named like the command."""
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
     if missing:
         extra = extra or command
@@ -33,12 +32,12 @@ def is_module_missing(command: str, *modules: str, extra: str = "") -> bool:
 
 def run(command: str, work: Coroutine[Any, Any, None]) -> int:
     """Run `work` and return the exit code: 0, EX_TEMPFAIL (75) for Unavailable, 1 for another
-    ShoalError. Prints such an error to stderr.
+    ShoalError, which is printed to stderr.
 
-    Configures logging, and gives new files no permissions for group and others. Raises any other
-    error of `work`, and InvalidSpec for an unknown level in SHOAL_LOG_LEVEL.
+    Configures logging, and gives new files no permissions for others. Raises other errors of
+    `work`, and InvalidSpec for an unknown level in SHOAL_LOG_LEVEL.
     """
-    # Journals and snapshots hold a job's parameters: other users of the machine must not read them.
+    # Other users must not read a job's parameters.
     os.umask(os.umask(OTHERS) | OTHERS)
     _configure_logging()
     refusal, code = asyncio.run(_refusal_of(work))
@@ -48,10 +47,11 @@ def run(command: str, work: Coroutine[Any, Any, None]) -> int:
 
 
 async def _refusal_of(work: Coroutine[Any, Any, None]) -> tuple[str, int]:
-    """Run `work`; return the text of the ShoalError that ended it (empty: none) and the exit code.
+    """Text of the ShoalError that ended `work` (empty: none), and the exit code.
 
-    The error itself is not returned: its frames would outlive the event loop, and refer to gRPC
-    objects that need the loop to be released."""
+    The error itself would keep gRPC objects beyond the end of the event loop, which their release
+    needs.
+    """
     try:
         await work
     except Unavailable as error:
@@ -63,8 +63,6 @@ async def _refusal_of(work: Coroutine[Any, Any, None]) -> tuple[str, int]:
 
 
 def _configure_logging() -> None:
-    """Log to stderr from level SHOAL_LOG_LEVEL on: readable lines on a terminal, else JSON. Raises
-    InvalidSpec for an unknown level."""
     name = os.environ.get("SHOAL_LOG_LEVEL") or "INFO"
     level = logging.getLevelNamesMapping().get(name.upper())
     if level is None:
@@ -72,7 +70,7 @@ def _configure_logging() -> None:
             "SHOAL_LOG_LEVEL is no level", seen=name, expected="debug, info, warning or error"
         )
     terminal = sys.stderr.isatty()
-    # A traceback without the values of variables: tokens and incarnations are among them.
+    # Without the values of variables: tokens are among them.
     renderer = (
         structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
         if terminal

@@ -11,10 +11,10 @@ MAX_SERIES = 512
 
 
 class Durations:
-    """Histograms by labels, for one event loop; `observe` costs a search in a short list.
+    """Histograms by labels, for one event loop.
 
-    At most 512 combinations of labels have a histogram of their own. Durations with any other
-    labels are counted in one histogram whose labels are all "other".
+    Beyond MAX_SERIES combinations of labels, durations are counted in one histogram whose labels
+    are all "other".
     """
 
     def __init__(self, labels: Sequence[str] = ()) -> None:

@@ -1,5 +1,5 @@
-"""Check, by a call, if a parameter server is alive. Its lease in etcd does not show this: the lease
-lasts for seconds after the server's end."""
+"""Check, by a call, if a parameter server is alive: its lease in etcd outlives the server by
+seconds."""
 
 from collections.abc import Sequence
 
@@ -16,8 +16,7 @@ from shoal_server.core.processes import Holder
 async def answers(
     holder: Holder, address: str, *, options: Sequence[tuple[str, int | str]], within_s: float
 ) -> bool:
-    """True if the process `holder` answers at the address within `within_s`, over a channel with
-    these options. False if another process answers, or after any error."""
+    """True if the process `holder` answers at the address within `within_s`."""
     async with open_aio_channel(address, SERVER_NAME, options) as channel:
         try:
             found = await ReplicationStub(channel).Identify(pb.IdentifyRequest(), timeout=within_s)

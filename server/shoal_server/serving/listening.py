@@ -18,13 +18,12 @@ log = structlog.get_logger(__name__)
 
 LOOPBACK = "127.0.0.1"
 SAME_ORDER_S = 2.0
-"""Time after the first signal to stop during which further signals count as its repetition."""
+"""Time during which further signals only repeat the first signal to stop."""
 WILDCARDS = ("", "0.0.0.0", "::")
-"""Hosts that mean every interface of this machine."""
 
 
 def write_ready_file(path: Path | None, addresses: dict[str, str]) -> None:
-    """Write {"pid", **addresses} as JSON to `path`, whole or not at all; None writes nothing."""
+    """Write {"pid", **addresses} as JSON to `path`, if any, whole or not at all."""
     if path is None:
         return
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
@@ -37,12 +36,9 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.ordered = asyncio.Event()
-        """Set by the first SIGTERM or SIGINT."""
         self.insisted = asyncio.Event()
-        """Set by a signal SAME_ORDER_S or more after the first. A signal before that only repeats
-        the first: a scheduler signals every process of a job, and the parent of this process
-        passes the signal on once more.
-        """
+        """Set by a signal SAME_ORDER_S or more after the first. Earlier ones are repetitions: a
+        scheduler signals every process, and a parent passes the signal on."""
         self._ordered_s = 0.0
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -57,7 +53,7 @@ class StopRequest:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Host (without brackets) and port of `host:port`. Raises InvalidSpec for another form."""
+    """Host (without brackets) and port of `host:port`. Raises InvalidSpec."""
     host, colon, port = address.rpartition(":")
     host = host.strip("[]")
     if not (host and colon and port.isascii() and port.isdigit() and int(port) < 65536):
@@ -72,10 +68,8 @@ def join_address(host: str, port: int | str) -> str:
 
 
 def listening(listen: str, bind: str, option: str = "--listen") -> str:
-    """host:port to listen on: `listen` is HOST:PORT, or PORT alone at the address `bind`.
-
-    Raises InvalidSpec, with the name of `option`, for another form.
-    """
+    """host:port to listen on: `listen` is HOST:PORT, or PORT alone at the address `bind`. Raises
+    InvalidSpec, with the name of `option`."""
     address = listen if ":" in listen else join_address(bind, listen)
     try:
         split_address(address)
@@ -103,8 +97,7 @@ def advertised_address(advertise: str, listen: str, port: int) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """True if only this machine reaches the host: a loopback address, or localhost. False for any
-    other name; no name is looked up."""
+    """True for a loopback address, or localhost. No name is looked up."""
     host = host.strip("[]")
     try:
         return ip_address(host).is_loopback
@@ -113,8 +106,7 @@ def is_loopback(host: str) -> bool:
 
 
 def opened(listens: Mapping[str, str]) -> dict[str, str]:
-    """Addresses (host:port by service) that other machines can reach: all that are not on loopback.
-    Raises InvalidSpec for an address that is not host:port."""
+    """Addresses (host:port by service) that are not on loopback. Raises InvalidSpec."""
     return {
         name: address
         for name, address in listens.items()
@@ -123,11 +115,8 @@ def opened(listens: Mapping[str, str]) -> dict[str, str]:
 
 
 def warn_of_exposure(listens: Mapping[str, str], etcd: Sequence[str]) -> None:
-    """Warn if other machines may reach a port without TLS, or if no other machine can reach any
-    port although etcd is on another machine.
-
-    `listens`: host:port of each service; `etcd`: host:port of its endpoints.
-    """
+    """Warn if other machines may reach a port without TLS, or can reach none although etcd is on
+    another machine."""
     if (found := opened(listens)) and identity.own() is None:
         log.warning(
             "ports_open_to_others",

@@ -1,9 +1,7 @@
-"""Locations of snapshots. Callers name URLs; an operator configures the roots below which the URLs
-have to be.
+"""Locations of snapshots. Callers name URLs, which must be below roots that an operator configures.
 
-`fsspec` reaches far more than storage: `reference::data:...` renders templates, `http://` asks
-other machines, a chain (`a::b`) fetches and unpacks. Therefore URLs are parsed here, by rules of
-our own, and only the kinds of storage named below are ever passed to `fsspec`.
+`fsspec` reaches far more than storage: templates, other machines, chains (`a::b`). So URLs are
+parsed here, and only the kinds of storage named below are passed on.
 """
 
 import os
@@ -26,15 +24,14 @@ class Location:
     """A directory, or a prefix in a bucket."""
 
     protocol: str
-    """Kind of storage: file, s3, gs, az, or memory in tests."""
     path: str
-    """Absolute path of a local directory, with symbolic links resolved; otherwise bucket/prefix."""
+    """Absolute path of a local directory without symbolic links; otherwise bucket/prefix."""
 
     @classmethod
     def parse(cls, url: str) -> "Location":
-        """Parse a URL, or an absolute path. Raises InvalidSpec unless it names one location in a
-        kind of storage of `_PROTOCOLS`, below its root, without `.`, `..`, empty names and control
-        characters; for a bucket, also without `?`, `#` and backslashes."""
+        """Parse a URL, or an absolute path. Raises InvalidSpec unless it names one location below
+        the root of a kind in `_PROTOCOLS`, without `.`, `..`, empty names, control characters and,
+        for a bucket, `?`, `#` and backslashes."""
         protocol, colon, path = url.rpartition("://")
         if not colon:
             protocol = LOCAL
@@ -50,7 +47,7 @@ class Location:
 
     @classmethod
     def of_directory(cls, directory: Path) -> "Location":
-        """Location of a directory that this process chose itself."""
+        """Location of a directory of this process' own choice."""
         return cls(LOCAL, os.path.realpath(directory))
 
     @property
@@ -69,8 +66,8 @@ class Location:
 
 @dataclass(frozen=True)
 class AllowedRoots:
-    """URLs that an operator allows for snapshots, each with all locations below it. Raises
-    InvalidSpec for a URL that is no location."""
+    """URLs that an operator allows for snapshots, with all locations below them. Raises InvalidSpec
+    for a URL that is no location."""
 
     urls: Sequence[str]
 
@@ -79,10 +76,9 @@ class AllowedRoots:
             Location.parse(url)
 
     def locate(self, url: str) -> Location:
-        """Location that a caller names. Raises InvalidSpec for a URL that is no location,
-        AccessDenied outside the roots."""
+        """Location that a caller names. Raises InvalidSpec, or AccessDenied outside the roots."""
         location = Location.parse(url)
-        # Parsed again each time: symbolic links in a root's path may have changed.
+        # Parsed again: symbolic links may have changed.
         if any(Location.parse(root).holds(location) for root in self.urls):
             return location
         raise AccessDenied(

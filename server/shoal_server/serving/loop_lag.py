@@ -1,9 +1,4 @@
-"""Lag of an event loop: how late it runs callbacks that are due.
-
-async with LoopLag() as lag:
-    ...
-    lag.p99_s, lag.max_s    of the last ten seconds, or of more if the loop lags
-"""
+"""Lag of an event loop: how late it runs callbacks that are due."""
 
 import asyncio
 from collections import deque
@@ -13,11 +8,10 @@ from shoal_server.serving.tasks import cancel
 
 SAMPLE_EACH_S = 0.02
 NUM_SAMPLES = 500
-"""Number of samples kept: the samples of ten seconds, or of more if the loop lags."""
 
 
 class LoopLag:
-    """Measures at short intervals how late the loop wakes a sleeping task."""
+    """Measures how late the loop wakes a sleeping task, while its `async with` block runs."""
 
     def __init__(self) -> None:
         self._lags_s: deque[float] = deque(maxlen=NUM_SAMPLES)

@@ -1,10 +1,5 @@
-"""Bounds on every request, checked in one place before any servicer sees it.
-
-`bounds` has the longest text, the largest count and the highest number of each field. Every real
-number is finite, seconds are not negative, and an enumeration has only known values. A request out
-of bounds is refused with an error that names the field, or the message if that is too large as a
-whole. Servicers check the meaning of fields.
-"""
+"""Bounds on every request, checked in one place before any servicer sees it. The error names the
+field, or the message if that is too large as a whole."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -32,7 +27,6 @@ _UNNAMED = Bound(length=4096)
 """Default for a field without a bound: a test reports such fields."""
 
 Check = Callable[[Any], None]
-"""Check of one field's value; raises InvalidSpec."""
 
 
 @dataclass(frozen=True)
@@ -40,29 +34,24 @@ class _Field:
     name: str
     check: Check
     only_if_set: bool
-    """True if the field is checked only when it is set: an unset message has nothing to check."""
+    """True for a message: an unset one has nothing to check."""
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """Checks of one type of message."""
-
     fields: tuple[_Field, ...]
-    """Fields that can be out of bounds."""
     num_bytes: int | None
-    """Maximum size of the whole message; None if only its fields are bounded."""
+    """Maximum size; None if only the fields are bounded."""
 
 
 class MessageBounds:
-    """Checks of messages. The checks of a message type are made when its first message is
-    checked."""
+    """Checks of messages, made when the first message of a type is checked."""
 
     def __init__(self) -> None:
         self._known: dict[str, _Kind] = {}
 
     def check(self, message: object) -> None:
-        """Raise InvalidSpec if the message, or a field in it at any depth, is out of bounds. Accept
-        anything that is not a protobuf message."""
+        """Raise InvalidSpec if the message, or a field in it at any depth, is out of bounds."""
         if isinstance(message, Message):
             self._check(message)
 
@@ -97,7 +86,7 @@ class MessageBounds:
         return _Field(field.name, one, only_if_set=entry is not None)
 
     def _one(self, name: str, field: FieldDescriptor, bound: Bound) -> Check | None:
-        """Check for a single value; None if every value of its type is within bounds."""
+        """Check of a single value; None if every value of the field's type is within bounds."""
         if field.message_type is not None:
             return self._check
         if field.type in _TEXTS:

@@ -1,5 +1,4 @@
-"""Metrics of every serving process (release, lag of the event loop, durations of calls), and an
-endpoint for processes without a status page."""
+"""Metrics of every serving process, and an endpoint for processes without a status page."""
 
 import asyncio
 import platform
@@ -20,11 +19,11 @@ from shoal_server.serving.loop_lag import LoopLag
 
 COLLECT_WITHIN_S = 5.0
 REQUEST_WITHIN_S = 10.0
-"""A connection without a request for this long is closed."""
+"""Time after which a connection without a request is closed."""
 
 
 def build_info(part: str) -> Metric:
-    """Release of this process, and the part of Shoal that it runs."""
+    """Release of this process, and its part of Shoal."""
     info = InfoMetricFamily("shoal_build", "The release of this process.")
     python = platform.python_version()
     info.add_metric([], {"version": version("shoal"), "python": python, "part": part})
@@ -53,11 +52,8 @@ def loop_lag(part: str, lag: LoopLag) -> Metric:
 
 
 class MetricsEndpoint:
-    """Serves `/metrics` from threads of its own, while its `async with` block runs.
-
-    `collect` runs on the event loop, so it may read what belongs to the loop. Entering the block
-    raises AddressInUse if the process cannot listen on the address.
-    """
+    """Serves `/metrics` from threads of its own, while its `async with` block runs. `collect` runs
+    on the event loop. Entry raises AddressInUse."""
 
     def __init__(self, host: str, port: int, collect: Callable[[], Iterable[Metric]]) -> None:
         self._host = host
@@ -83,7 +79,7 @@ class MetricsEndpoint:
                 expected="an address of this machine, and a free port that this user may open",
                 fix="Choose another one; port 0 takes any free one.",
             ) from error
-        # Each connection occupies a thread: a silent one must end.
+        # Each connection occupies a thread.
         self._server.RequestHandlerClass.timeout = REQUEST_WITHIN_S
         return self
 

@@ -1,7 +1,4 @@
-"""Serving of all gRPC services: one interceptor for all calls, server options, and binding.
-
-No servicer sees a request that does not parse, or that is out of `bounds`.
-"""
+"""Serving of all gRPC services: one interceptor for all calls, server options, and binding."""
 
 import asyncio
 import time
@@ -42,16 +39,14 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 MAX_PENDING_CALLS = 20_000
 MAX_AGENTS = 64
-"""Maximum number of user agents whose protocol check is cached."""
 
 CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
     ("grpc.max_send_message_length", MAX_ANSWER_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    # Clients may ping as often as each second, so that a dead network is noticed in seconds.
+    # Clients may ping each second to notice a dead network.
     ("grpc.http2.min_ping_interval_without_data_ms", 900),
     ("grpc.keepalive_permit_without_calls", 1),
-    # Calls that arrive at one moment wait their turn, such as the heartbeats of a thousand hosts
-    # after a pause. By default gRPC cancels some of them at random once 1,000 wait.
+    # By default gRPC cancels some calls at random once 1,000 wait.
     ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
     ("grpc.server.max_pending_requests_hard_limit", 2 * MAX_PENDING_CALLS),
     # Two servers on one port would each get half of the calls.
@@ -65,11 +60,10 @@ class Parser(Protocol):
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Wraps all handlers: limits calls, checks callers, parses and checks their requests, and turns
-    every error into a status.
+    """Wraps all handlers: limits calls, checks callers, parses and checks requests, and turns every
+    error into a status.
 
-    Requests are parsed here and not by gRPC, which would report a malformed one as an internal
-    failure and not say what was wrong.
+    gRPC itself would report a malformed request as an internal failure.
     """
 
     def __init__(
@@ -79,16 +73,15 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         *,
         by_role: bool = False,
     ) -> None:
-        """`durations` gets the duration of each call with one answer, by method and outcome;
-        `counts` limits calls in progress. `by_role`: callers have certificates, and may make the
-        calls of their role."""
+        """`durations` gets the duration of each call with one answer; `counts` limits calls in
+        progress. `by_role`: callers have certificates, and may make their role's calls."""
         self._durations = durations or call_durations()
         self._by_role = by_role
         self._bounds = MessageBounds()
         self._counts = counts or CallCounts()
-        # By method: its handler, and the handler that wraps it. One entry for each method.
+        # By method: its handler, and the handler that wraps it.
         self._wrapped: dict[str, tuple[Any, grpc.RpcMethodHandler[Any, Any]]] = {}
-        # By user agent: the mismatch of its protocol; None if there is none.
+        # By user agent: the mismatch of its protocol, if any.
         self._mismatches: dict[str, ProtocolMismatch | None] = {}
 
     async def intercept_service(
@@ -110,8 +103,6 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         return known[1]
 
     def _mismatch(self, call: grpc.HandlerCallDetails) -> ProtocolMismatch | None:
-        """Mismatch of the caller's protocol and this server's; None if they agree on one, or the
-        caller announces none."""
         metadata = call.invocation_metadata or ()
         agent = next((str(value) for key, value in metadata if key == "user-agent"), "")
         if agent not in self._mismatches:
@@ -126,7 +117,6 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         parse: Parser = handler.request_deserializer
         # grpcio's handlers are named tuples, though its types do not say so.
         replace: Callable[..., grpc.RpcMethodHandler[Any, Any]] = handler._replace
-        # A single request is parsed before the handler is called, a stream request by request.
         decode: Decode
         if mismatch is not None:
             decode = partial(_refuse, mismatch)
@@ -161,7 +151,8 @@ def _mismatch(agent: str) -> ProtocolMismatch | None:
 
 
 Decode = Callable[[Caller | None, Any], Any]
-"""Decodes a request, or a stream of them, from (caller, bytes); the caller is None without TLS."""
+"""Decodes a request, or a stream of requests, from (caller, bytes); the caller is None without
+TLS."""
 
 
 def _anybody(context: object) -> None:
@@ -169,8 +160,6 @@ def _anybody(context: object) -> None:
 
 
 def _admitted(admit: Admit, decode: Decode, context: Context, data: Any) -> Any:
-    """Decode the request, or requests, of a caller that may make the call. Raises what `admit`
-    raises for other callers, and what `decode` raises."""
     return decode(admit(context), data)
 
 
@@ -202,7 +191,7 @@ def _parse(
 
 
 def _encoded(serialize: Callable[[Message], bytes], reply: Message | bytes) -> bytes:
-    """Serialize a reply. A reply for many callers may be bytes already, serialized once."""
+    """A reply for many callers may be bytes already."""
     return reply if isinstance(reply, bytes) else serialize(reply)
 
 
@@ -218,10 +207,10 @@ async def _parse_each(
 
 
 def refusal_of(method: str, error: Exception) -> ShoalError:
-    """Log the error that a call raised, and return the error for its caller: InternalError for any
-    error but a ShoalError. Must be called in the `except` block."""
+    """Log the error of a call, and return the error for its caller: InternalError for any error but
+    a ShoalError. Call this in the `except` block."""
     if isinstance(error, NotLeader):
-        # At debug level: a caller that knows no other address repeats the call until one leads.
+        # The caller repeats the call until a coordinator leads.
         log.debug("call_refused", method=method, kind=type(error).__name__, reason=str(error))
         return error
     if isinstance(error, ShoalError):
@@ -308,11 +297,8 @@ def new_server(
     counts: CallCounts | None = None,
     limits: CallLimits | None = None,
 ) -> grpc.aio.Server:
-    """A server with Shoal's limits and error answers, not yet bound. `durations` and `counts`
-    record its calls.
-
-    If this process has a certificate, callers need one too, and may make the calls of their role.
-    """
+    """A server with Shoal's limits and error answers, not yet bound. If this process has a
+    certificate, callers need one too."""
     limits = limits or CallLimits()
     interceptor = ErrorInterceptor(
         durations, counts or CallCounts(limits), by_role=identity.own() is not None
@@ -323,10 +309,7 @@ def new_server(
 
 
 def bind(server: grpc.aio.Server, address: str) -> int:
-    """Bind to `host:port` (port 0: any free one) and return the port.
-
-    Raises AddressInUse when the port is taken or the host is not this machine's.
-    """
+    """Bind to `host:port` (port 0: any free one) and return the port. Raises AddressInUse."""
     try:
         port = add_port(server, address)
     except RuntimeError:

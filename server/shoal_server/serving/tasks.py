@@ -1,7 +1,4 @@
-"""Tasks that outlive the call that starts them, each with an owner that ends it.
-
-Work that ends inside one function belongs in an `asyncio.TaskGroup`.
-"""
+"""Tasks that outlive the call that starts them, each with an owner that ends it."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Hashable, Iterable
@@ -31,7 +28,7 @@ async def cancel(*tasks: "asyncio.Future[Any]") -> None:
 
 async def wait_first(*waits: "Coroutine[Any, Any, object] | asyncio.Future[Any]") -> None:
     """Wait until one of the coroutines and tasks has ended. Then cancel the coroutines; tasks run
-    on. Errors of either are not raised."""
+    on. Errors are not raised."""
     tasks = [asyncio.ensure_future(each) for each in waits]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -41,7 +38,7 @@ async def wait_first(*waits: "Coroutine[Any, Any, object] | asyncio.Future[Any]"
 
 async def gather_settled(*calls: Awaitable[R]) -> list[R]:
     """Wait until all calls have ended; return the answers in order, or raise the first failure in
-    that order."""
+    order."""
     answers: list[R] = []
     for answer in await asyncio.gather(*calls, return_exceptions=True):
         if isinstance(answer, BaseException):
@@ -51,8 +48,7 @@ async def gather_settled(*calls: Awaitable[R]) -> list[R]:
 
 
 async def run_until_done(work: Callable[[], Awaitable[object]], name: str) -> None:
-    """Run `work` until it returns. If it raises, the error is logged with `name`, and `work` starts
-    again after a pause."""
+    """Run `work` until it returns. An error is logged, and followed by a pause and a new start."""
     pauses = BackOff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
     clock = asyncio.get_running_loop().time
     while True:
@@ -68,8 +64,8 @@ async def run_until_done(work: Callable[[], Awaitable[object]], name: str) -> No
 
 
 async def run_restarting(work: Callable[[], Awaitable[object]], name: str) -> None:
-    """Run `work`, a loop without end, until this call is cancelled. If `work` raises or returns,
-    that is logged, and it starts again after a pause."""
+    """Run `work`, a loop without end, until this call is cancelled. If `work` ends, it starts again
+    after a pause."""
     while True:
         await run_until_done(work, name)
         log.error("loop_ended", loop=name)
@@ -88,10 +84,8 @@ async def running(*work: Coroutine[Any, Any, object]) -> AsyncIterator[None]:
 async def gather_bounded(
     call: Callable[[T], Awaitable[R]], arguments: Iterable[T], at_once: int
 ) -> list[R]:
-    """The answers in order, with at most `at_once` calls in progress.
-
-    Raises the first error of a call, once the other calls are cancelled and have ended.
-    """
+    """The answers in order, with at most `at_once` calls in progress. Raises the first error, once
+    the other calls have ended."""
     slots = asyncio.Semaphore(at_once)
 
     async def one(argument: T) -> R:
@@ -119,16 +113,15 @@ class SupervisedTasks:
         await self.close()
 
     def __len__(self) -> int:
-        """Number of running tasks."""
         return len(self._tasks)
 
     def start(
         self, work: Coroutine[Any, Any, R], *, key: Hashable = None, name: str | None = None
     ) -> "asyncio.Task[R] | None":
-        """Start a task, and return it. If one with the same key (not None) is running, discard the
-        work and return None."""
+        """Start a task. If a task with the same key is running, discard the work and return
+        None."""
         known = self._by_key.get(key)
-        # A task that is done does not count: it may have looked for work before this request.
+        # A task that is done may have looked for work before this request.
         if known is not None and not known.done():
             work.close()
             return None

@@ -8,9 +8,8 @@ T = TypeVar("T")
 
 
 async def to_thread_uncancelled(work: Callable[[], T]) -> T:
-    """Run `work` in a thread. If cancelled meanwhile, raise CancelledError only when the work ends:
-    a thread cannot be stopped, and the caller must not undo or read what it is still changing. A
-    second cancellation is raised at once."""
+    """Run `work` in a thread. If cancelled, raise CancelledError only when the work ends: the
+    thread may still change what the caller would undo. A second cancellation is raised at once."""
     running = asyncio.ensure_future(asyncio.to_thread(work))
     try:
         return await asyncio.shield(running)

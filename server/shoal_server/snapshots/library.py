@@ -5,12 +5,8 @@
     URL/JOB/parts/000000007-CUT/manifest.json               the manifest until it is published
 
 A bucket may carry out a request after the client has given up on it. So the manifest is published
-from a draft, which is removed before any other file of the snapshot: a late request finds nothing,
-and no manifest ever names files that were removed.
-
-A snapshot exists if it has a manifest. Files to which no manifest refers are removed by
-`keep_newest` once a later snapshot has been completed. Every call blocks; call it from a thread.
-Every call may raise AccessDenied, as the calls of `Storage` may.
+from a draft, which is removed before any other file of the snapshot. Every call blocks, and may
+raise AccessDenied.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,22 +27,19 @@ DRAFT = "manifest.json"
 
 class SnapshotLibrary:
     def __init__(self, storage: Storage, job: str) -> None:
-        """Raises InvalidSpec unless `job` may be the name of a job."""
+        """Raises InvalidSpec for a bad name of a job."""
         if not is_name(job):
             raise InvalidSpec("bad name of a job", seen=repr(job), expected=NAME_RULE)
         self.storage = storage
         self.job = job
 
     def list(self) -> Sequence[Manifest]:
-        """List the complete snapshots, oldest first. A damaged manifest is left out and logged.
-        Raises Unavailable."""
+        """List the complete snapshots, oldest first, without damaged ones. Raises Unavailable."""
         return self.read_all()[0]
 
     def read_all(self) -> tuple[Sequence[Manifest], Mapping[int, SnapshotDamaged]]:
         """Read the complete snapshots, oldest first, and the errors of damaged manifests by number.
-
-        Raises Unavailable.
-        """
+        Raises Unavailable."""
         manifests: list[Manifest] = []
         damaged: dict[int, SnapshotDamaged] = {}
         for path in self._manifest_paths():
@@ -66,16 +59,12 @@ class SnapshotLibrary:
         return manifests[-1] if manifests else None
 
     def next_number(self) -> int:
-        """Number for the next snapshot: one above the highest of all snapshots, damaged ones
-        included. Raises Unavailable."""
+        """Number above those of all snapshots, damaged ones included. Raises Unavailable."""
         return 1 + max(map(_number_in, self._manifest_paths()), default=0)
 
     def find(self, number: int = 0) -> Manifest:
-        """Snapshot with `number`; 0: the newest that is not damaged.
-
-        Raises SnapshotDamaged if all snapshots with `number` (0: all) are damaged, UnknownSnapshot
-        if there are none, Unavailable.
-        """
+        """Snapshot with `number`; 0: the newest undamaged one. Raises SnapshotDamaged,
+        UnknownSnapshot, Unavailable."""
         manifests, damaged = self.read_all()
         chosen = [each for each in manifests if number in (0, each.number)]
         if chosen:
@@ -92,11 +81,8 @@ class SnapshotLibrary:
         )
 
     def read_part(self, part: ManifestEntry) -> bytes:
-        """Contents of one shard's file, which are not compared with its checksum.
-
-        Raises SnapshotDamaged if the file is missing, or its name does not have the form of a
-        snapshot's file; Unavailable.
-        """
+        """Contents of one shard's file, not checked. Raises SnapshotDamaged if the file is missing
+        or badly named; Unavailable."""
         check_part_file(part)
         data = self.storage.read(f"{self.job}/{part.file}")
         if data is None:
@@ -110,11 +96,8 @@ class SnapshotLibrary:
         return data
 
     def commit(self, manifest: Manifest) -> None:
-        """Write the manifest of a snapshot after checking that all its files have their size.
-
-        Raises SnapshotFailed if a file is missing, has another size, or a name that does not have
-        the form of a snapshot's file; Unavailable, after which the manifest may have been written.
-        """
+        """Write the manifest of a snapshot. Raises SnapshotFailed if a file is missing, badly
+        named, or of another size; Unavailable, after which the manifest may have been written."""
         for part in manifest.parts:
             _check_reported(part)
         folders = {part.file.rpartition("/")[0] for part in manifest.parts}
@@ -136,19 +119,18 @@ class SnapshotLibrary:
     def discard(self, number: int, cut_id: str) -> None:
         """Remove all files of a snapshot that failed. Raises Unavailable; then the snapshot is
         whole, or has no manifest."""
-        # The manifest first, so that it never names a missing file.
+        # First, so that the manifest never names a missing file.
         self.storage.remove(self._manifest_paths_of(number, cut_id))
         self._remove_folder(folder_of(number, cut_id))
 
     def keep_newest(self, num_kept: int | None) -> Sequence[Manifest]:
         """Remove all snapshots but the newest `num_kept`, and every file to which no remaining
-        snapshot refers. `num_kept`: 1 or more; None: all snapshots.
+        snapshot refers; return the removed snapshots. `num_kept`: 1 or more; None: all snapshots.
 
-        Files of a snapshot later than the newest complete one are kept: it is being written. A
-        damaged manifest, or one of a later release, stays and does not count. It may refer to any
-        file of its own snapshot and of earlier ones, so all of these are kept. Returns the
-        snapshots that were removed. Raises InvalidSpec for another `num_kept`; Unavailable, then
-        only some may be removed.
+        A snapshot later than the newest complete one stays, as it is being written. A damaged
+        manifest stays, with all files of its own snapshot and of earlier ones, to which it may
+        refer. Raises InvalidSpec for another `num_kept`; Unavailable, then only some may be
+        removed.
         """
         if num_kept is not None and num_kept < 1:
             raise InvalidSpec(
@@ -157,7 +139,7 @@ class SnapshotLibrary:
         manifests, damaged = self.read_all()
         kept = manifests if num_kept is None else manifests[-num_kept:]
         removed = manifests[: len(manifests) - len(kept)]
-        # Manifests first, so that no manifest ever names a missing file.
+        # First, so that no manifest ever names a missing file.
         for each in removed:
             self.storage.remove(self._manifest_paths_of(each.number, each.cut_id))
         if not kept:
@@ -196,19 +178,17 @@ class SnapshotLibrary:
         return [path for path in found if path.endswith(".json") and _number_in(path)]
 
     def _manifest_paths_of(self, number: int, cut_id: str) -> tuple[str, str]:
-        """Paths of a snapshot's manifest: of the draft, and then of the published file."""
         draft = f"{self.job}/{folder_of(number, cut_id)}/{DRAFT}"
         return draft, f"{self.job}/{MANIFESTS}/{number:09d}-{cut_id}.json"
 
 
 def _number_in(path: str) -> int:
-    """Number in the name of a manifest's file; 0 if the name is not a manifest's."""
+    """Number in a path; 0 if the name is not a manifest's."""
     digits = path.rpartition("/")[2].partition("-")[0]
     return int(digits) if digits.isascii() and digits.isdigit() and len(digits) < 20 else 0
 
 
 def _check_reported(part: ManifestEntry) -> None:
-    """Raise SnapshotFailed unless the reported name has the form of a snapshot's file."""
     try:
         check_part_file(part)
     except SnapshotDamaged as error:

@@ -13,7 +13,7 @@ from shoal_proto.names import is_name
 
 FORMAT = 1
 MAX_SECONDS = 1e12
-"""Bound beyond any date; without it, a huge JSON integer would overflow a float."""
+"""Bound beyond any date: a huge JSON integer would overflow a float."""
 _PART_FILE = re.compile(r"parts/[0-9]{9,20}-([^/]+)/shard-[0-9]{5,10}\.safetensors")
 
 
@@ -23,7 +23,6 @@ class ManifestEntry:
 
     shard_id: int
     epoch: int
-    """Epoch of the shard at the cut."""
     version: int
     kind: str
     """"dense" or "table"."""
@@ -31,7 +30,6 @@ class ManifestEntry:
     """Path below the job's folder."""
     num_bytes: int
     sha256: str
-    """SHA-256 of the whole file, in hexadecimal."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,25 +38,21 @@ class Manifest:
 
     job: str
     number: int
-    """Number of the snapshot: one above the highest at its location, damaged snapshots included."""
     cut_id: str
     lineage: str
-    """Random id, replaced when the job is restored. It tells two states of a shard apart that have
-    the same version: one from before a restore, one from after."""
+    """Random id, replaced when the job is restored. It tells apart two states of a shard with the
+    same version."""
     taken_unix_s: float
     layout: bytes
-    """The job's ShardMap as it was written when the job was placed, serialized. The shards may have
-    had other primaries at the cut."""
+    """ShardMap as written when the job was placed, serialized."""
     parts: Sequence[ManifestEntry]
-    """Entries, one for each shard of the layout, in order of shard ids."""
     steps: Mapping[str, int]
-    """Sequence number of each session's newest push in the snapshot."""
     partial_steps: Sequence[str]
-    """Pushes that are in some shards of the snapshot and not in others, with the reason."""
+    """Pushes that are in some shards and not in others, with the reason."""
     cursor: Mapping[str, Any] | None
-    """The sample ledger, from `SampleLedger.to_json`; None for a job without one."""
+    """Sample ledger; None for a job without one."""
     training: Mapping[str, Any]
-    """Further state of the job: generation and step; empty if they are unknown."""
+    """Generation and step; empty if unknown."""
 
     @property
     def num_bytes(self) -> int:
@@ -98,8 +92,7 @@ class Manifest:
             manifest = cls(**(body | {"parts": parts, "layout": layout}))
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise _damaged(file, repr(error)[:200], "a manifest") from error
-        # The checksum does not show who wrote the manifest: every process that can write here can
-        # compute it.
+        # The checksum does not show who wrote the manifest.
         for part in manifest.parts:
             check_part_file(part)
         wrong = _wrong_fields(manifest)
@@ -118,7 +111,7 @@ def part_file(number: int, cut_id: str, shard_id: int) -> str:
 
 
 def check_part_file(part: ManifestEntry) -> None:
-    """Raise SnapshotDamaged unless the name of the part's file has the form of `part_file`."""
+    """Raise SnapshotDamaged unless the part's file has the form of `part_file`."""
     found = _PART_FILE.fullmatch(part.file) if isinstance(part.file, str) else None
     if found is None or not is_name(found[1]):
         raise SnapshotDamaged(

@@ -22,8 +22,7 @@ def of_begun(begun: Begun) -> list[BegunSteps]:
 
 
 def to_begun(messages: Iterable[BegunSteps]) -> dict[StepId, Shards]:
-    """Decode the steps that `of_begun` encoded, with the shards that each touches; None: every
-    dense shard."""
+    """Decode the steps that `of_begun` encoded, with their shards; None: every dense shard."""
     return {
         StepId(session.session, step.sequence): None
         if step.touches_all

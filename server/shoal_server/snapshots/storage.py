@@ -1,7 +1,6 @@
 """Files at one location: a local directory, or a prefix in a bucket that `fsspec` reaches.
 
-A file exists whole or not at all. Object stores promise that by themselves; on a local disk a
-file gets its name once its bytes are on the disk. Every call blocks; call it from a thread.
+A file exists whole or not at all. Every call blocks; call it from a thread.
 """
 
 import os
@@ -22,20 +21,18 @@ from shoal_server.serving.locations import AllowedRoots, Location, is_below
 log = structlog.get_logger(__name__)
 
 WITH_FOLDERS = ("file", "memory")
-"""Storage with folders to create and remove; buckets have none."""
 
 
 class Storage:
-    """Files below one location. Paths are relative to it, with forward slashes; a path with `..`,
-    or through a link that leads out of it, raises AccessDenied. Can be used from any thread."""
+    """Files below one location, for any thread. Paths are relative, with forward slashes. A path
+    that leads out of the location raises AccessDenied."""
 
     def __init__(self, location: str | Location, *, url: str = "") -> None:
-        """Open the storage. `url`: the URL of a Location, for messages. Raises InvalidSpec for a
-        URL that is not an allowed kind of location, or for which no package is installed;
-        Unavailable if the storage cannot be set up."""
+        """`url`: the URL of a Location, for messages. Raises InvalidSpec for a URL that is no
+        allowed location, or for which no package is installed; Unavailable if the storage cannot be
+        set up."""
         self.location = Location.parse(location) if isinstance(location, str) else location
         self.url = (location if isinstance(location, str) else url or location.path).rstrip("/")
-        """URL as the caller gave it, without a slash at its end; else the location's path."""
         try:
             self._files, root = _opened(self.location)
         except (ValueError, ImportError) as error:
@@ -51,8 +48,8 @@ class Storage:
         self._has_folders = self.location.protocol in WITH_FOLDERS
 
     def write(self, path: str, data: bytes) -> None:
-        """Write a file, replacing one that exists. Raises Unavailable; then the path may have the
-        old file, the new file or no file."""
+        """Write or replace a file. Raises Unavailable; then the path may have the old file, the new
+        file or none."""
         full = self._full(path)
         try:
             if self.location.is_local:
@@ -65,10 +62,9 @@ class Storage:
             raise self._failed("written", path, error) from error
 
     def write_pieces(self, folder: str, name: Callable[[], str], pieces: Iterable[Buffer]) -> None:
-        """Write a file from pieces, replacing one that exists. `name` is called after the last
-        piece. On a local disk each piece is written as it is yielded; a bucket gets all pieces at
-        once. Raises Unavailable, and the errors of `pieces`; on a local disk, an OSError of
-        `pieces` is raised as Unavailable, too."""
+        """Write or replace a file from pieces. `name` is called after the last piece. A bucket gets
+        all pieces at once. Raises Unavailable, also for an OSError of `pieces` on a local disk, and
+        other errors of `pieces`."""
         if not self.location.is_local:
             data = b"".join(pieces)
             self.write(f"{folder}/{name()}", data)
@@ -79,9 +75,8 @@ class Storage:
             raise self._failed("written", folder, error) from error
 
     def publish(self, draft: str, path: str) -> None:
-        """Move a file to its final path, atomically. If a bucket carries out the request late, when
-        the draft was removed, nothing is published. Raises Unavailable; then the file may have been
-        published."""
+        """Move a file to its final path, atomically. Once the draft is removed, a bucket's late
+        request publishes nothing. Raises Unavailable; then the file may have been published."""
         source, target = self._full(draft), self._full(path)
         try:
             if self.location.is_local:
@@ -96,7 +91,6 @@ class Storage:
         try:
             self.remove([draft])
         except ShoalError as error:
-            # The file is published.
             log.warning("draft_not_removed", path=f"{self.url}/{draft}", reason=str(error))
 
     def read(self, path: str) -> bytes | None:
@@ -111,8 +105,8 @@ class Storage:
         return data
 
     def sizes(self, folder: str) -> dict[str, int]:
-        """Sizes in bytes of all files below a folder at any depth, by path below the location;
-        empty if there is no such folder. Raises Unavailable."""
+        """Sizes in bytes of all files below a folder, by path below the location; empty without the
+        folder. Raises Unavailable."""
         full, start = self._full(folder), len(self._root) + 1
         try:
             # Other processes write here too.
@@ -125,8 +119,7 @@ class Storage:
             raise self._failed("listed", folder, error) from error
 
     def folders(self, folder: str) -> list[str]:
-        """Sorted names of the folders directly in a folder; empty if there is no such folder.
-        Raises Unavailable."""
+        """Sorted names of the folders directly in a folder, if it exists. Raises Unavailable."""
         full = self._full(folder)
         try:
             self._files.invalidate_cache()
@@ -139,8 +132,8 @@ class Storage:
             raise self._failed("listed", folder, error) from error
 
     def remove(self, paths: Iterable[str]) -> None:
-        """Remove files, and each file's own folder if that is empty afterwards. A missing file is
-        skipped. Raises Unavailable; then only some may be removed."""
+        """Remove files that exist, and each file's own folder if that is empty then. Raises
+        Unavailable; then only some may be removed."""
         parents = set()
         for path in paths:
             full = self._full(path)
@@ -164,8 +157,6 @@ class Storage:
             raise self._failed("removed", folder, error) from error
 
     def _full(self, path: str) -> str:
-        """Full path of a file. Raises AccessDenied for any `..` in the path, and for a link that
-        leads out of the location."""
         full = f"{self._root}/{path}"
         is_inside = ".." not in path.split("/")
         if is_inside and self.location.is_local:
@@ -213,7 +204,6 @@ def _move_local(draft: Path, path: Path) -> None:
 
 
 def _make_folder(folder: Path) -> Sequence[Path]:
-    """Make a folder and the folders above it. Returns the new folders."""
     new_folders = list(takewhile(lambda each: not each.exists(), (folder, *folder.parents)))
     folder.mkdir(parents=True, exist_ok=True)
     return new_folders
@@ -226,7 +216,7 @@ def _sync_folders(folder: Path, new_folders: Sequence[Path]) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names of files and folders in a local folder durable."""
+    """Make the names in a local folder durable."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -235,7 +225,6 @@ def sync_folder(folder: Path) -> None:
 
 
 def _opened(location: Location) -> tuple[AbstractFileSystem, str]:
-    """File system of a location, and the root path in that file system's spelling."""
     if location.is_local:
         return LocalFileSystem(), location.path
     files, root = fsspec.core.url_to_fs(location.url)
@@ -243,6 +232,6 @@ def _opened(location: Location) -> tuple[AbstractFileSystem, str]:
 
 
 def open_below(roots: AllowedRoots, url: str) -> Storage:
-    """Storage at a URL that a caller names. Raises AccessDenied outside the roots, InvalidSpec for
-    a URL that is no location, and what `Storage` raises."""
+    """Storage at a URL that a caller names. Raises AccessDenied outside the roots, and what
+    `Storage` raises."""
     return Storage(roots.locate(url), url=url)

@@ -42,7 +42,7 @@ AWAY: Responses = {503: {"model": ErrorBody, "description": "Not leading, or wit
 
 
 def router(reading: StatusQueries) -> APIRouter:
-    """The endpoints. Handlers are coroutines, so that the board stays on the one event loop."""
+    """Endpoints. Handlers are coroutines, so that the board stays on the one event loop."""
     api = APIRouter(prefix="/api/v1")
     _add_jobs(api, reading)
     _add_weights(api, reading)

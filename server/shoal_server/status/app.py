@@ -37,14 +37,10 @@ def build_app(
     guard: Guard | None = None,
     operations: Operations | None = None,
 ) -> FastAPI:
-    """Make an app that shows `source` and `board`; serve it with `serve.StatusServer`, on the event
-    loop of source and board.
-
-    `measures`: measurements of this process, for the metrics. `calls`: counts of gRPC calls, for
-    the metrics. `guard`: decides which callers are admitted; by default all are.
-    """
+    """Make an app that shows `source` and `board`; serve it with `serve.StatusServer`, on their
+    event loop. `guard`: decides which callers are admitted; by default all are."""
     bounds, guard = bounds or HttpBounds(), guard or Guard()
-    # Off: FastAPI's own pages for the schema load scripts from a CDN.
+    # Off, because FastAPI's own pages load scripts from a CDN.
     app = FastAPI(
         title="Shoal",
         description=DESCRIPTION,

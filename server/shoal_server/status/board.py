@@ -22,7 +22,6 @@ log = structlog.get_logger(__name__)
 MAX_EVENTS = 1000
 MAX_MEMBERS = 4096
 MAX_JOBS = 256
-"""Bound on jobs, above which those that have ended are dropped."""
 MAX_LOSSES = 60
 MAX_REASON_LENGTH = 2000
 DETAILS = frozenset(
@@ -39,17 +38,13 @@ DETAILS = frozenset(
 class _MemberHealth:
     latest: HealthView
     step: int = 0
-    """Step in the newest report that has a step. It may fall: a wrong step is corrected by the next
-    report."""
+    """Newest reported step, which may fall: the next report corrects a wrong one."""
     losses: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=MAX_LOSSES))
 
 
 @dataclass(kw_only=True)
 class _Checkpoints:
-    """Newest checkpoint of a job, and the time at which it was first reported."""
-
     is_followed: bool = False
-    """True after the first report: later checkpoints are new when they are reported."""
     step: int = -1
     unix_s: float | None = None
     num_bytes: int | None = None
@@ -69,10 +64,9 @@ class _JobBoard:
     health: OrderedDict[str, _MemberHealth] = field(default_factory=OrderedDict)
     num_reports: int = 0
     gone_highest_step: int = 0
-    """Highest of the last steps that replaced processes reported."""
     gone_total_steps: int = 0
     restored_steps: dict[str, int] = field(default_factory=dict)
-    """Steps that processes reported to an earlier leader, by public id, until they report here."""
+    """Steps that processes reported to an earlier leader, by public id."""
     last_loss: float | None = None
     event_counts: Counter[str] = field(default_factory=Counter)
     reports: ChangeReports = field(default_factory=ChangeReports)
@@ -83,14 +77,12 @@ class _JobBoard:
     run: RunOrigin | None = None
 
     def replace(self, member_id: str, health: HealthView) -> _MemberHealth:
-        """Start the record of a member's new process, and add the former one to the totals."""
         if (before := self.health.pop(member_id, None)) is not None:
             self.settle(before)
         fresh = self.health[member_id] = _MemberHealth(latest=health)
         return fresh
 
     def settle(self, gone: _MemberHealth) -> None:
-        """Add the last report of a process that is gone to the totals."""
         self.gone_highest_step = max(self.gone_highest_step, gone.step)
         self.gone_total_steps += gone.step
 
@@ -104,17 +96,16 @@ class _JobBoard:
 
     @property
     def steps_by_process(self) -> Mapping[str, int]:
-        """Steps of processes that were not replaced, by public id."""
         own = {each.latest.public_id: each.step for each in self.health.values()}
         return self.restored_steps | own
 
 
 class StatusBoard:
-    """Health and events of jobs: of all live ones, and of ended ones as long as there are at most
-    256 jobs in all. It belongs to one event loop and does no I/O.
+    """Health and events of jobs: of all live ones, and of ended ones while there are at most
+    MAX_JOBS. Belongs to one event loop.
 
-    For each job it keeps the newest 1000 events, and the latest report and 60 losses of each of
-    the 4096 members that reported last.
+    For each job it keeps the newest MAX_EVENTS events, and the latest report and MAX_LOSSES losses
+    of the MAX_MEMBERS members that reported last.
     """
 
     def __init__(
@@ -122,13 +113,11 @@ class StatusBoard:
         clock: Callable[[], float] = time.time,
         is_live: Callable[[str], bool] = lambda job: False,
     ) -> None:
-        """`is_live`: returns True for a job that has not ended; its board is never dropped. The
-        caller bounds the number of these jobs."""
+        """`is_live`: True for a job that has not ended; its board is never dropped."""
         self._clock = clock
         self._is_live = is_live
         self._jobs: OrderedDict[str, _JobBoard] = OrderedDict()
-        # Ids start at the clock's milliseconds, so that they rise from leader to leader as long as
-        # there are fewer than 1000 events a second.
+        # Ids start at the clock's milliseconds, so that they rise from leader to leader.
         self._last_event_id = int(clock() * 1000)
 
     def event(
@@ -151,13 +140,11 @@ class StatusBoard:
         return event
 
     def record_generation(self, job: str, story: ChangeSummary) -> None:
-        """Record that a generation runs. The change is logged when a member reports its pause, when
-        `log_due_reports` finds it due, or before the next change, whichever is first. It is logged
-        at once if no member will report."""
+        """Record that a generation runs. `ChangeReports` decides when the change is logged."""
         self._log_changes(job, self._board(job).reports.add_generation(story, self._clock()))
 
     def log_due_reports(self, job: str) -> None:
-        """Log a change that has waited long enough for reports of members."""
+        """Log a change that has waited long enough for reports."""
         if (board := self._jobs.get(job)) is not None:
             self._log_changes(job, board.reports.due_changes(self._clock()))
 
@@ -172,23 +159,22 @@ class StatusBoard:
         self.event(job, "snapshot_taken", message)
 
     def snapshot_unix_s(self, job: str) -> float | None:
-        """Time of the newest snapshot that this coordinator has taken; None without one."""
+        """Time of this coordinator's newest snapshot; None without one."""
         board = self._jobs.get(job)
         return board.snapshot_unix_s if board else None
 
     def changes(self, job: str) -> Sequence[ChangeView]:
-        """Latest changes from one generation to the next, the newest last; at most 100."""
+        """Latest changes of the generation, the newest last; at most 100."""
         board = self._jobs.get(job)
         return tuple(board.reports.changes) if board else ()
 
     def paused_s(self, job: str) -> float:
-        """Seconds in which a generation ran but members did not train, because of a change."""
+        """Seconds in which a generation ran but members did not train."""
         board = self._jobs.get(job)
         return board.reports.extra_s if board else 0.0
 
     def change_totals(self, job: str) -> ChangeTotals:
-        """Cost of membership changes to the job since this coordinator started, or since the job's
-        last reset."""
+        """Cost of membership changes since this coordinator started, or since the last reset."""
         board = self._jobs.get(job)
         return board.reports.totals if board else ChangeTotals()
 
@@ -197,7 +183,7 @@ class StatusBoard:
         self._board(job).series.add(reading, self._clock())
 
     def reports(self, job: str) -> Mapping[str, HealthView]:
-        """The newest report of each member, including members that are gone."""
+        """Newest report of each member, including gone ones."""
         board = self._jobs.get(job)
         return {name: each.latest for name, each in board.health.items()} if board else {}
 
@@ -219,11 +205,11 @@ class StatusBoard:
         board.reports.restore(changes, extra_s)
 
     def restore_steps(self, job: str, gone_steps: int, by_process: Mapping[str, int]) -> None:
-        """Continue the sum of steps that an earlier leader stored. `gone_steps`: sum of the steps
-        of processes that are gone; `by_process`: steps of the job's members, by public id."""
+        """Continue the sum of steps that an earlier leader stored. `gone_steps`: of processes that
+        are gone; `by_process`: of the job's members, by public id."""
         board = self._board(job)
         for name, each in list(board.health.items()):
-            # A process that ended since this coordinator led before: `gone_steps` has its steps.
+            # Ended since this coordinator led before: `gone_steps` has its steps.
             if each.latest.public_id not in by_process:
                 board.gone_highest_step = max(board.gone_highest_step, each.step)
                 del board.health[name]
@@ -232,32 +218,31 @@ class StatusBoard:
         board.restored_steps = {p: step for p, step in by_process.items() if p not in reported}
 
     def history(self, job: str) -> tuple[ChangeReports, Series] | None:
-        """Changes and charted series of the job; None if nothing is known of it."""
+        """Changes and charted series of the job; None if unknown."""
         board = self._jobs.get(job)
         return (board.reports, board.series) if board else None
 
     def highest(self, job: str, figure: Literal["num_steps", "checkpoint_step"]) -> int | None:
-        """Highest value of a figure in the latest reports of the job's members; None if none has
-        it."""
+        """Highest value of a figure in the latest reports; None if none has it."""
         board = self._jobs.get(job)
         courses = [each.latest.course for each in board.health.values()] if board else []
         reported = [getattr(course, figure) for course in courses if course is not None]
         return max((value for value in reported if value is not None), default=None)
 
     def checkpoint_unix_s(self, job: str) -> float | None:
-        """Time at which the newest checkpoint was first reported; None without a checkpoint, or if
-        the first report to this coordinator already named it."""
+        """Time at which the newest checkpoint was first reported; None without one, or if the first
+        report to this coordinator already named it."""
         board = self._jobs.get(job)
         return board.checkpoints.unix_s if board else None
 
     def checkpoint_bytes(self, job: str) -> int | None:
-        """Bytes of the newest checkpoint that was reported; None if none was."""
+        """Bytes of the newest reported checkpoint, if any."""
         board = self._jobs.get(job)
         return board.checkpoints.num_bytes if board else None
 
     def writes_checkpoints(self, job: str) -> bool | None:
-        """True if the latest report of any member says that it writes checkpoints; False if all
-        latest reports that have this figure deny it; None if no report has it."""
+        """True if a member's latest report says that it writes checkpoints; None if no report has
+        this figure."""
         board = self._jobs.get(job)
         courses = [each.latest.course for each in board.health.values()] if board else []
         said = [each.writes_checkpoints for each in courses if each is not None]
@@ -265,12 +250,12 @@ class StatusBoard:
         return any(known) if known else None
 
     def run_origin(self, job: str) -> RunOrigin | None:
-        """Command line and commit of the job's script; None if no member has reported them."""
+        """Command line and commit of the job's script, if reported."""
         board = self._jobs.get(job)
         return board.run if board else None
 
     def logged(self, job: str) -> LoggedValues:
-        """Values that the script of the job has logged."""
+        """Values that the job's script has logged."""
         board = self._jobs.get(job)
         return board.logged if board else LoggedValues()
 
@@ -290,7 +275,7 @@ class StatusBoard:
         return list(board.events)[-limit:] if board else ()
 
     def last_removal_reason(self, job: str) -> str:
-        """Reason of the last removal of a member; empty if this coordinator has seen none."""
+        """Reason of the last removal of a member; empty if there is none."""
         board = self._jobs.get(job)
         for event in reversed(board.events if board else ()):
             if event.kind == "member_removed":
@@ -298,12 +283,12 @@ class StatusBoard:
         return ""
 
     def event_counts(self, job: str) -> Mapping[str, int]:
-        """Number of events of each kind since this coordinator started."""
+        """Number of events of each kind."""
         board = self._jobs.get(job)
         return dict(board.event_counts) if board else {}
 
     def report(self, job: str, member_id: str, health: HealthView) -> None:
-        """Keep a member's health report; the caller has checked that the member exists."""
+        """Keep a health report of a member that exists."""
         board = self._board(job)
         known = board.health.get(member_id)
         if known is None or known.latest.public_id != health.public_id:
@@ -335,9 +320,8 @@ class StatusBoard:
             known.losses.append((health.step, health.loss))
 
     def reset_reports(self, job: str) -> None:
-        """Drop all that members of the job reported: the next run under its name has no steps and
-        no loss yet. Events, the counts of events and reports, and the newest snapshot's time
-        stay."""
+        """Drop all that members of the job reported, for its next run. Events, counts, and the
+        newest snapshot's time stay."""
         board = self._jobs.get(job)
         if board is not None:
             board.health.clear()
@@ -348,39 +332,37 @@ class StatusBoard:
             board.checkpoints, board.run = _Checkpoints(), None
 
     def health(self, job: str, member_id: str, process: str) -> HealthView | None:
-        """The member's latest report; None unless the process with that public id sent it."""
+        """Latest report of the member's process with that public id; None without one."""
         known = self._health(job, member_id, process)
         return known.latest if known else None
 
     def losses(self, job: str, member_id: str, process: str) -> Sequence[tuple[int, float]]:
-        """(step, loss) of the last reports of the member's process with the public id `process`."""
+        """(step, loss) of the last reports of the member's process with that public id."""
         known = self._health(job, member_id, process)
         return tuple(known.losses) if known else ()
 
     def num_reports(self, job: str) -> int:
-        """Number of health reports of the job since this coordinator started."""
+        """Number of health reports since this coordinator started."""
         board = self._jobs.get(job)
         return board.num_reports if board else 0
 
     def highest_step(self, job: str) -> int:
-        """Highest step in the newest reports of the job's members, including those that are
-        gone."""
+        """Highest step of the job's members, including gone ones."""
         board = self._jobs.get(job)
         return board.highest_step if board else 0
 
     def steps_to_keep(self, job: str) -> tuple[int, Mapping[str, int]]:
-        """Sum of the steps of processes that were replaced, and the steps of the others by public
-        id."""
+        """Sum of the steps of replaced processes, and the steps of the others by public id."""
         board = self._jobs.get(job)
         return (board.gone_total_steps, board.steps_by_process) if board else (0, {})
 
     def total_steps(self, job: str) -> int:
-        """Sum of steps of all members of the job, including those that are gone."""
+        """Sum of steps of all members, including gone ones."""
         board = self._jobs.get(job)
         return board.total_steps if board else 0
 
     def last_loss(self, job: str) -> float | None:
-        """The loss that a member of the job reported last; None if none has reported one."""
+        """Last reported loss, if any."""
         board = self._jobs.get(job)
         return board.last_loss if board else None
 
@@ -398,7 +380,7 @@ class StatusBoard:
         return board
 
     def _drop_ended(self, num_surplus: int) -> None:
-        """Drop up to `num_surplus` boards of ended jobs, the least recently written first."""
+        """Drop the least recently written boards first."""
         ended = (job for job in tuple(self._jobs) if not self._is_live(job))
         for job in islice(ended, max(num_surplus, 0)):
             del self._jobs[job]

@@ -1,8 +1,5 @@
-"""Conversion of the core's types to views.
-
-Views are a second form because the core's types hold secrets (incarnations, digests of secrets),
-and may be renamed, while the names in the API may not.
-"""
+"""Conversion of the core's types to views. The core's types hold secrets, and may be renamed, while
+the names in the API may not."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -38,37 +35,29 @@ from shoal_server.status.views import (
 MAX_GENERATIONS = 100
 QUARANTINED = "quarantined"
 OWN_CODE_SHOWN_AFTER_S = 5.0
-"""Minimum time in the script's own code (a validation, a save) that the page mentions."""
 MAX_AWAY = 3
 MAX_READERS = 200
-"""Maximum number of readers shown of one series; readers whose bytes differ come first."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobReader:
-    """Makes the views of a job and of its members, as they are at one moment.
-
-    The core's clock must count Unix seconds. The mappings are by member id.
-    """
+    """Makes the views of a job and of its members at one moment. The core's clock must count Unix
+    seconds. The mappings are by member id."""
 
     job: Job
     heartbeats: Mapping[str, HeartbeatHistory] = field(default_factory=dict)
     clocks: Mapping[str, int] = field(default_factory=dict)
-    """Round in which each member trains, if the job has a staleness bound."""
     waiting: Mapping[str, tuple[str, float]] = field(default_factory=dict)
-    """Reason and start of waits outside of the core, such as for shards or samples."""
+    """Reason and start of waits outside of the core, such as for shards."""
     now_s: float | None = None
-    """The moment, on the core's clock. With it, views say how long members have been paused, or in
-    the script's own code."""
+    """Moment of the views, on the core's clock; None leaves out how long members have been
+    paused."""
 
     def detail(
         self, records: Iterable[GenerationRecord] = (), samples: SamplesView | None = None
     ) -> JobDetail:
-        """Details of the job, without what its members reported.
-
-        `records` are its decided generations in any order. Only the newest 100 are shown, since the
-        cost of each grows with its members.
-        """
+        """Details of the job, without what its members reported. `records`: its decided generations
+        in any order, of which the newest are shown."""
         job, tally = self.job, self.job.tally
         members = tuple(self.member(member) for member in job.members.values())
         roster = job.attempt or job.running or job.previous
@@ -105,7 +94,6 @@ class JobReader:
         )
 
     def member(self, member: MemberState) -> MemberView:
-        """Return the view of a member of the job."""
         info, proposed = member.info, member.proposal
         roster, seen = _roster_of(self.job, member), self.heartbeats.get(member.member_id)
         state, waiting_for, since_s = self._wait(member)
@@ -132,7 +120,6 @@ class JobReader:
         )
 
     def _wait(self, member: MemberState) -> tuple[str, str, float]:
-        """State of the member, what it waits for, and since when."""
         waiting_for, since_s = member.waiting_for, member.waiting_since_s
         state = _state(self.job, member)
         if own := self.job.table.pauses.of(member):
@@ -151,8 +138,8 @@ class JobReader:
 
     @cached_property
     def _away(self) -> Mapping[str, str]:
-        """Text for each member that has been in the script's own code for OWN_CODE_SHOWN_AFTER_S,
-        by member id. Empty unless a generation of a synchronous job runs."""
+        """Text for each member that has been in the script's own code for long, by member id. Empty
+        unless a generation of a synchronous job runs."""
         roster = self.job.running
         if self.now_s is None or roster is None or not roster.synchronous:
             return {}
@@ -165,12 +152,11 @@ class JobReader:
 
 
 def shown_state(state: str, phase: str) -> str:
-    """The state of a job as people see it."""
+    """State of a job as people see it."""
     return SHOWN_PHASES.get(phase, phase) if state == "running" else state
 
 
 def _while_away(member_id: str, away: Mapping[str, str]) -> str:
-    """Text of what a training member waits for while members are in the script's own code."""
     if own := away.get(member_id):
         return f"nothing: it has been {own}"
     names = [f"{name}, which has been {reason}" for name, reason in away.items()]
@@ -187,7 +173,6 @@ def _job_state(job: Job) -> str:
 
 
 def _idle_s(job: Job, now_s: float | None) -> float:
-    """Idle time of the job, up to now if no generation runs now."""
     if now_s is None or job.phase in PHASES_OVER:
         return job.tally.idle_s
     changes = job.tries.changes
@@ -196,7 +181,7 @@ def _idle_s(job: Job, now_s: float | None) -> float:
 
 
 def quarantined_detail(job: str, reason: str, since_unix_s: float) -> JobDetail:
-    """Details of a quarantined job: the coordinator knows only the reason."""
+    """Details of a quarantined job."""
     return JobDetail(
         summary=JobSummary(
             job=job,

@@ -47,8 +47,8 @@ EXAMPLE = {
 
 
 def _named(value: object, figures: type) -> Any:
-    """Return the entries of a JSON object whose names are fields of `figures`. A value that is not
-    an object is returned unchanged."""
+    """Entries of a JSON object whose names are fields of `figures`; a value of another type is
+    returned unchanged."""
     if not isinstance(value, dict):
         return value
     names = {each.name for each in fields(figures)}

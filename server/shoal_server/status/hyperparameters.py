@@ -6,35 +6,31 @@ from collections.abc import Mapping
 _NOT_SHOWN = frozenset(
     {"schema", "torch", "backend", "device", "nccl", "reconfigure", "validators", "registered"}
 )
-"""Fields that describe the model's parts, or the hardware and software with which it is trained."""
+"""Fields that describe the model's parts, or the hardware and software."""
 _ORDER = ("strategy", "global_batch", "epochs", "optimizer", "lr", "weight_decay")
 _OPTIMIZER = re.compile(r"(\w+)\((.*)\)")
-"""The text of one optimizer: its class, and the settings of each group."""
 _SETTING = re.compile(r"(\w+)=(.*?)(?= \w+=|$)")
 _SWITCHES = frozenset({"capturable", "differentiable", "foreach", "fused"})
-"""Settings of torch's optimizers that do not change what they compute."""
 _NUM_PARAMETERS = "parameters"
-"""Name of the last entry of a group's text: how many parameters the group has."""
+"""Last entry of a group's text: its number of parameters."""
 
 
 def hyperparameters(fields: Mapping[str, str]) -> dict[str, str]:
     """Return the hyperparameters by name: first those in `_ORDER`, then the others by name.
 
     The settings of a single optimizer become entries of their own, with the values of its groups if
-    these differ. The values are from before the first step: a schedule's later changes are not
-    shown.
+    these differ.
     """
     found = {name: value for name, value in fields.items() if name not in _NOT_SHOWN}
     settings = _settings_of(found.get("optimizer", ""))
-    # If a field and a setting of the optimizer have the same name, the field is shown.
+    # A field takes precedence over a setting of the same name.
     found = {**settings, **found, **({"optimizer": settings["optimizer"]} if settings else {})}
     first = {name: found[name] for name in _ORDER if name in found}
     return first | dict(sorted(found.items()))
 
 
 def _settings_of(optimizer: str) -> dict[str, str]:
-    """Class and settings of an optimizer by name. Empty for a text of another form: of several
-    optimizers, or a text that was too long to be agreed on in full."""
+    """Class and settings of an optimizer by name; empty for several optimizers."""
     form = _OPTIMIZER.fullmatch(optimizer)
     if form is None:
         return {}

@@ -1,8 +1,5 @@
-"""Metrics for Prometheus, computed from the source at each scrape.
-
-Nothing is counted separately, so metrics cannot drift from what the API shows, and the series of a
-job or member end with it.
-"""
+"""Metrics for Prometheus, computed from the source at each scrape, so that they cannot drift from
+what the API shows."""
 
 import dataclasses
 import time
@@ -58,17 +55,12 @@ class ProcessMeasures:
     calls: Durations = dataclasses.field(default_factory=call_durations)
     num_leader_changes: Callable[[], int] = lambda: 0
     rendezvous: Callable[[], tuple[int, int]] = lambda: (0, 0)
-    """Bytes and keys of the rendezvous stores."""
     ports: PortMetrics | None = None
 
 
 async def render(reading: StatusQueries, measures: ProcessMeasures) -> bytes:
-    """All metrics in Prometheus' text format.
-
-    Only the newest 50 of the ended jobs have series of their own; `shoal_jobs` counts them all.
-    Shards of ended jobs, and shards that cannot be read from etcd, are left out; all other metrics
-    remain.
-    """
+    """All metrics in Prometheus' text format. Only the newest MAX_OVER of the ended jobs have
+    series. Shards of ended jobs, and shards that cannot be read from etcd, are left out."""
     every = reading.source.jobs()
     over = [job for job in every if job.summary.state in OVER]
     over.sort(key=lambda job: -job.summary.since_unix_s)
@@ -93,8 +85,7 @@ async def _shards(reading: StatusQueries, job: str) -> ShardsView | None:
 
 @dataclass(frozen=True, eq=False)
 class _Printable(Collector):
-    """Metrics without control characters in their labels: members' reports may contain some, which
-    a terminal would obey."""
+    """Metrics whose labels have no control characters, which a terminal would obey."""
 
     inner: Collector
 
@@ -111,7 +102,7 @@ class _Printable(Collector):
 class _Snapshot(Collector):
     reading: StatusQueries
     jobs: Sequence[JobDetail]
-    """Jobs to show; their summaries include what members reported."""
+    """Summaries include what members reported."""
     states: Mapping[str, int]
     shards: Mapping[str, ShardsView]
     measures: ProcessMeasures
@@ -197,7 +188,6 @@ class _Snapshot(Collector):
         yield from (phase, generation, members, step, events, reports)
 
     def _changes(self) -> Iterator[Metric]:
-        """Cost of membership changes to each job."""
         labels, board = ["job"], self.reading.board
         restarts = CounterMetricFamily(
             "shoal_job_restarts",

@@ -27,7 +27,7 @@ REFUSED: dict[int | str, dict[str, Any]] = {
 
 
 def router(source: StatusSource, guard: Guard) -> APIRouter:
-    """The endpoint, for operators and viewers."""
+    """Endpoint for operators and viewers."""
     api = APIRouter(prefix="/api/v1")
 
     @api.get(
@@ -55,8 +55,7 @@ def router(source: StatusSource, guard: Guard) -> APIRouter:
 
 
 def _asker(guard: Guard, request: Request) -> CallerProof:
-    """Proofs that the caller of a request has given. Raises AccessDenied if the role of its
-    certificate may not read outputs."""
+    """Raises AccessDenied if the role of the caller's certificate may not read outputs."""
     if not guard.is_open:
         # The holder of any token may read, and so may the cluster's own user.
         return CallerProof(is_known=True)

@@ -36,17 +36,15 @@ log = structlog.get_logger(__name__)
 
 TICK_S = 1.0
 FRESH_S = 0.9
-"""Maximum age of a state that several pages share."""
 MAX_SHOWN_EVENTS = 100
 SHOWN_MEMBERS = 50
-"""Number of members that are shown by default: first those in another state than WELL, slow ones,
-and ones that have reported an error."""
+"""Number of members shown by default: first those in another state than WELL, slow ones, and ones
+with an error."""
 SHOWN_GENERATIONS = 30
 SHOWN_CHIPS = 60
 MAX_KEPT_GENERATIONS = 4096
 WELL = frozenset({"training", "ready", "standby"})
 SLOW = 1.5
-"""Multiple of the median step time above which a member counts as slow."""
 _TYPES = {
     "index.html": "text/html",
     "page.js": "text/javascript",
@@ -62,7 +60,7 @@ _TYPES = {
     "page.css": "text/css",
 }
 _HEADERS = {
-    # Only the page's own files are fetched and run, whatever text a name or an error contains.
+    # Only the page's own files run, whatever text a name or an error contains.
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self';"
     " connect-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none';"
     " frame-ancestors 'none'",
@@ -73,7 +71,7 @@ _HEADERS = {
 
 @dataclass(frozen=True, kw_only=True)
 class PageGeneration(View):
-    """A generation with a part of its roster, short enough to be read."""
+    """A generation with a part of its roster."""
 
     record: GenerationView
     """Record with the first 60 members of the roster, and the members in `joined`."""
@@ -91,17 +89,15 @@ class PageJob(View):
     detail: JobDetail
     """Details with the members that are shown, and without generations."""
     generations: tuple[PageGeneration, ...]
-    """The newest 30, newest first."""
     num_generations: int
     slow: tuple[str, ...]
     """Members whose steps take more than 1.5 times the median step time; at most 50, and none if
-    fewer than three members report step times."""
+    fewer than three report step times."""
     samples_per_s: float | None
-    """Sum over the members that train; null if none reports it."""
     mean_loss: float | None
     least_exchange_s: float | None = None
-    """The shortest `exchange_s` of a member that trains; null for asynchronous jobs. The part of
-    another member's `exchange_s` beyond it is a wait for slower members."""
+    """The shortest `exchange_s` of a member that trains; null for asynchronous jobs. Another
+    member's excess over it is a wait for slower members."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,12 +108,10 @@ class PageState(View):
     readiness: Readiness
     jobs: tuple[JobSummary, ...]
     job: PageJob | None
-    """The selected job; null if there is none of that name."""
     shards: ShardsView | None
     shards_error: str
     """Reason for which the shards could not be read; empty if they were read."""
     events: tuple[EventView, ...]
-    """The newest 100, in order."""
 
 
 _STATE = TypeAdapter(PageState)
@@ -157,14 +151,14 @@ def _add_file(page: APIRouter, path: str, name: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class PageSelection:
-    """Selection of what a page shows: a job, and some or all of its members."""
+    """A job to show, and some or all of its members."""
 
     job: str
     all_members: bool = False
 
 
 class _SharedStates:
-    """States of the page. Pages that show the same selection at the same moment share one state."""
+    """Pages that show the same selection share one state."""
 
     def __init__(self, reading: StatusQueries) -> None:
         self._maker = PageMaker(reading)
@@ -179,7 +173,7 @@ class _SharedStates:
             for which in old:
                 del self._made[which]
             made = self._made[selection] = (now_s, asyncio.ensure_future(self._make(selection)))
-        # Shielded, since a page that disconnects must not cancel it for others.
+        # A page that disconnects must not cancel it for others.
         return await asyncio.shield(made[1])
 
     async def _make(self, selection: PageSelection) -> bytes:
@@ -198,8 +192,7 @@ async def _states(
 
 
 class PageMaker:
-    """Makes states. Parts that all pages share are made at most once in FRESH_S; parts that never
-    change are made once."""
+    """Makes states. Parts that all pages share are made at most once in FRESH_S."""
 
     def __init__(self, reading: StatusQueries) -> None:
         self._reading = reading
@@ -282,8 +275,6 @@ class PageMaker:
 def _first(
     members: Sequence[MemberView], health: Mapping[str, HealthView], slow: frozenset[str]
 ) -> list[MemberView]:
-    """The 50 members to show: first those described at SHOWN_MEMBERS, then the others by rank."""
-
     def order(member: MemberView) -> tuple[bool, bool, int]:
         report = health.get(member.member_id)
         warned = report is not None and bool(report.last_error)

@@ -44,13 +44,10 @@ class WaitView(View):
     waiting_for: str
     waiting_since_unix_s: float
     waiting_s: float
-    """Time for which the member has waited."""
     phase: str
-    """The job's phase."""
     shown_state: str
     """The job's state as in JobSummary."""
     reason: str
-    """Reason for the job's phase."""
     generation: int
     last_error: str
     """Error in the member's last health report; empty without one."""
@@ -78,19 +75,15 @@ class HistoryView(View):
 
 
 class StatusQueries:
-    """Queries over a source and a board.
-
-    `jobs` and `job` return jobs as the source knows them; `summary` and `detail` add what members
-    reported.
-    """
+    """Queries over a source and a board: `summary` and `detail` add what members reported."""
 
     def __init__(self, source: StatusSource, board: StatusBoard) -> None:
         self.source = source
         self.board = board
 
     def jobs(self) -> Sequence[JobDetail]:
-        """List all jobs, without their generations. Raises NotLeader unless this coordinator leads:
-        only the leader knows them."""
+        """List all jobs, without their generations. Raises NotLeader unless this coordinator
+        leads."""
         self._require_ready()
         return self.source.jobs()
 
@@ -136,7 +129,7 @@ class StatusQueries:
 
     def generation(self, name: str, number: int) -> GenerationView:
         """A decided generation. Raises UnknownJob, NotLeader, and UnknownGeneration if it is not
-        among the newest 100."""
+        among the newest."""
         found = {record.generation: record for record in self.job(name).generations}
         if number not in found:
             kept = f"{min(found)} to {max(found)}" if found else "none was decided yet"
@@ -149,7 +142,7 @@ class StatusQueries:
         return found[number]
 
     def summary(self, job: JobDetail) -> JobSummary:
-        """Summary of a job, with what its members reported and the samples that they completed."""
+        """Summary of a job, with what its members reported."""
         known, board = job.summary, self.board
         loss = board.last_loss(known.job)
         unproductive_s = known.unproductive_s + board.paused_s(known.job)
@@ -166,8 +159,7 @@ class StatusQueries:
         )
 
     def _job_step(self, job: JobDetail) -> int:
-        """Steps of the job: the highest step of a member if they step together, else the sum of the
-        members' steps."""
+        """Highest step of a member if members step together, else the sum of their steps."""
         name, members = job.summary.job, [each.member for each in job.members]
         if job.synchronous:
             steps = [self.step(name, member) for member in members]
@@ -181,16 +173,16 @@ class StatusQueries:
         return (health.step or 0) if health else 0
 
     def step(self, job: str, member: MemberView) -> int:
-        """The member's newest step, from heartbeat or health report."""
+        """Newest step of the member, from heartbeat or report."""
         return max(member.step, self._reported_step(job, member))
 
     def health(self, job: str, member: MemberView) -> HealthView | None:
-        """The member's last health report."""
+        """Last health report of the member."""
         return self.board.health(job, member.member_id, member.public_id)
 
     def detail(self, job: JobDetail, members: Sequence[MemberView] | None = None) -> JobDetail:
-        """Details of a job, with what its members reported. `members`: the members to include, in
-        this order; by default all, by rank."""
+        """Details of a job, with what its members reported. `members`: those to include, in this
+        order; by default all, by rank."""
         if members is None:
             known = (each.member for each in job.members)
             members = sorted(known, key=lambda m: (m.rank is None, m.rank or 0, m.member_id))
@@ -268,7 +260,7 @@ class StatusQueries:
 
     def report(self, name: str, member_id: str, report: HealthReport) -> None:
         """Keep a health report. Raises UnknownJob, UnknownMember, NotLeader, Fenced."""
-        # Hundreds of reports come each second: only the member itself is looked up.
+        # Hundreds of reports come each second.
         self._require_ready()
         known = self.source.process(name, member_id) or self.member(name, member_id).public_id
         process = public_id(report.incarnation)
@@ -283,8 +275,8 @@ class StatusQueries:
         self.board.report(name, member_id, report.view(time.time()))
 
     def history(self, name: str, last_s: float = 0.0) -> HistoryView:
-        """The job's figures over time: of the newest `last_s` seconds, or of its whole life if that
-        is 0. Raises UnknownJob, NotLeader."""
+        """Figures of the job over the newest `last_s` seconds; 0: over its whole life. Raises
+        UnknownJob, NotLeader."""
         self.job(name)
         known = self.board.history(name)
         series = known[1] if known is not None else Series()

@@ -20,18 +20,16 @@ STOP_WITHIN_S = 2
 
 
 def scheme_for(clients: HttpClients) -> str:
-    """http or https: the scheme with which this process serves such callers."""
+    """Scheme for such callers: http or https."""
     return "http" if identity.own() is None or clients == "user" else "https"
 
 
 class StatusServer:
     """Serves the app during its `async with` block.
 
-    The port is bound on entry: if it is busy, or cannot be bound, AddressInUse is raised before
-    anything else happens; port 0 takes a free one. Signals are left to the process's own handlers.
-    Over TLS callers need a certificate, unless `clients` is "token"; with "user" there is no TLS,
-    even if this process has a certificate. The app must check callers without a certificate by
-    other means.
+    The port is bound on entry, which raises AddressInUse; port 0 takes a free one. Over TLS callers
+    need a certificate, unless `clients` is "token"; with "user" there is no TLS. The app must check
+    callers without a certificate by other means.
     """
 
     def __init__(
@@ -46,7 +44,7 @@ class StatusServer:
 
     @property
     def port(self) -> int:
-        """The port that the server listens on; known inside the block."""
+        """Port that the server listens on; known inside the block."""
         return self._port
 
     @property
@@ -56,7 +54,7 @@ class StatusServer:
         return f"{scheme_for(self._clients)}://{host}:{self._port}"
 
     async def __aenter__(self) -> "StatusServer":
-        # A new event, since the app may have been served before and its streams ended.
+        # The app may have been served before.
         self._app.state.bounds.streams.closing = asyncio.Event()
         listener = _bind(self._host, self._port)
         self._port = listener.getsockname()[1]
@@ -64,8 +62,7 @@ class StatusServer:
             self._app,
             lifespan="off",
             log_config=None,
-            # uvicorn would log each bad request, and strangers may send any number. The app itself
-            # logs failures.
+            # uvicorn would log each bad request, and strangers may send any number.
             log_level="critical",
             access_log=False,
             server_header=False,
@@ -99,8 +96,8 @@ class StatusServer:
 
 
 def _tls(clients: HttpClients) -> ssl.SSLContext | None:
-    """TLS context for connections; None if this process has no certificate, or `clients` is "user".
-    A renewed certificate is used from the next handshake on."""
+    """TLS context; None without a certificate, or if `clients` is "user". A renewed certificate is
+    used from the next handshake on."""
     own = identity.own()
     if own is None or clients == "user":
         return None

@@ -127,7 +127,6 @@ def _servers(servers: list[tuple[str, ServerView]]) -> Iterator[Metric]:
 
 
 def _loop_lag(servers: list[tuple[str, ServerView]]) -> Metric:
-    """Loop lag of each server, given once even if the server has shards of several jobs."""
     gauge = GaugeMetricFamily(*LOOP_LAG, labels=["server", "percentile"])
     for server_id, server in {server.server_id: server for _, server in servers}.items():
         gauge.add_metric([server_id, "99"], server.loop_lag.p99_s)
@@ -136,7 +135,6 @@ def _loop_lag(servers: list[tuple[str, ServerView]]) -> Metric:
 
 
 def _comparisons(servers: list[tuple[str, ServerView]]) -> Metric:
-    """Comparisons by each server, given once even if the server has copies of several jobs."""
     counter = CounterMetricFamily(*COMPARISONS, labels=["server", "result"])
     for server_id, server in {server.server_id: server for _, server in servers}.items():
         counter.add_metric([server_id, "same"], server.compared.same)
@@ -145,7 +143,6 @@ def _comparisons(servers: list[tuple[str, ServerView]]) -> Metric:
 
 
 def _staleness(views: Mapping[str, ShardsView]) -> Metric:
-    """Histogram of the staleness of a job's pushes, over all shards."""
     histogram = HistogramMetricFamily(
         "shoal_job_push_staleness_updates",
         "Updates between the pull of a gradient's values and its push, for each shard.",

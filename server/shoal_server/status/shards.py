@@ -54,23 +54,19 @@ class _Answer:
 
 
 class ShardReader:
-    """Reads shards for the status page. Asks the servers of a job at most once a second.
-
-    A server that does not answer within a second is shown as unreachable, or as gone if it is not
-    registered.
-    """
+    """Reads shards for the status page. Asks the servers of a job at most once in MAX_AGE_S. A
+    server that does not answer in time is shown as unreachable, or as gone if it is not
+    registered."""
 
     def __init__(self, store: Keyspace) -> None:
         self._store = store
         self._channels: dict[tuple[str, TlsMaterial | None], grpc.aio.Channel] = {}
         self._answers: dict[str, tuple[float, ShardsView | None]] = {}
-        """Time and content of the last answer about each job; the oldest comes first."""
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        """Locks of the jobs that are being read."""
 
     async def read(self, job: str) -> ShardsView | None:
-        """The job's shards, or None if it has none. Raises Unavailable without etcd, and
-        InternalError for records that do not parse."""
+        """The job's shards; None if it has none. Raises Unavailable without etcd, and InternalError
+        for records that do not parse."""
         async with self._locks.setdefault(job, asyncio.Lock()):
             read_at_s, view = self._answers.get(job, (float("-inf"), None))
             if time.monotonic() - read_at_s > MAX_AGE_S:
@@ -82,8 +78,8 @@ class ShardReader:
         return view
 
     async def measure(self, job: str) -> Mapping[int, ShardMeasure]:
-        """Measure of each shard, as reported by its primary. Shards of silent servers, and shards
-        without values, are missing. Raises what `read` raises."""
+        """Measure of each shard, as reported by its primary. Shards without values, or of silent
+        servers, are missing. Raises what `read` raises."""
         view = await self.read(job)
         created = view.shards if view is not None else ()
         return {
@@ -131,11 +127,11 @@ class ShardReader:
         return _Answer(server_id=server_id, address=address, reply=reply, error="")
 
     async def _forget_channels_but(self, addresses: set[str]) -> None:
-        # Bounds the channels to servers that are gone: the servers in use are far fewer.
+        # Bounds the channels to servers that are gone.
         if len(self._channels) > 4 * max(len(addresses), 16):
             kept = {(address, material()) for address in addresses}
             gone = [self._channels.pop(key) for key in set(self._channels) - kept]
-            # Another job may be asking one of them: its call ends by itself in this time.
+            # Another job may be asking one of them.
             await asyncio.gather(*(channel.close(ANSWER_WITHIN_S) for channel in gone))
 
 

@@ -16,16 +16,13 @@ from shoal_server.status.views import (
 
 class StatusSource(Protocol):
     """A coordinator, seen from its status page. Answers come from memory, except `shards` and
-    `output`.
-
-    Jobs come without what their members reported to the board: `StatusQueries` adds that.
-    """
+    `output`. Jobs come without what their members reported to the board."""
 
     def readiness(self) -> Readiness: ...
 
     def jobs(self) -> Sequence[JobDetail]:
-        """List the jobs that this coordinator knows, including ended ones, in any order and without
-        their generations."""
+        """List the jobs that this coordinator knows, including ended ones, without their
+        generations."""
         ...
 
     def job(self, name: str) -> JobDetail | None:
@@ -37,7 +34,7 @@ class StatusSource(Protocol):
         ...
 
     def process(self, name: str, member_id: str) -> str | None:
-        """The public id of the member's current process; None if there is no such member."""
+        """Public id of the member's current process; None if there is no such member."""
         ...
 
     async def shards(self, job: str) -> ShardsView | None:
@@ -46,13 +43,13 @@ class StatusSource(Protocol):
         ...
 
     def weights(self, job: str = "") -> Sequence[PublishedSeriesView]:
-        """The series of published weights of a job, or all series if `job` is empty, by name."""
+        """Series of published weights of a job, or all series if `job` is empty, by name."""
         ...
 
     async def output(
         self, job: str, member_id: str, who: CallerProof, after: str | None, before: str | None
     ) -> OutputView:
-        """Lines that a member printed: the newest lines, or the lines after or before a position
-        from an earlier answer. Raises UnknownJob, UnknownMember, AccessDenied, NotLeader,
-        Unavailable, Overloaded, and InvalidSpec if both positions are given."""
+        """Lines that a member printed: the newest ones, or those after or before a position from an
+        earlier answer. Raises UnknownJob, UnknownMember, AccessDenied, NotLeader, Unavailable,
+        Overloaded, and InvalidSpec for both positions."""
         ...

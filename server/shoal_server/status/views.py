@@ -1,8 +1,5 @@
-"""Data that the HTTP API shows. The OpenAPI text of each field is the sentence under it.
-
-Times are Unix seconds. Lists are bounded: the newest 100 generations and the newest 1000 events of
-a job.
-"""
+"""Data that the HTTP API shows. The OpenAPI text of each field is the sentence under it. Times are
+Unix seconds."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,8 +16,7 @@ STATES = (
 )
 """States of a job, from its first member on."""
 OVER = frozenset({"finished", "failed", "stopped", "lost"})
-"""States in which a job takes no members until an operator allows joins again, or starts a new run
-of a finished job."""
+"""States in which a job takes no members until an operator allows joins or starts a new run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,14 +26,14 @@ class Readiness(View):
     ready: bool
     """True while this coordinator leads. It stops leading if it cannot renew its lease in etcd."""
     reason: str
-    """Reason for which this coordinator is ready, or is not."""
+    """Reason for being ready, or not."""
     leader: str = ""
-    """host:port of the coordinator that leads; empty if this coordinator does not know it."""
+    """host:port of the coordinator that leads; empty if unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessView(View):
-    """The process of a member: its host, device and versions."""
+    """Process of a member."""
 
     host: str = ""
     pid: int = 0
@@ -64,7 +60,7 @@ class MemberView(View):
     rank: int | None = None
     """Rank in the generation that runs or is brought up; null outside of it."""
     generation: int = 0
-    """The generation that the member is part of; 0 outside of any."""
+    """Generation that the member is part of; 0 outside of any."""
     process: ProcessView = field(default_factory=ProcessView)
     step: int = 0
     """Optimizer steps, as of the member's last heartbeat or proposal."""
@@ -85,7 +81,7 @@ class RosterEntryView(View):
     host: str = ""
     address: str = ""
     state_action: str = ""
-    """initial, keep, receive or checkpoint: the source of the member's training state."""
+    """initial, keep, receive or checkpoint: the source of the member's state."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +90,7 @@ class ConflictView(View):
 
     field: str
     values: Mapping[str, tuple[str, ...]]
-    """Each value that was seen, and the members that have it."""
+    """Each value, and the members that have it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,8 +110,8 @@ class GenerationView(View):
     """The source member's step when the roster was made. The generation starts at it, unless it is
     planned."""
     planned: bool = False
-    """True if the previous generation trained on while this one was agreed. It then starts at the
-    boundary, which the event boundary_agreed names."""
+    """True if the previous generation trained on meanwhile. This one then starts at the boundary,
+    which the event boundary_agreed names."""
     digest: str = ""
     """SHA-256 of the roster."""
     conflicts: tuple[ConflictView, ...] = ()
@@ -137,18 +133,15 @@ class JobSummary(View):
     shown_state: str
     """The state as people see it; for a running job: waiting, starting or running, by phase."""
     reason: str
-    """Reason for the job's phase."""
     since_unix_s: float
     """Time at which the job entered the phase."""
     generation: int
-    """The newest generation number; 0 before the first."""
+    """Newest generation number; 0 before the first."""
     num_members: int
-    """Members of the job, in a generation or not."""
     num_training: int
-    """Members that train."""
     step: int
     """Highest step that a member reported; if members train at their own pace, the sum of their
-    steps. Members that are gone are included."""
+    steps. Includes members that are gone."""
     begun_unix_s: float
     """Time at which the first member joined."""
     ended_unix_s: float
@@ -156,18 +149,17 @@ class JobSummary(View):
     num_restarts: int
     """Number of times that training broke because a member was lost or a collective failed."""
     loss: float | None
-    """Loss that was reported last; null if none was, or if the job has not ended and the report
-    went to an earlier leader."""
+    """Loss that was reported last; null if none is known here."""
     num_samples: int | None
     """Samples that were trained on, over all epochs; null if members do not lease samples, or if
-    the number is not known here."""
+    unknown here."""
     goodput: float | None
     """Share of the job's life in which it trained: generations ran, and members did not pause for a
     change. Null before the first member joined."""
     unproductive_s: float = 0.0
     """Seconds of the job's life in which it did not train."""
     last_ending: str = ""
-    """Reason for which the last member of an interrupted job was removed; else empty."""
+    """Reason for the removal of an interrupted job's last member; else empty."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,18 +172,18 @@ class CourseView(View):
     """Share of the job's steps, or of its samples, that is done; null if unknown."""
     eta_s: float | None = None
     """Estimated seconds to the job's end: at its recent pace if its number of steps is known, else
-    at its mean pace since it began; null if unknown."""
+    at its mean pace; null if unknown."""
     checkpoint_step: int | None = None
     """Step of the newest checkpoint that members have reported."""
     checkpoint_unix_s: float | None = None
     """Time at which members first reported that checkpoint; null if this coordinator took over
     later."""
     checkpoint_bytes: int | None = None
-    """Bytes of that checkpoint, of all members together; null if unknown."""
+    """Bytes of that checkpoint; null if unknown."""
     writes_checkpoints: bool | None = None
-    """True if the members write checkpoints; null if no member has reported it."""
+    """True if the members write checkpoints; null if unknown."""
     snapshot_unix_s: float | None = None
-    """Time of the newest snapshot that this coordinator has taken."""
+    """Time of this coordinator's newest snapshot."""
     logged: dict[str, tuple[int, float]] = field(default_factory=dict)
     """Step and newest value of each name that the script logged."""
 
@@ -200,7 +192,6 @@ FIGURES: Mapping[str, str] = {
     name: figure["description"]
     for name, figure in TypeAdapter(HealthFigures).json_schema()["properties"].items()
 }
-"""Meaning of each figure of a health report."""
 
 
 def describe_figures(schema: dict[str, Any]) -> None:
@@ -269,8 +260,7 @@ class LoopLagView(View):
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedPiecesView(View):
-    """Pieces of the server's copies that were compared with the primaries' pieces since the server
-    started."""
+    """Pieces of the server's copies that were compared with the primaries'."""
 
     same: int = 0
     different: int = 0
@@ -289,23 +279,23 @@ class ServerView(View):
     memory_bytes: int = 0
     """Values and optimizer state of the job, including copies."""
     num_copies: int = 0
-    """Number of the job's shards of which the server keeps a copy."""
+    """Number of the job's shards with a copy on the server."""
     unfinished_bytes: int = 0
-    """Data of pushes that the server received and has not applied yet, of all jobs."""
+    """Pushes that the server received and has not applied yet, of all jobs."""
     refused_by_epoch: int = 0
-    """Parts of pushes to parameters, not to tables, that were refused for an outdated shard map.
-    Their senders send them again."""
+    """Parts of pushes to parameters that were refused for an outdated shard map. Their senders send
+    them again."""
     partial_pushes: int = 0
-    """Pushes that some shards of the server applied and others refused; the senders send the
+    """Pushes that some shards of the server applied and others refused. Their senders send the
     refused parts again."""
     held_bytes: int = 0
-    """Memory held for all jobs: shards and copies with what they remember, published weights,
-    memory shared with clients, reservations and unfinished data."""
+    """Memory held for all jobs: shards and copies, published weights, memory shared with clients,
+    reservations and unfinished data."""
     memory_limit_bytes: int = 0
     """Limit of held_bytes: beyond it no shard is created, no copy accepted, no table grows and no
     weights are published."""
     torch_version: str = ""
-    """torch version of the server; empty if it states none or is not registered."""
+    """torch version of the server; empty if unknown."""
     loop_lag: LoopLagView = field(default_factory=LoopLagView)
     compared: ComparedPiecesView = field(default_factory=ComparedPiecesView)
     full_peers: tuple[FullPeerView, ...] = ()
@@ -320,7 +310,6 @@ class CopyView(View):
     version: int
     """Newest version that the copy is known to have."""
     joining: bool = False
-    """True while the copy is brought in step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -333,17 +322,16 @@ class PushesView(View):
     duplicates: int = 0
     """Pushes that were retries: answered, not applied again."""
     refused: int = 0
-    """Pushes that the shard itself refused: too stale, not finite, of another size, older than what
-    it remembers, or without memory for them. Refusals by epoch are counted in the server's
-    `refused_by_epoch`. Refusals before the push reached the shard, such as for a stale token, are
-    not counted."""
+    """Pushes that the shard itself refused: too stale, not finite, of another size, forgotten, or
+    without memory for them. Earlier refusals, such as by epoch or for a stale token, are not
+    counted."""
     staleness_counts: tuple[int, ...] = ()
     """staleness_counts[i]: pushes of staleness i; the last entry also counts all larger values."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicationView(View):
-    """Copies of a shard on backups, and how far behind they are."""
+    """Copies of a shard on backups."""
 
     copies: tuple[CopyView, ...] = ()
     lag: int = 0
@@ -354,8 +342,7 @@ class ReplicationView(View):
 
 @dataclass(frozen=True, kw_only=True)
 class ShardView(View):
-    """Shard with its primary and its counts. The counts are 0 while the primary's server is
-    silent."""
+    """Shard with its primary and its counts, which are 0 while the primary's server is silent."""
 
     shard_id: int
     server_id: str
@@ -407,8 +394,7 @@ class AcceptedLossView(View):
     accepted_unix_s: float
     by: str
     samples_anew: bool = False
-    """True if the job's samples started over with the shard; else the samples that were trained on
-    stayed counted."""
+    """True if the job's samples started over with the shard."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -418,8 +404,8 @@ class ShardsView(View):
     servers: tuple[ServerView, ...]
     shards: tuple[ShardView, ...]
     skew: float = 1.0
-    """Parameter bytes of which the fullest server is primary, divided by the mean over all servers
-    that are primaries."""
+    """Parameter bytes led by the fullest server, divided by the mean over all servers that are
+    primaries."""
     lost: tuple[LostShardView, ...] = ()
     """Shards that no server holds any more. Their pushes and pulls are refused."""
     lost_in_words: tuple[str, ...] = ()
@@ -467,9 +453,9 @@ class OutputView(View):
     is_live: bool
     """False if the launcher has ended, and sent these as its last lines."""
     lines: tuple[str, ...]
-    """Lines in order, at most 64 KiB, without escape sequences of terminals."""
+    """Lines in order, at most 64 KiB, without escape sequences."""
     before: str | None
-    """Position with which to request the lines before these; null if no older ones are kept."""
+    """Position with which to request the lines before these; null if none are kept."""
     after: str
     """Position with which to request the lines after these."""
     has_gap: bool = False
@@ -484,11 +470,11 @@ class WeightReaderView(View):
     version: int
     """Version that the reader has installed; 0 if none yet."""
     digest: str
-    """Digest of the bytes that the reader has installed, in hexadecimal digits."""
+    """Digest of the installed bytes, in hexadecimal digits."""
     differs: bool
-    """True if the installed bytes differ from the bytes that were published as this version."""
+    """True if the installed bytes differ from those published as this version."""
     lag_versions: int
-    """Number of versions by which the reader is behind the newest; 0 if it has installed none."""
+    """Number of versions by which the reader is behind; 0 if it has installed none."""
     seen_unix_s: float
     fetch_s: float
     """Time that its last fetch took; 0 if not reported."""
@@ -504,13 +490,13 @@ class PublishedVersionView(View):
     created_unix_s: float
     num_bytes: int
     num_copies: int
-    """Smallest number of holders that any segment of the version has."""
+    """Smallest number of holders of a segment of the version."""
     digest: str
     pinned: bool
     durable: bool
-    """True if the version is on the disks of its holders as well."""
+    """True if the version is on its holders' disks as well."""
     rolled_back_to: int
-    """The version whose bytes this one has, if it is a rollback; else 0."""
+    """Version whose bytes this rollback has; else 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -527,7 +513,7 @@ class PublishedSeriesView(View):
     """Readers of the series, at most 200."""
     num_readers: int
     num_differing: int
-    """Readers that serve other bytes than were published as their version."""
+    """Readers with other bytes than were published as their version."""
     lost: tuple[int, ...]
     """Versions that were dropped because no server holds them any more."""
 
@@ -547,13 +533,11 @@ class JobDetail(View):
     generations: tuple[GenerationView, ...]
     """Newest first, at most 100."""
     samples: SamplesView | None
-    """Null for a job whose members do not lease samples, or whose ledger is not open."""
+    """Null if members do not lease samples, or the ledger is not open."""
     course: CourseView = field(default_factory=CourseView)
-    """Progress of the job."""
     weights: tuple[PublishedSeriesView, ...] = ()
-    """The series of weights that the job publishes."""
+    """Series of weights that the job publishes."""
     run: RunOrigin | None = None
-    """Command line and git commit of its script; null if no member has reported them."""
+    """Command line and git commit of its script; null if unknown."""
     hyperparameters: dict[str, str] = field(default_factory=dict)
-    """The agreed fields that decide what is trained, with the settings of the optimizer one by
-    one."""
+    """Agreed fields that decide what is trained, with the optimizer's settings one by one."""

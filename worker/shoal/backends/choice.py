@@ -27,8 +27,8 @@ def backend_for(
     """Return the backend of a session whose model is on this kind of device ("cpu", "cuda").
 
     `name`: "gloo", "nccl" or "in-memory"; the default is NCCL for CUDA and Gloo for all else.
-    `reconfigures`: each generation reconnects the group of the previous one. Raises InvalidSpec
-    for an unknown name, or if a requirement of the backend is missing.
+    `reconfigures`: each generation reconnects the group of the previous one. Raises InvalidSpec for
+    an unknown name or a missing requirement.
     """
     name = name or ("nccl" if device_type == "cuda" else "gloo")
     if name not in ELASTIC:
@@ -45,7 +45,7 @@ def backend_for(
 
 
 def check_reconfigures(backend: str) -> None:
-    """Raise InvalidSpec if groups of this backend ("": not known yet) cannot be reconfigured."""
+    """Raise InvalidSpec if groups of this backend ("": unknown) cannot be reconfigured."""
     if not CAN_RECONFIGURE:
         raise InvalidSpec(
             "reconfigure=True: this torch cannot reconfigure a process group",
@@ -63,8 +63,7 @@ def check_reconfigures(backend: str) -> None:
 
 
 def _make(name: str, *, reconfigures: bool) -> Backend:
-    # Imported only when chosen: a backend registers itself with torch, and may need packages that
-    # are not installed.
+    # A backend registers itself with torch, and may need packages that are not installed.
     if name == "nccl":
         from shoal.backends.network.nccl import NcclBackend  # noqa: PLC0415
 
@@ -86,17 +85,14 @@ class StaticWorld:
     rank: int
     world_size: int
     local_rank: int
-    """Index among the ranks of this host: it selects this rank's GPU."""
+    """Index among the ranks of this host: selects this rank's GPU."""
 
 
 def static_world(
     environment: Mapping[str, str], name: str | None, *, cuda: bool, mpi4py: bool
 ) -> StaticWorld:
     """Read rank and world size from torchrun's or mpiexec's environment, and choose a backend.
-
-    Raises InvalidSpec for an unknown backend, for one that is not available, and if no launcher
-    gave this process a rank.
-    """
+    Raises InvalidSpec for an unknown or unavailable backend, and if no launcher gave a rank."""
     if name is not None and name not in STATIC:
         fix = "Use shoal.run_in_memory(body, world_size)." if name == "in-memory" else ""
         raise _unknown(name, STATIC, fix)

@@ -1,10 +1,5 @@
-"""Work on large shards that yields to pushes.
-
-A copy of a shard may have gigabytes. It is sent to another server chunk by chunk, and no call waits
-for it. But the work on each chunk delays the event loop, and with it other calls. So each chunk is
-followed by a rest, in proportion to the loop's delay after the chunk. On an idle machine the rest
-is close to zero.
-"""
+"""Work on large shards that yields to pushes: each chunk is followed by a rest, in proportion to
+the event loop's delay."""
 
 import asyncio
 import time
@@ -16,12 +11,10 @@ from shoal_server.parameters.shard.workers import INLINE_BYTES, Runner
 T = TypeVar("T")
 
 LARGE = INLINE_BYTES + 1
-"""A size of work that always runs in a thread."""
+"""Size of work that always runs in a thread."""
 RESTS = 4
-"""Length of a rest in multiples of the loop's delay. With a delay of 1 ms, which is typical of a
-busy loop, chunks that take 2 ms use at most a third of a core."""
+"""Length of a rest, as a multiple of the loop's delay."""
 MAX_REST_S = 0.01
-"""Longest rest. All rests together add at most 5 s to the copy of 1 GB in chunks of 2 MiB."""
 
 
 async def run_throttled(run: Runner, work: Callable[[], T]) -> T:

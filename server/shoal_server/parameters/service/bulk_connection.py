@@ -52,7 +52,6 @@ _CALLS: Mapping[Purpose, Sequence[FrameKind]] = {
     Purpose.REPLICATION: (FrameKind.FOLLOW,),
     Purpose.SEGMENTS: (FrameKind.SEGMENT_PUT, FrameKind.SEGMENT_FETCH),
 }
-"""Kinds of frames that may begin a call, by the purpose of the connection."""
 
 
 def _unreadable(frame: Frame, error: DecodeError, expected: str) -> MalformedMessage:
@@ -68,7 +67,6 @@ _BOUNDS = MessageBounds()
 
 
 def _checked(message: M) -> M:
-    """Check a message against the bounds that gRPC calls have too. Raises InvalidSpec."""
     _BOUNDS.check(message)
     return message
 
@@ -107,7 +105,7 @@ class BulkServerConnection:
         arena: SharedArena | None,
         use: PermittedUse,
     ) -> None:
-        """`use`: the use that the connection's key permits. Other calls are refused."""
+        """`use`: what the connection's key permits."""
         self._wire = wire
         self._calls = calls
         self._arena = arena
@@ -116,13 +114,12 @@ class BulkServerConnection:
         self._is_in_call = False
 
     async def serve(self) -> None:
-        """Answer calls until the client hangs up or breaks the rules of the transport, or a call
-        fails."""
+        """Answer calls until the client hangs up or a call fails."""
         answering = asyncio.create_task(self._answer_calls(), name="bulk-answers")
         beating = asyncio.create_task(self._beat(), name="bulk-beats")
         waits = {answering, beating}
         if self._use.purpose is Purpose.REPLICATION:
-            # Records that were sent count as received: they are read after their sender is gone.
+            # Records that were sent count as received: read them even when their sender is gone.
             waits.remove(beating)
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -152,7 +149,6 @@ class BulkServerConnection:
                     await self._wire.send(*map(_frame, batch), *end)
             if is_ended:
                 return
-            # After this, the next frame may begin a call.
             await call.finish()
             await self._wire.send(bulk.header(FrameKind.END))
         except PeerHungUp:
@@ -201,15 +197,13 @@ class BulkServerConnection:
         return self._calls.weights.fetch(fetch, self._use, call)
 
     def _checked(self, request: M) -> M:
-        """Check the request that begins a call, and that its caller may make it. Raises InvalidSpec
-        or AccessDenied."""
         _checked(request)
         if self._caller is not None:
             check_request(self._caller, request)
         return request
 
     async def _fail(self, error: ShoalError) -> None:
-        """Send the error to the client, if it is still connected. Nothing may be sent after it."""
+        """Send the error to the client. Nothing may be sent after it."""
         try:
             await self._wire.send(
                 bulk.message(FrameKind.ERROR, to_detail(error).SerializeToString())
@@ -218,9 +212,8 @@ class BulkServerConnection:
             log.info("bulk_error_not_sent", error=str(error), reason=str(hung_up))
 
     async def _beat(self) -> None:
-        """Send heartbeats while a call is in progress, to show the client that this server is
-        alive. Return once one fails because the client has hung up: no read shows that, since
-        nothing is read between a call's last frame and its last answer, perhaps for minutes."""
+        """Send heartbeats during a call; return when the client has hung up. Nothing else shows
+        that between a call's last frame and its last answer."""
         while True:
             await asyncio.sleep(BEAT_S)
             if self._is_in_call and self._wire.silent_s >= BEAT_S:
@@ -232,8 +225,8 @@ class BulkServerConnection:
 
 
 class BulkCall:
-    """The frames of one call, incoming and outgoing: the `DirectStream` of a replication call, and
-    the `SegmentTransport` of a call about a segment."""
+    """The frames of one call: a `DirectStream` for replication, a `SegmentTransport` for
+    segments."""
 
     def __init__(self, wire: FrameConnection, arena: SharedArena | None) -> None:
         self._wire = wire
@@ -242,7 +235,7 @@ class BulkCall:
         self._is_over = False
         self._end_follows = False
         num_slots = arena.num_bytes // SLOT_BYTES if arena is not None else 0
-        # Half of the slots are freed together: the sender can go on with the other half.
+        # Freed together, so that the sender can go on with the other half.
         self._deferred = DeferredFrames(wire, max(num_slots // 2, 1))
 
     async def pieces(self) -> AsyncIterator[ReadPiece]:
@@ -251,7 +244,7 @@ class BulkCall:
             yield piece
 
     async def follow_requests(self) -> AsyncIterator[Arriving]:
-        """Yield the requests of another server that the `deliver` function does not take."""
+        """Yield another server's requests that `deliver` does not take."""
         while True:
             frame = await self._wire.next_frame()
             arriving = self._arriving(frame)
@@ -264,8 +257,8 @@ class BulkCall:
             self._free_slot(frame)
 
     def deliver(self, take: Callable[[Arriving], bool] | None) -> None:
-        """Offer each request to `take` as soon as it is read; `take` returns True if it handled the
-        request."""
+        """Offer each request to `take` as soon as it is read; `take` returns True if it handled
+        it."""
 
         def given(frame: Frame) -> bool:
             arriving = self._arriving(frame)
@@ -290,12 +283,12 @@ class BulkCall:
         return True
 
     def close(self) -> None:
-        """Stop the timer of deferred frames, when the call has ended."""
+        """Stop the timer of deferred frames."""
         self._deferred.close()
 
     @property
     def reads_to_end(self) -> bool:
-        """True if this server can read all data that were sent, even if their sender dies."""
+        """True if this server can read all sent data even if their sender dies."""
         return self._wire.is_local
 
     def end_reading(self) -> None:
@@ -307,7 +300,6 @@ class BulkCall:
         self._wire.end_sending()
 
     def _arriving(self, frame: Frame) -> Arriving | None:
-        """Return the request that a frame carries; None if it carries no request."""
         if frame.kind is FrameKind.PIECE:
             return OnlyPiece(
                 ReadPiece(frame.shard_id, frame.offset_bytes, frame.body, frame.checksum)
@@ -322,7 +314,7 @@ class BulkCall:
             raise _unreadable(frame, error, "FollowRequest") from error
 
     def _free_slot(self, frame: Frame) -> None:
-        """Free the slot of a frame whose data have been applied or copied."""
+        """Call this once the frame's data have been applied or copied."""
         if frame.kind is FrameKind.PLACED:
             self._deferred.free(bulk.header(FrameKind.FREE_SLOT, at=frame.at))
 
@@ -369,8 +361,7 @@ class BulkCall:
         await self._wire.send_file(head, segment.descriptor, start, size)
 
     async def finish(self) -> None:
-        """Read the remaining frames of the call. Raises MalformedMessage for a piece, and what
-        `next_frame` raises."""
+        """Read the remaining frames of the call. Raises MalformedMessage for a piece."""
         while not self._is_over:
             if await self._next_piece() is not None:
                 raise MalformedMessage(
@@ -378,7 +369,6 @@ class BulkCall:
                 )
 
     async def _next_piece(self) -> ReadPiece | None:
-        """Return the next piece; None at the call's end. Note the FREE_SLOT frames before it."""
         while not self._is_over:
             frame = await self._wire.next_frame()
             if frame.kind is FrameKind.PIECE:
@@ -415,8 +405,8 @@ class BulkCall:
 
     @property
     def ends_now(self) -> bool:
-        """True if the END frame is to be sent with the replies that are sent now. Sent separately,
-        it would wake the client once more."""
+        """True if the END frame is to be sent with the current replies: the client wakes only
+        once."""
         return self._end_follows and self._is_over
 
     def end_follows(self) -> None:

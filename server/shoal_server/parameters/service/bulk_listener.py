@@ -26,13 +26,12 @@ log = structlog.get_logger(__name__)
 
 HELLO_S = 5.0
 MAX_CONNECTIONS = 4096
-# After 10 s of silence, the kernel probes a connection every 5 s. It ends the connection after 3
-# probes without an answer: the client's machine has vanished.
+# The kernel ends a connection after 25 s of silence: the client's machine has vanished.
 KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
 
 
 class BulkListener:
-    """Accepts bulk connections from clients and other servers that present a key from `offers`."""
+    """Accepts bulk connections that present a key from `offers`."""
 
     def __init__(
         self,
@@ -42,7 +41,7 @@ class BulkListener:
         *,
         most: int = MAX_CONNECTIONS,
     ) -> None:
-        """`most`: the most connections that may be open at once."""
+        """`most`: bound on open connections."""
         self._most = most
         self._calls = calls
         self._offers = offers
@@ -51,8 +50,7 @@ class BulkListener:
 
     @asynccontextmanager
     async def listening(self, host: str, port: int) -> AsyncIterator[None]:
-        """Accept connections as long as the block runs. Raises AddressInUse if this process cannot
-        listen on the port."""
+        """Accept connections during the block. Raises AddressInUse if the port is taken."""
         with ExitStack() as stack:
             remote = stack.enter_context(_bound(host, port))
             local, name = _named(stack)
@@ -99,8 +97,6 @@ class BulkListener:
             await BulkServerConnection(wire, self._calls, arena, hello.use).serve()
 
     async def _greeted(self, wire: FrameConnection) -> "_Hello":
-        """Read the client's HELLO. Raises MalformedMessage if its key is unknown, expired or used,
-        and what `next_frame` raises."""
         frame = await wire.next_frame()
         use = self._offers.redeem(bytes(frame.body))
         if use is None:
@@ -130,20 +126,17 @@ class BulkListener:
 
 @dataclass(frozen=True, kw_only=True)
 class _Hello:
-    """The content of a client's HELLO frame."""
-
     use: PermittedUse
     arena_bytes: int
-    """Size of the shared memory that the client wants; 0: none."""
+    """Size of the shared memory; 0 if the client wants none."""
 
 
 async def _welcome(wire: FrameConnection, arena: SharedArena | None) -> None:
-    """Answer the HELLO, and send the descriptor of the shared memory, if any, with the answer."""
     if arena is None:
         await wire.send(bulk.header(FrameKind.HELLO))
         return
     try:
-        # A fresh connection has room for these bytes, so this does not block.
+        # A fresh connection has room for these bytes.
         answer = bulk.header(FrameKind.HELLO, at=arena.num_bytes)
         socket.send_fds(wire.socket, [answer], [arena.descriptor])
     except OSError as error:
@@ -153,10 +146,8 @@ async def _welcome(wire: FrameConnection, arena: SharedArena | None) -> None:
 
 
 def _named(stack: ExitStack) -> tuple[socket.socket | None, str]:
-    """Return a Unix socket, for clients in this network namespace, and its random abstract name.
-    None and an empty name if the system has no abstract names: then all clients connect to the
-    port.
-    """
+    """Return a Unix socket and its random abstract name; None and an empty name if the system has
+    no abstract names."""
     name = f"shoal-{secrets.token_hex(16)}"
     try:
         local = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))

@@ -16,16 +16,15 @@ MAX_JOBS = 1024
 
 @dataclass(slots=True)
 class PushOutcomeCounts:
-    """Counts of one job's pushes to parameters, not to tables, since the server started: parts that
-    were refused because of their epoch, and pushes that were applied in part."""
+    """Counts of one job's pushes to parameters, not to tables: refused parts, and pushes applied in
+    part."""
 
     by_epoch: int = 0
     partial: int = 0
 
 
 class PushTally:
-    """Counts by job, for at most MAX_JOBS jobs. Beyond that, the job that was refused first is
-    dropped."""
+    """Counts by job, for at most MAX_JOBS jobs; beyond that, the oldest entry is dropped."""
 
     def __init__(self) -> None:
         self._jobs: OrderedDict[str, PushOutcomeCounts] = OrderedDict()
@@ -42,7 +41,7 @@ class PushTally:
             self._jobs.popitem(last=False)
 
     def fill(self, reply: DescribeReply, job: str) -> None:
-        """Add the counts of one job to the reply, or of all jobs if `job` is empty."""
+        """Add the counts of one job, or of all jobs if `job` is empty."""
         for name, counts in self._jobs.items():
             if job in ("", name):
                 reply.refused_by_epoch += counts.by_epoch
@@ -55,8 +54,8 @@ def add_shard(
     assignment: ShardAssignment | None,
     versions: Mapping[Holder, int],
 ) -> None:
-    """Add a shard to the reply. A shard of which this server is not the primary is only counted,
-    and its memory added. `versions`: the newest version that each backup is known to have."""
+    """Add a shard to the reply. A backup adds only to the number of copies and the memory.
+    `versions`: the newest version that each backup is known to have."""
     reply.memory_bytes += replica.state.memory_bytes
     if replica.role is not ReplicaRole.PRIMARY:
         reply.num_copies += 1
@@ -79,7 +78,7 @@ def _add_copies(
         figures.copies.append(
             CopyState(
                 server_id=holder.server_id,
-                # The backup may have a newer version than the figures, which were read before.
+                # A backup may have a newer version than the figures, which were read before.
                 version=min(versions.get(holder, 0), figures.version),
                 joining=assignment is not None and holder == assignment.joining,
             )

@@ -15,9 +15,7 @@ from shoal_server.serving.tasks import cancel
 log = structlog.get_logger(__name__)
 
 MAX_PENDING_SHARDS = 8
-"""Bound on the shards of one call that are being applied, or whose replies are not sent yet. At the
-bound, no more pieces are read.
-"""
+"""Bound on the started parts of one call that are not answered yet."""
 
 T = TypeVar("T")
 PartT = TypeVar("PartT", bound="IncomingPart")
@@ -30,7 +28,7 @@ class IncomingPart(Protocol):
 
     @property
     def shard_id(self) -> int:
-        """The id that the part's pieces carry."""
+        """Id that the part's pieces carry."""
         ...
 
     @property
@@ -41,22 +39,21 @@ class PartKind(Protocol[PartT_contra, AnswerT]):
     """Handler of the parts of a call."""
 
     def apply(self, part: PartT_contra) -> "asyncio.Future[AnswerT | ShoalError]":
-        """Start to apply a complete part; return a future of its answer. If the future is
-        cancelled, a part that still waits for its turn is not applied; a part that has begun is
-        applied without an answer."""
+        """Start to apply a complete part; return a future of its answer. A part that is cancelled
+        before its turn is not applied."""
         ...
 
     def refusal(self, shard_id: int, error: ShoalError) -> AnswerT:
-        """Return the answer for a shard that was not changed, or whose change did not become as
-        safe as the push demands."""
+        """Return the answer for a part with an error; see `IncomingCall`."""
         ...
 
 
 class IncomingCall(Generic[PartT, AnswerT]):
-    """Receives a push or a lookup. An error in one part is that part's answer; other parts go on.
+    """Receives a push or a lookup.
 
-    The shard of a part with an error is not changed, or its change did not become as safe as the
-    push demands. An error that concerns the whole call is raised."""
+    An error in one part is that part's answer: its shard was not changed, or the change did not
+    become as safe as the push demands. An error that concerns the whole call is raised.
+    """
 
     def __init__(self, kind: PartKind[PartT, AnswerT], reservation: Reservation) -> None:
         self._kind = kind
@@ -69,12 +66,11 @@ class IncomingCall(Generic[PartT, AnswerT]):
         self._is_over = False
         self._is_whole = False
         self.is_last = False
-        """True if the newest answers that were yielded are known to be the call's last. It stays
-        False if they were yielded before the end of the call was received."""
+        """True if the newest answers are known to be the call's last. False also before the call's
+        end was received."""
 
     def expect(self, shard_id: int, make: Callable[[], PartT]) -> None:
-        """Expect the part that `make` returns, which the header names by `shard_id`. A ShoalError
-        from `make` is the part's answer."""
+        """Expect the part that `make` returns. A ShoalError from `make` is the part's answer."""
         try:
             part = make()
         except ShoalError as error:
@@ -88,10 +84,8 @@ class IncomingCall(Generic[PartT, AnswerT]):
     async def answers(
         self, pieces: AsyncIterator[AnyPiece]
     ) -> AsyncGenerator[Sequence[AnswerT], None]:
-        """Yield the parts' answers while later pieces are still received, in the order in which
-        the parts began to be applied or were refused. Answers that are ready are yielded together.
-        Raises an error that concerns the whole call. If the caller stops before the last answer,
-        the remaining answers are dropped, and parts that wait for their turn are not applied."""
+        """Yield the parts' answers, in the order in which the parts were started or refused. If the
+        caller stops early, waiting parts are not applied."""
         taking = asyncio.create_task(self._take_all(pieces), name="parts of a call")
         try:
             while self._pending or not self._is_over:
@@ -152,8 +146,7 @@ class IncomingCall(Generic[PartT, AnswerT]):
             self._refuse(shard_id, error)
             return
         if part.assembler.is_complete:
-            # Started once a piece of another shard, or the end, follows: only then is it known that
-            # the part was not too long.
+            # Started once another shard's piece, or the end, shows that the part was not too long.
             self._whole = self._parts.pop(shard_id)
 
     def _start_whole(self) -> None:
@@ -176,8 +169,8 @@ class IncomingCall(Generic[PartT, AnswerT]):
 
 
 def guarded(work: Callable[[], T], job: str, shard_id: int, what: str = "push") -> T | ShoalError:
-    """Call `work`, and return its result, or the error for the answer: its ShoalError, or
-    InternalError for any other error, which is logged."""
+    """Return the result of `work`, or the error for the answer. An error that is not a ShoalError
+    is logged."""
     try:
         return work()
     except ShoalError as error:
@@ -188,7 +181,7 @@ def guarded(work: Callable[[], T], job: str, shard_id: int, what: str = "push") 
 
 
 def not_expected(shard_id: int, expected: Mapping[int, object]) -> ShoalError:
-    """Return the error for a piece of a shard that is not in the header, or is complete."""
+    """Return the error for a piece of an absent or complete shard."""
     return MalformedMessage(
         "an unexpected piece of a shard",
         seen=f"shard {shard_id}",

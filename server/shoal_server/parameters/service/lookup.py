@@ -44,15 +44,15 @@ class LookupPart:
 class LookupAnswer:
     rows: FoundRows
     values: Sequence[Message | bytes] = ()
-    """Messages or frames that carry births and values, or their position in shared memory."""
+    """Messages or frames with births and values, or their position in shared memory."""
 
 
 IncomingLookup = IncomingCall[LookupPart, LookupAnswer]
 
 
 class LookupKind:
-    """The items of one lookup. An item is answered once its rows are looked up, and every backup in
-    step has their version."""
+    """The items of one lookup. An answer waits until every backup in step has the version of its
+    rows."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class LookupKind:
         self._reply_writer = reply_writer
 
     async def open(self, lookup: IncomingLookup) -> None:
-        """Look up every shard that the header names, and make those that never existed."""
+        """Look up the header's shards, and make those that never existed."""
         wanted = [(item.shard_id, item.epoch) for item in self._items]
         await self._maker.make_missing(self._job, wanted)
         replicas = await self._catalog.look_up(self._job, wanted)

@@ -1,8 +1,4 @@
-"""The Parameters service: creates shards, applies pushes to them, and sends values and rows.
-
-Work on small shards runs on the event loop. Work on large shards runs in a pool of threads, so that
-the loop stays free for other calls.
-"""
+"""The Parameters service: creates shards, applies pushes to them, and sends values and rows."""
 
 import time
 from collections import deque
@@ -89,7 +85,7 @@ M = TypeVar("M", bound=Message)
 
 MAX_WAIT_S = 60.0
 FORMING_S = 10.0
-"""Longest time for which `Create` waits until the first backup has the values."""
+"""Longest wait of `Create` for the first backup."""
 
 
 class ParametersServicer(Base):
@@ -119,7 +115,7 @@ class ParametersServicer(Base):
         self.loop_lag = loop_lag
         self._tally = PushTally()
         self.push_durations = Durations(("outcome",))
-        """Durations of pushes to parameters, from the header to the answer for the last shard."""
+        """Durations from the header to the last answer."""
 
     async def Create(self, requests: AsyncIterator[CreateRequest], context: Context) -> CreateReply:
         first = await anext(requests, CreateRequest())
@@ -128,7 +124,7 @@ class ParametersServicer(Base):
         header = first.header
         await self._fence.check(header.token)
         check_spec(header.optimizer, 1 + max((s.group for s in header.shards), default=0))
-        # Read the newest record, as a watch may lag: only the recorded primary may create a shard.
+        # A watch may lag, and only the recorded primary may create a shard.
         await self._replicas.refresh(header.token.job)
         await self._catalog.check_creatable(header.token.job, header.shards, header.optimizer)
         with self._claim(header) as claim, Reservation(self._budget) as reservation:
@@ -136,7 +132,6 @@ class ParametersServicer(Base):
         return CreateReply(created=created)
 
     def _claim(self, header: CreateHeader) -> MemoryClaim:
-        """Reserve memory for the shards that this server does not have yet. Raises Overloaded."""
         job = header.token.job
         new = [s for s in header.shards if self._catalog.find(job, s.shard_id) is None]
         num_bytes = sum(bytes_to_make(shard, header.optimizer) for shard in new)
@@ -164,7 +159,7 @@ class ParametersServicer(Base):
                 shard = await self._run(shard_bytes(spec), make)
                 job = header.token.job
                 replica = ShardReplica(job, shard, ReplicaRole.PRIMARY, spec.epoch)
-                # Check again: the shard may have moved while its values were being received.
+                # The shard may have moved while its values were being received.
                 self._catalog.check_new(job, spec, self._replicas.assignment(job, shard_id))
                 if self._catalog.add(replica):
                     self._replicas.created(replica)
@@ -185,12 +180,9 @@ class ParametersServicer(Base):
     async def pull(
         self, request: PullRequest, reply_writer: ReplyWriter
     ) -> AsyncGenerator[Sequence[Message | bytes], None]:
-        """Yield the messages with each shard's values, as `reply_writer` has written them. All
-        values of a shard are of one version. Messages yielded together are sent together.
-
-        If this server does not serve one of the shards, raises the error for the first such shard;
-        a WrongEpoch has the routes of the others, too.
-        """
+        """Yield the messages with each shard's values, which are of one version. Messages yielded
+        together are sent together. Raises the error for the first shard that this server does not
+        serve; a WrongEpoch also has the routes of the others."""
         await self._fence.check(request.token)
         job = request.token.job
         wait_s = min(max(request.wait_s, 0.0), MAX_WAIT_S)
@@ -215,7 +207,7 @@ class ParametersServicer(Base):
     async def _read_ahead(
         self, reads: Iterable[tuple[ShardReplica, int]], reply_writer: ReplyWriter
     ) -> AsyncIterator[tuple[ShardReplica, DenseValues]]:
-        """Yield each shard's values, in order. A shard is read while the previous one is sent."""
+        """Read each shard while the previous one is sent."""
         pending: deque[tuple[ShardReplica, Awaitable[DenseValues]]] = deque()
         for replica, known_version in reads:
             shard = dense_shard(replica)
@@ -243,8 +235,7 @@ class ParametersServicer(Base):
     async def look_up(
         self, request: LookupRequest, pieces: AsyncIterator[AnyPiece], reply_writer: ReplyWriter
     ) -> AsyncGenerator[Sequence[Message | bytes], None]:
-        """Answer a lookup of rows while it is being received. `reply_writer` writes the births and
-        values of the answers. Raises an error that concerns the whole call."""
+        """Answer a lookup of rows while it is being received."""
         if not request.HasField("header"):
             raise no_header("LookupHeader")
         header = request.header
@@ -274,10 +265,8 @@ class ParametersServicer(Base):
     async def push(
         self, request: PushRequest, pieces: AsyncIterator[AnyPiece], reply_writer: ReplyWriter
     ) -> AsyncGenerator[Sequence[Message | bytes], None]:
-        """Apply a push while it is being received. Yield the messages with each shard's outcome and
-        with its values, if requested, as `reply_writer` has written them. Messages yielded together
-        are sent together. Raises an error that concerns the whole push. The push passes the job's
-        snapshot barrier."""
+        """Apply a push while it is being received, once the job's snapshot barrier admits it. Yield
+        each shard's outcome, with its values if requested."""
         if not request.HasField("header"):
             raise no_header("PushHeader")
         header, began_s = request.header, time.perf_counter()
@@ -313,7 +302,6 @@ class ParametersServicer(Base):
                 self._count(header, outcomes, time.perf_counter() - began_s)
 
     def _count(self, header: PushHeader, outcomes: Sequence[PushOutcome], took_s: float) -> None:
-        """Count the outcomes and the duration of a push to parameters."""
         if any(item.HasField("rows") for item in header.shards):
             return
         self._tally.count(header.token.job, outcomes)
@@ -355,7 +343,6 @@ class ParametersServicer(Base):
 async def _replies(
     kind: type[M], batches: AsyncGenerator[Sequence[Message | bytes], None]
 ) -> AsyncIterator[M]:
-    """Yield the replies of a gRPC call one by one."""
     async with aclosing(batches):
         async for batch in batches:
             for reply in batch:
@@ -371,7 +358,7 @@ def _new_shard(spec: Shard, header: CreateHeader, assembler: ChunkAssembler) -> 
 
 
 def no_header(expected: str) -> MalformedMessage:
-    """Return the error for a stream that begins with another message, or has no message."""
+    """Return the error for a stream that does not begin with its header."""
     return MalformedMessage(
         "the stream does not begin with its header",
         seen="another message, or none",

@@ -1,5 +1,4 @@
-"""Pushes of gradients and of rows. Each shard's data arrive in pieces, are applied as one push, and
-are answered with the outcome and, on request, the newest values of a shard of parameters."""
+"""Pushes of gradients and of rows. The data of each shard are applied as one push."""
 
 import asyncio
 import math
@@ -40,20 +39,18 @@ T = TypeVar("T")
 MAX_ROWS_BYTES = 256 * 1024 * 1024
 """Bound on one shard's rows in one push, with their gradients decoded."""
 DECODING_COST = INLINE_BYTES
-"""Cost added to the bytes of a compressed gradient, so that it is not applied on the event loop:
-decoding takes longer than applying as many bytes.
-"""
+"""Cost of a compressed gradient, which is not decoded on the event loop."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DenseTarget:
-    """A shard of parameters, and the settings of its part of the push."""
+    """A shard of parameters, and its part of the push."""
 
     shard: DenseShard
     blocks: Sequence[int]
     lr: float | None
     decoder: GradientDecoder | None
-    """Decodes the gradient; None: it is not compressed."""
+    """Decoder of a compressed gradient; None for others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,11 +61,9 @@ class PushPart:
     replica: ShardReplica
     assembler: PieceAssembler
     target: DenseTarget | TableShard
-    """The shard. The data for a TableShard are all ids, then all births, then all gradients."""
+    """Data for a TableShard are all ids, then all births, then all gradients."""
     cost_bytes: int
-    """The `num_bytes` with which a `Runner` applies the part."""
     next_address: str = ""
-    """Address of the successor while the shard is being handed over; else empty."""
 
     @property
     def shard_id(self) -> int:
@@ -82,7 +77,6 @@ class ShardAnswer:
 
     @property
     def newest_version(self) -> int:
-        """The newest version in the answer."""
         return max(self.outcome.version, self.values.version if self.values else 0)
 
 
@@ -104,7 +98,7 @@ class PushKind:
         memory: Memory,
         reply_writer: ReplyWriter,
     ) -> None:
-        """Raises MalformedMessage or InvalidSpec if the header is not valid."""
+        """Raises MalformedMessage or InvalidSpec for a bad header."""
         _check(header)
         self._scope = Scope.of(header.all_shard_ids, of_tables=header.counts_rows)
         self._header = header
@@ -118,8 +112,7 @@ class PushKind:
         self._is_durable = header.acknowledgement == Acknowledgement.ACKNOWLEDGEMENT_DURABLE
 
     async def open(self, push: IncomingPush) -> None:
-        """Look up every shard that the header names, and make shards of tables that never
-        existed."""
+        """Look up the header's shards, and make shards of tables that never existed."""
         job, items = self._header.token.job, self._header.shards
         rows = [(item.shard_id, item.epoch) for item in items if item.HasField("rows")]
         if rows:
@@ -140,9 +133,6 @@ class PushKind:
         return part(item, replica, next_address)
 
     def _dense_part(self, item: PushItem, replica: ShardReplica, next_address: str) -> PushPart:
-        """Raises InvalidSpec if the push lacks the learning rate of the shard's group,
-        MalformedMessage for absent blocks that do not exist, and what `DenseBody.decoder`
-        raises."""
         shard = dense_shard(replica)
         group, rates = shard.spec.group, self._header.lr
         if rates and group >= len(rates):
@@ -171,7 +161,6 @@ class PushKind:
         )
 
     def _row_part(self, item: PushItem, replica: ShardReplica, next_address: str) -> PushPart:
-        """Raises InvalidSpec for too many rows, or a codec that is not for these rows."""
         shard, num_rows = table_shard(replica), item.rows.num_rows
         body, ids_bytes = shard.body, 2 * num_rows * ID_BYTES
         codec = item.codec if item.HasField("codec") else None
@@ -216,7 +205,6 @@ class PushKind:
     async def _once_safe(
         self, replica: ShardReplica, applied: Awaitable[ShardAnswer | ShoalError]
     ) -> ShardAnswer | ShoalError:
-        """Return the answer once its newest version is as safe as the push demands."""
         answer = await applied
         if isinstance(answer, ShoalError):
             return answer
@@ -236,10 +224,9 @@ class PushKind:
         batch: memoryview | None = None
         if target.decoder is not None:
             if is_borrowed:
-                # Backups and the journal get the bytes that are decoded here, even if the sender
-                # changes its memory meanwhile.
+                # Backups and the journal must get the bytes that are decoded here.
                 gradient, is_borrowed = bytes(gradient), False
-            # Decoded before the shard's lock is taken: other pushes can be applied meanwhile.
+            # Before the shard's lock is taken: other pushes can be applied meanwhile.
             batch = body.decode(target.decoder, gradient)
         push = DensePush(
             session=self._session,
@@ -296,8 +283,7 @@ class PushKind:
         return ShardAnswer(outcome=outcome)
 
     def refusal(self, shard_id: int, error: ShoalError) -> ShardAnswer:
-        """Return the answer for a refused shard, with its new route if the shard moved while its
-        data were being received."""
+        """Return the answer for a refused shard, with its new route if it moved meanwhile."""
         epoch = next(item.epoch for item in self._header.shards if item.shard_id == shard_id)
         error = self._catalog.with_route(error, self._header.token.job, shard_id, epoch)
         return ShardAnswer(outcome=PushOutcome(shard_id=shard_id, error=to_detail(error)))
@@ -314,7 +300,7 @@ def _outcome(part: PushPart, applied: ShardPushResult[T]) -> PushOutcome:
 
 
 def dense_shard(replica: ShardReplica) -> DenseShard:
-    """Return the state of a shard of parameters. Raises MalformedMessage for a shard of a table."""
+    """Return a shard of parameters. Raises MalformedMessage for a shard of a table."""
     if not is_dense(replica.state):
         raise MalformedMessage(
             f"shard {replica.shard_id} of job {replica.job} is part of a table",
@@ -325,8 +311,7 @@ def dense_shard(replica: ShardReplica) -> DenseShard:
 
 
 def table_shard(replica: ShardReplica) -> TableShard:
-    """Return the state of a shard of a table. Raises MalformedMessage for a shard of
-    parameters."""
+    """Return a shard of a table. Raises MalformedMessage for other shards."""
     if not is_table(replica.state):
         raise MalformedMessage(
             f"shard {replica.shard_id} of job {replica.job} is not part of a table",
@@ -337,8 +322,8 @@ def table_shard(replica: ShardReplica) -> TableShard:
 
 
 def messages(answers: Sequence[ShardAnswer]) -> Sequence[Message | bytes]:
-    """Return the messages and frames with these answers. Successive outcomes share a message, which
-    ends at the first outcome with values; the values follow the message."""
+    """Return the messages and frames with these answers; a message ends at the first outcome with
+    values."""
     replies: list[Message | bytes] = []
     outcomes: list[PushOutcome] = []
     for answer in answers:

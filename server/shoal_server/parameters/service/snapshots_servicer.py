@@ -39,14 +39,13 @@ T = TypeVar("T")
 
 MAX_LIMIT_S = 60.0
 WRITE_WITHIN_S = 30.0
-"""Longest time between the cut through the shards and the call that writes them."""
+"""Longest time between the cut and the call that writes it."""
 FORMING_S = 10.0
-"""Longest time for which `Load` waits until backups have the shards."""
+"""Longest wait of `Load` for backups."""
 
 
 class SnapshotsServicer(ShardSnapshotsServicer):
-    """Serves snapshots. `pool` runs reads and writes of storage, which may be slow, and nothing
-    else."""
+    """Serves snapshots. `pool` runs only reads and writes of storage."""
 
     def __init__(
         self,
@@ -135,7 +134,7 @@ class SnapshotsServicer(ShardSnapshotsServicer):
     async def Load(self, request: pb.LoadRequest, context: Context) -> pb.LoadReply:
         job = request.job
         parts = [messages.to_part(file) for file in request.files]
-        # The coordinator writes the record before it asks this server to load.
+        # The coordinator has written the record before this call.
         await self._replicas.drop_stale_replicas(job)
         epochs = {part.shard_id: self._epoch_to_lead(job, part.shard_id) for part in parts}
         library = await self._library(request.url, job)
@@ -151,9 +150,6 @@ class SnapshotsServicer(ShardSnapshotsServicer):
         return pb.LoadReply(shard_ids=sorted(epochs))
 
     def _claim(self, job: str, parts: Sequence[ManifestEntry]) -> MemoryClaim:
-        """Reserve the memory that the loaded shards take beyond the memory of the shards that they
-        replace. Raises Overloaded.
-        """
         num_bytes = sum(part.num_bytes - self._bytes_of(job, part) for part in parts)
         return self._memory.reserve(num_bytes, f"{len(parts)} shards of a snapshot of job {job}")
 
@@ -176,9 +172,7 @@ class SnapshotsServicer(ShardSnapshotsServicer):
         return assignment.epoch
 
     def _lead(self, job: str, state: AnyShard, epoch: int) -> None:
-        """Become primary of a loaded shard. It replaces a shard that a member has created
-        meanwhile.
-        """
+        """A member may have created the shard meanwhile: replace it."""
         if self._epoch_to_lead(job, state.shard_id) != epoch:
             raise WrongEpoch(
                 f"shard {state.shard_id} of job {job} has another epoch now", seen=str(epoch)
@@ -195,8 +189,7 @@ class SnapshotsServicer(ShardSnapshotsServicer):
 
 
 def _check_cut(request: pb.WriteRequest) -> None:
-    """Raise InvalidSpec if the cut's id is not a valid name, or the number is out of range: both
-    become part of a path."""
+    """The cut's id and number become part of a path."""
     if not is_name(request.cut_id) or not 0 < request.number < 2**63:
         raise InvalidSpec(
             "bad cut or number of a snapshot",

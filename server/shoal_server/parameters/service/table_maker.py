@@ -19,7 +19,6 @@ from shoal_server.parameters.tables.shard import TableShard, new_table_shard
 log = structlog.get_logger(__name__)
 
 FORMING_S = 10.0
-"""Longest time for which a call that makes shards waits until the first backup has them."""
 
 
 class TableMaker:
@@ -34,10 +33,8 @@ class TableMaker:
         self._memory = memory
 
     async def make_missing(self, job: str, wanted: Iterable[tuple[int, int]]) -> None:
-        """Make all table shards of the job that never existed and have this server as primary, if
-        this server lacks one of the `wanted` shards and knows of no later epoch of it. `wanted`:
-        pairs of (shard id, epoch). Raises Overloaded if there is no memory for the new shards, or
-        what the store raises."""
+        """Make the job's missing table shards if this server lacks one of the `wanted` (shard id,
+        epoch), and knows of no later epoch. Raises Overloaded, or what the store raises."""
         for shard_id, epoch in wanted:
             if (
                 self._catalog.find(job, shard_id) is None
@@ -47,12 +44,11 @@ class TableMaker:
                 return
 
     async def make_all(self, job: str) -> None:
-        """Make the table shards that never existed and have this server as primary. Called before a
-        snapshot, which has every shard."""
+        """Make the job's table shards that never existed and have this server as primary."""
         await self._make(job)
 
     async def _make(self, job: str) -> None:
-        # Read the newest record, as a watch may lag: only the recorded primary may make a shard.
+        # A watch may lag, and only the recorded primary may make a shard.
         await self._replicas.refresh(job)
         layout = await self._catalog.layout(job)
         if layout is None:
@@ -74,7 +70,6 @@ class TableMaker:
             await self._wait_on_disk(job, made)
 
     def _register(self, job: str, new: Sequence[ShardReplica]) -> list[int]:
-        """Become primary of new shards; return their ids. Raises Overloaded, without a change."""
         num_bytes = sum(replica.state.memory_bytes for replica in new)
         with self._memory.reserve(num_bytes, f"{len(new)} new table shards of job {job}") as claim:
             for replica in new:
@@ -84,8 +79,8 @@ class TableMaker:
         return [replica.shard_id for replica in new]
 
     async def _wait_on_disk(self, job: str, made: Iterable[int]) -> None:
-        """Wait until new shards are in the journal, if there is one. Without the wait, if all
-        servers died now, shards would be reported lost although nothing was pushed to them."""
+        """Wait until new shards are in the journal. If all servers died before that, the shards
+        would be reported lost although nothing was pushed to them."""
         for replica in map(partial(self._catalog.find, job), made):
             if replica is None or not replica.is_journaled:
                 continue

@@ -33,31 +33,28 @@ from shoal_server.parameters.shard.sessions import MAX_SESSIONS
 log = structlog.get_logger(__name__)
 
 LED_WITHIN_S = 1.0
-"""Longest wait of a call that arrives before this server knows that it is a shard's primary."""
+"""Longest wait of a call that arrives before this server knows that it is primary."""
 
 
 class ShardLocations(Protocol):
-    """Locations of all shards in the assignments that this server knows."""
+    """Locations of all shards that this server knows."""
 
     def route(self, job: str, shard_id: int) -> Route | None:
-        """Return the route to a shard's primary, which may be this server, or to the successor
-        during a handover; None if it is not known."""
+        """Return the route to a shard's primary, or to the successor during a handover; None if
+        unknown."""
         ...
 
     def next_address(self, job: str, shard_id: int) -> str:
-        """Return the address of the shard's successor; empty if there is no successor, or its
-        address is not known."""
+        """Return the address of the shard's successor; empty if unknown."""
         ...
 
     def is_kept(self, job: str, shard_id: int) -> bool:
-        """True if this server's journal may have the shard, and this server does not serve it as
-        primary at present."""
+        """True if this server's journal may have the shard, and this server is not its primary
+        now."""
         ...
 
 
 class _UnknownLocations:
-    """The locations before `ShardReplicas` sets them: every shard's location is unknown."""
-
     def route(self, job: str, shard_id: int) -> Route | None:
         return None
 
@@ -75,7 +72,7 @@ class Catalog:
     def __init__(
         self, store: KeyValueStore, me: Holder, *, max_sessions: int = MAX_SESSIONS
     ) -> None:
-        """`max_sessions`: the number of sessions that a shard remembers."""
+        """`max_sessions`: bound for each shard."""
         self._store = store
         self._layouts = shard_map.ShardMapReader(store)
         self._max_sessions = max_sessions
@@ -83,10 +80,9 @@ class Catalog:
         self._shards: dict[str, dict[int, ShardReplica]] = {}
         self._changed = asyncio.Condition()
         self.whereabouts: ShardLocations = _UnknownLocations()
-        """Set once by `ShardReplicas`, which is made after the catalog."""
 
     async def layout(self, job: str) -> ShardMap | None:
-        """Return the job's shard map, without holders; read-only. None if the job has none. Raises
+        """Return the job's shard map, read-only and without holders; None if there is none. Raises
         what the store raises."""
         return await self._layouts.read(job)
 
@@ -100,8 +96,8 @@ class Catalog:
         that explains its absence: WrongEpoch, ShardNotReady, StateLost or UnknownShard. Raises what
         the store raises.
 
-        Waits for at most LED_WITHIN_S for shards that this server has as a backup of an earlier
-        epoch: during a handover, the old primary already redirects calls to this server.
+        Waits for backups of an earlier epoch: during a handover, the old primary already redirects
+        calls to this server.
         """
         await self._wait_led(job, wanted)
         results: list[ShardReplica | ShoalError] = []
@@ -138,8 +134,8 @@ class Catalog:
             return
 
     def redirect(self, job: str, shard_id: int, epoch: int) -> WrongEpoch | None:
-        """Return the error for a call with that epoch, with the route to the shard's primary in a
-        later epoch; None if this server knows of no later epoch."""
+        """Return the error, with a route, for a call with that epoch; None if this server knows of
+        no later epoch."""
         route = self.whereabouts.route(job, shard_id)
         if route is None or route.epoch <= epoch:
             return None
@@ -152,15 +148,14 @@ class Catalog:
         )
 
     def with_route(self, error: ShoalError, job: str, shard_id: int, epoch: int) -> ShoalError:
-        """Replace a WrongEpoch that has no details by the shard's `redirect`, which has its route,
-        if this server knows of an epoch later than `epoch`. Else return `error`."""
+        """Return the shard's `redirect`, if any, instead of a WrongEpoch without details."""
         if not isinstance(error, WrongEpoch) or error.details:
             return error
         return self.redirect(job, shard_id, epoch) or error
 
     async def wait_for(self, job: str, shard_ids: Iterable[int], wait_s: float) -> None:
         """Return once this server is the primary of all these shards and none is forming, or after
-        `wait_s`. Shards with another primary are not waited for."""
+        `wait_s`. Other servers' shards do not count."""
         wanted = list(shard_ids)
 
         def is_settled(shard_id: int) -> bool:
@@ -188,11 +183,9 @@ class Catalog:
     async def check_creatable(
         self, job: str, shards: Sequence[Shard], optimizer: OptimizerSpec
     ) -> None:
-        """Check that workers may create these shards here: the job has them, with equal dtype,
-        group and blocks, and those that this server has already have an equal optimizer.
-
-        Raises UnknownShard, DtypeMismatch, ShapeMismatch or ProposalConflict otherwise, and what
-        `check_new` and the store raise."""
+        """Check that the job has these shards with equal dtype, group and blocks, and that existing
+        shards have an equal optimizer. Raises UnknownShard, DtypeMismatch, ShapeMismatch,
+        ProposalConflict, and what `check_new` and the store raise."""
         record = await self.layout(job)
         wanted = [shard.shard_id for shard in shards]
         assignments = await records.read_shards(self._store, job, wanted)
@@ -216,9 +209,9 @@ class Catalog:
                 )
 
     def check_new(self, job: str, shard: Shard, assignment: ShardAssignment | None) -> None:
-        """Raise an error unless this server has the shard, or may create it: WrongEpoch if the
-        shard's assignment differs; ShardNotReady or StateLost if this server does not have the
-        shard, but the record says that the shard had values or is to get them from a snapshot."""
+        """Raise an error unless this server has the shard or may create it: WrongEpoch for another
+        assignment; ShardNotReady or StateLost if the absent shard had values, or is to get them
+        from a snapshot."""
         if assignment is None or assignment.primary != self._me or shard.epoch != assignment.epoch:
             raise WrongEpoch(
                 f"shard {shard.shard_id} has another assignment",
@@ -233,7 +226,7 @@ class Catalog:
             raise self.absence_error(job, assignment)
 
     def absence_error(self, job: str, assignment: ShardAssignment) -> ShoalError:
-        """Return the error for a shard of which this server is the primary and has no copy."""
+        """Return the error for a primary without a copy."""
         is_kept = self.whereabouts.is_kept(job, assignment.shard_id)
         return _absence_error(job, assignment, is_kept=is_kept)
 
@@ -254,8 +247,7 @@ class Catalog:
             )
 
     def add(self, replica: ShardReplica) -> bool:
-        """Add a shard unless the catalog has it; return True if it was added. Call `notify`
-        afterwards."""
+        """Add a shard unless the catalog has it; True if it was added. Call `notify` afterwards."""
         shards = self._shards.setdefault(replica.job, {})
         if replica.shard_id in shards:
             return False
@@ -264,7 +256,7 @@ class Catalog:
         return True
 
     def remove(self, replica: ShardReplica) -> None:
-        """Remove a replica, if it is still the one in the catalog."""
+        """Remove a replica unless another has replaced it."""
         if self.find(replica.job, replica.shard_id) is replica:
             del self._shards[replica.job][replica.shard_id]
 
@@ -277,14 +269,13 @@ class Catalog:
         return list(self._shards.get(job, {}).values())
 
     def shards(self, job: str = "") -> Iterator[ShardReplica]:
-        """Yield the shards of one job, or of all jobs, in order."""
+        """Yield the shards of one job, or of all jobs if `job` is empty, in order."""
         for name in sorted(self._shards):
             if job in ("", name):
                 for shard_id in sorted(self._shards[name]):
                     yield self._shards[name][shard_id]
 
     async def _explain(self, job: str, shard_id: int) -> ShoalError:
-        """Return the error for a shard that this server does not serve as primary."""
         assignment = (await records.read_shards(self._store, job, [shard_id])).get(shard_id)
         if assignment is None:
             return _unknown(job, shard_id, await self.layout(job))
@@ -323,11 +314,9 @@ def _one_line(spec: OptimizerSpec) -> str:
 
 
 def _absence_error(job: str, assignment: ShardAssignment, *, is_kept: bool) -> ShoalError:
-    """Return the error for a shard of which its primary has no copy: StateLost if the shard had
-    values and no backup or journal is known to have its newest version, else ShardNotReady.
-
-    `is_kept`: True if the primary's journal has the shard, in whatever version.
-    """
+    """Return StateLost if the shard had values, and no backup or journal is known to have the
+    newest version; else ShardNotReady. `is_kept`: the primary's journal has the shard, in whatever
+    version."""
     if assignment.content is ShardContent.NONE:
         return _not_ready(job, assignment.shard_id, "a worker that creates it")
     if assignment.content is ShardContent.LOADING:

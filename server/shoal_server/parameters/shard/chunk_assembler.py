@@ -1,4 +1,4 @@
-"""Assembly of the pieces of a call, and bounds on the memory that they take meanwhile."""
+"""Assembly of a call's pieces, within bounds on memory."""
 
 from collections.abc import Iterable, Sequence
 
@@ -15,8 +15,7 @@ def shard_bytes(shard: Shard) -> int:
 
 
 class Budget:
-    """A bound on the bytes that the server holds for unfinished pushes, lookups and creations, over
-    all calls."""
+    """A bound on the bytes that the server holds for unfinished pushes, lookups and creations."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -27,8 +26,7 @@ class Budget:
         return self._held_bytes
 
     def reserve(self, num_bytes: int) -> None:
-        """Reserve bytes. Raises Overloaded if the bound would be exceeded; but if no bytes are
-        reserved yet, any number is accepted."""
+        """Reserve bytes. Raises Overloaded beyond the bound, unless no bytes are reserved yet."""
         if self._held_bytes and self._held_bytes + num_bytes > self._max_bytes:
             raise Overloaded(
                 "the server holds as much unfinished data as it may",
@@ -57,7 +55,7 @@ class Reservation:
             self.release(shard_id)
 
     def reserve(self, shard_id: int, num_bytes: int) -> None:
-        """Reserve bytes for a shard, if the call has not done so before. Raises Overloaded."""
+        """Reserve bytes for a shard, once. Raises Overloaded."""
         if shard_id not in self._held:
             self._budget.reserve(num_bytes)
             self._held[shard_id] = num_bytes
@@ -84,9 +82,8 @@ class PieceAssembler:
         return not self._spans
 
     def take(self, piece: AnyPiece) -> None:
-        """Add the next piece. Raises ShapeMismatch if the piece has more bytes than its range still
-        lacks, MalformedMessage if it is at another offset, empty, or larger than MAX_PIECE_BYTES
-        (unless it is in shared memory), and ChecksumMismatch if its bytes changed in transit."""
+        """Add the next piece. Raises ShapeMismatch if it exceeds its range, MalformedMessage for a
+        wrong offset or size, and ChecksumMismatch if it changed in transit."""
         data = piece.data
         left_bytes = self._spans[0][1] - self._position if self._spans else 0
         if len(data) > left_bytes:
@@ -114,7 +111,7 @@ class PieceAssembler:
             self._position = self._spans[0][0] if self._spans else 0
 
     def truncated(self) -> ShapeMismatch:
-        """Return the error for a stream that ended before all expected bytes were received."""
+        """Return the error for a stream that ended too early."""
         return ShapeMismatch(
             f"the stream ended within shard {self._shard_id}",
             seen=f"{self._received_bytes} bytes",
@@ -124,11 +121,11 @@ class PieceAssembler:
 
     @property
     def is_borrowed(self) -> bool:
-        """True if the result of `join` lies in memory that the sender of the pieces reuses."""
+        """True if `join` returns memory that the sender of the pieces reuses."""
         return self._is_shared and len(self._parts) == 1
 
     def join(self) -> Buffer:
-        """Return all bytes. They are copied only if they came in more than one piece."""
+        """Return all bytes, copied unless they came in one piece."""
         return self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
 
 
@@ -143,11 +140,11 @@ class ChunkAssembler(PieceAssembler):
         with_base: bool = False,
         encoded_bytes: int | None = None,
     ) -> None:
-        """Expect the bytes of all blocks but the absent ones. `with_base`: the base values follow
-        the gradient, at their offsets in the shard plus the shard's size. `encoded_bytes`: the
-        gradients of all present blocks are encoded together, in that many bytes from offset 0.
+        """Expect the bytes of all blocks but the absent ones. Raises MalformedMessage for absent
+        blocks that do not exist.
 
-        Raises MalformedMessage for absent blocks that do not exist.
+        `with_base`: the base values follow the gradient, at their offsets in the shard plus the
+        shard's size. `encoded_bytes`: size of the encoded gradients.
         """
         num_blocks = len(shard.blocks)
         absent = set(absent_blocks)
@@ -168,7 +165,6 @@ class ChunkAssembler(PieceAssembler):
 
 
 def _spans(shard: Shard, absent: set[int]) -> list[tuple[int, int]]:
-    """Return the byte ranges of the present blocks; adjacent ranges are merged."""
     if not absent:
         return [(0, shard_bytes(shard))]
     spans: list[tuple[int, int]] = []

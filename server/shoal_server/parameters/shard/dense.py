@@ -32,9 +32,8 @@ VALUES = "values"
 
 @dataclass(frozen=True, kw_only=True)
 class DensePush(Push):
-    """A push to a dense shard. `gradient` holds the present blocks, one after the other; if the
-    body `needs_base`, the base values follow in the same order. With a codec, `gradient` is
-    encoded, and `batch` has the decoded gradient."""
+    """A push to a dense shard. `gradient` holds the present blocks, then the base values if the
+    body `needs_base`. With a codec, `gradient` is encoded, and `batch` has the decoded gradient."""
 
     blocks: Sequence[int]
     codec: GradientCodec | None = None
@@ -42,19 +41,18 @@ class DensePush(Push):
 
 @dataclass(frozen=True, kw_only=True)
 class DenseValues:
-    """A shard's values as of one version."""
+    """Values as of one version, in the writer's messages or frames."""
 
     version: int
     num_bytes: int
     messages: Sequence[Message | bytes]
-    """The messages or frames that the writer made of the values."""
 
 
 class DenseBody:
     kind = "dense"
 
     def __init__(self, spec: Shard, optimizer: OptimizerSpec, values: bytearray) -> None:
-        """Takes ownership of `values`: they become the shard's storage."""
+        """Takes ownership of `values`."""
         self.optimizer_spec = optimizer
         self.num_bytes = len(values)
         self._shard_id = spec.shard_id
@@ -67,12 +65,12 @@ class DenseBody:
 
     @property
     def needs_base(self) -> bool:
-        """True if a push has to carry the values that its gradient was computed on."""
+        """True if a push must carry the values that its gradient was computed on."""
         return self._rule.needs_base
 
     @cached_property
     def memory_bytes(self) -> int:
-        """Bytes of values and optimizer state, which are all allocated at the start."""
+        """Bytes of values and optimizer state."""
         return sum(tensor.nbytes for tensor in self.flat_tensors().values())
 
     def regrown_bytes(self, num_rows: int) -> int:
@@ -95,10 +93,7 @@ class DenseBody:
         return self.decode(self.decoder(record.codec, record.blocks), data)
 
     def decoder(self, codec: GradientCodec, blocks: Sequence[int]) -> GradientDecoder:
-        """Return the decoder for a compressed gradient of these blocks.
-
-        Raises InvalidSpec or ShapeMismatch for a codec that does not fit.
-        """
+        """Return the decoder for a compressed gradient. Raises InvalidSpec or ShapeMismatch."""
         if self.needs_base:
             raise InvalidSpec(
                 f"compressed gradients of shard {self._shard_id} cannot be corrected for delay",
@@ -111,11 +106,7 @@ class DenseBody:
         return new_decoder(codec, sizes, plain_bytes=plain_bytes, shard_id=self._shard_id)
 
     def decode(self, decoder: GradientDecoder, data: Buffer) -> memoryview:
-        """Decode a gradient to the bytes that it would have without a codec. Called from any
-        thread.
-
-        Raises ShapeMismatch or MalformedMessage for bytes that the codec cannot read.
-        """
+        """Decode a gradient, in any thread. Raises ShapeMismatch or MalformedMessage."""
         if len(data) != decoder.num_bytes:
             raise ShapeMismatch(
                 f"the compressed gradient for shard {self._shard_id} has another length",
@@ -140,8 +131,8 @@ class DenseBody:
     def values(
         self, version: int, known_version: int = 0, writer: CopyOut | None = None
     ) -> DenseValues:
-        """Return the values, in ShardData messages if no writer is given. Return no values if the
-        caller has them: `known_version` equals `version`."""
+        """Return the values, in ShardData messages without a writer; none if `known_version` is
+        `version`."""
         if known_version == version:
             return DenseValues(version=version, num_bytes=0, messages=())
         writer = writer or SHARD_DATA.writer(self._shard_id, self.num_bytes)
@@ -167,8 +158,7 @@ class DenseBody:
         return np.zeros(1, np.int64), ()
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Copy another body's optimizer state. Raises InternalError if names, shapes or dtypes of
-        the tensors differ."""
+        """Copy another body's optimizer state. Raises InternalError if it does not fit."""
         self._rule.load_state(state)
 
     def flat_tensors(self) -> Mapping[str, Tensor]:
@@ -179,21 +169,18 @@ DenseShard = VersionedShard[DenseBody]
 
 
 def new_dense_shard(spec: Shard, optimizer: OptimizerSpec, values: bytearray) -> DenseShard:
-    """Make a shard at version 1. Takes ownership of `values`: they become its storage."""
+    """Make a shard at version 1. Takes ownership of `values`."""
     return VersionedShard(spec, DenseBody(spec, optimizer, values))
 
 
 def is_dense(shard: AnyShard) -> TypeGuard[DenseShard]:
-    """True if the shard is of parameters, and not of a table."""
+    """True for a shard of parameters."""
     return isinstance(shard.body, DenseBody)
 
 
 def dense_from_image(image: LoadedImage) -> DenseShard:
-    """Restore a shard from its image.
-
-    Raises InternalError if the image is incomplete or inconsistent, not of a dense shard, or has a
-    dtype or an optimizer that this server does not know.
-    """
+    """Restore a shard from its image. Raises InternalError if the image does not fit, or has an
+    unknown dtype or optimizer."""
     spec = _dense_spec(image)
     if spec.shard.dtype not in DTYPES:
         raise InternalError(
@@ -225,8 +212,8 @@ def dense_from_image(image: LoadedImage) -> DenseShard:
 
 
 def bytes_to_make(spec: Shard, optimizer: OptimizerSpec) -> int:
-    """Return the `memory_bytes` that a new dense shard will have. They are linear in the number of
-    elements, so they are derived from the sizes of two tiny shards with as many blocks."""
+    """Return the `memory_bytes` of a new dense shard: they are linear in the number of elements, so
+    two tiny shards give them."""
 
     def bytes_of(block_size: int) -> int:
         values = torch.zeros(len(spec.blocks) * block_size, dtype=DTYPES[spec.dtype])
@@ -242,7 +229,6 @@ def bytes_to_make(spec: Shard, optimizer: OptimizerSpec) -> int:
 
 
 def _no_small_tensors(sessions: Sequence[SessionImage]) -> Mapping[str, Tensor]:
-    """Return no small tensors: a dense shard has none."""
     return {}
 
 

@@ -18,7 +18,7 @@ DTYPES = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
 }
-# Gradients are only read: torch need not warn that their bytes are not writable.
+# torch need not warn that gradients are not writable: they are only read.
 warnings.filterwarnings("ignore", message="The given buffer is not writable", module=__name__)
 
 
@@ -31,16 +31,13 @@ class BlockSplitter:
         self._sizes = [block.num_elements for block in spec.blocks]
 
     def cut(self, blocks: Sequence[int], data: Buffer) -> Sequence[Tensor]:
-        """Return a view of the data for each of these blocks; they follow one another in the data.
-
-        Raises ShapeMismatch if the data are longer or shorter than the blocks.
-        """
+        """Return a view of the data for each block. Raises what `flat` raises."""
         flat = self.flat(blocks, data)
         return torch.split(flat, [self._sizes[b] for b in blocks]) if blocks else ()
 
     def flat(self, blocks: Sequence[int], data: Buffer) -> Tensor:
-        """Return all data as one tensor, not copied. Raises ShapeMismatch if they are longer or
-        shorter than the named blocks."""
+        """Return all data as one tensor, not copied. Raises ShapeMismatch if the data are not as
+        long as the blocks."""
         expected_bytes = sum([self._sizes[b] for b in blocks]) * self._dtype.itemsize
         if len(data) != expected_bytes:
             raise ShapeMismatch(
@@ -54,10 +51,9 @@ class BlockSplitter:
 
     def check_finite(self, blocks: Sequence[int], data: Buffer) -> None:
         """Raise NonFiniteGradient, with the parameter's name, if an element is not finite. Raises
-        ShapeMismatch if `flat` does."""
+        what `flat` raises."""
         flat = self.flat(blocks, data)
-        # A sum is finite only if all elements are, and it is far cheaper than checking each; but a
-        # sum that is not finite may also be an overflow of finite numbers.
+        # A sum is far cheaper than checking each element; but finite elements may overflow.
         if not math.isfinite(flat.sum(dtype=compute_dtype(self._dtype)).item()):
             self._refuse_non_finite(blocks, self.cut(blocks, data))
 

@@ -34,8 +34,7 @@ _DTYPE_NAMES = {
 
 
 def pieces(image: Image, placement_id: str = "") -> Iterator[Buffer]:
-    """Yield the file in pieces; each piece is read from the image when it is requested. Equal
-    images give equal bytes. `placement_id`: see `LoadedImage`."""
+    """Yield the file in pieces, each read when it is requested. Equal images give equal bytes."""
     header = pb.ShardImage(
         shard_id=image.shard_id,
         version=image.version,
@@ -49,8 +48,7 @@ def pieces(image: Image, placement_id: str = "") -> Iterator[Buffer]:
 def _pieces(
     header: pb.ShardImage, streams: Sequence[TensorStream], placement_id: str
 ) -> Iterator[Buffer]:
-    """Yield the file: eight bytes with the length of the JSON header, the header, the tensors.
-    Tensors with the largest elements come first, so that every tensor is aligned."""
+    """Tensors with the largest elements come first, so that every tensor is aligned."""
     text = base64.b64encode(header.SerializeToString(deterministic=True)).decode()
     metadata = {METADATA_KEY: text} | ({PLACEMENT_KEY: placement_id} if placement_id else {})
     entries: dict[str, object] = {"__metadata__": metadata}
@@ -89,7 +87,7 @@ class DigestingReader:
 
     @property
     def sha256(self) -> str:
-        """The digest of all pieces, as `digest` returns it."""
+        """Digest of all pieces, as `digest` returns it."""
         return self._hash.hexdigest()
 
 
@@ -99,11 +97,8 @@ def digest(data: bytes) -> str:
 
 
 def from_bytes(data: bytes, *, sha256: str, file: str, shard_id: int) -> LoadedImage:
-    """Decode a file that `pieces` wrote.
-
-    Raises SnapshotDamaged, with the file and the shard, if the digest of `data` is not `sha256`, or
-    if `data` are no image, or the image of another shard.
-    """
+    """Decode a file that `pieces` wrote. Raises SnapshotDamaged if the digest differs, or `data`
+    are not the image of this shard."""
     seen = digest(data)
     if seen != sha256:
         raise _damaged(file, shard_id, f"SHA-256 {seen} of {len(data)} bytes", sha256)
@@ -127,7 +122,6 @@ def from_bytes(data: bytes, *, sha256: str, file: str, shard_id: int) -> LoadedI
 
 
 def _metadata(data: bytes) -> dict[str, str]:
-    """Read the metadata of the JSON header that `_pieces` wrote."""
     length = int.from_bytes(data[:_LENGTH_BYTES], "little")
     if length > MAX_METADATA_BYTES:
         raise ValueError(f"a header of {length} bytes; expected at most {MAX_METADATA_BYTES}")

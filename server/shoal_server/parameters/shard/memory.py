@@ -10,18 +10,13 @@ from shoal_server.parameters.shard.catalog import Catalog
 from shoal_server.parameters.shard.chunk_assembler import Budget
 
 SUM_EACH_S = 0.25
-"""Interval between sums over all shards: a sum over hundreds of shards takes milliseconds, too long
-for every push."""
+"""Interval between sums over all shards, which take milliseconds."""
 FIX = "Add a server (`shoal ps`) or raise --memory-limit-bytes."
 
 
 class Memory:
-    """Counts the memory of all replicas, of data that are received and not applied yet, and of all
-    other reservations, such as for published weights.
-
-    The sizes of all shards are summed at intervals; memory that was taken since is added. Lives on
-    the event loop; `growth` may be used on any thread.
-    """
+    """Counts the memory of replicas, of data not applied yet, and of other reservations. Lives on
+    the event loop; `growth` may be used on any thread."""
 
     def __init__(
         self,
@@ -41,7 +36,6 @@ class Memory:
         self._reserved_bytes = 0
 
     def refresh(self) -> None:
-        """Sum the shards' sizes again if the last sum is at least SUM_EACH_S old."""
         if self._now_s() - self._summed_at_s >= SUM_EACH_S:
             self._sum()
 
@@ -55,8 +49,7 @@ class Memory:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that count against the limit: the last sum, memory taken since or reserved, and
-        data that are received and not applied yet."""
+        """Bytes that count against the limit."""
         grown_bytes = self._summed_bytes + self._taken_bytes
         return grown_bytes + self._reserved_bytes + self._budget.held_bytes
 
@@ -68,11 +61,8 @@ class Memory:
 
     @contextmanager
     def growth(self, what: str) -> Iterator[Callable[[int], None]]:
-        """Yield a function to call with the bytes by which a shard is about to grow; it raises
-        Overloaded if they do not fit. The shard grows within the block.
-
-        The bytes are reserved until the block ends: a sum over the shards meanwhile may miss them.
-        """
+        """Yield a function to call with the bytes by which a shard is about to grow within the
+        block. It raises Overloaded if they do not fit."""
         reserved_bytes = 0
 
         def reserve(num_bytes: int) -> None:
@@ -90,11 +80,10 @@ class Memory:
             self.settle(reserved_bytes, is_held=True)
 
     def reserve(self, num_bytes: int, what: str) -> "MemoryClaim":
-        """Reserve memory that is about to be used. Raises Overloaded if there is too little, unless
-        `num_bytes` is 0 or less."""
+        """Reserve memory that is about to be used. Raises Overloaded."""
         self.refresh()
         if self.held_bytes + num_bytes > self.limit_bytes:
-            # Shards may have been dropped since the last sum; reservations are rare.
+            # Shards may have been dropped since the last sum.
             self._sum()
         with self._lock:
             if num_bytes > 0:
@@ -103,7 +92,7 @@ class Memory:
         return MemoryClaim(self, num_bytes)
 
     def settle(self, num_bytes: int, *, is_held: bool) -> None:
-        """End a reservation, or this part of it. `is_held`: its memory is part of a shard now."""
+        """End a reservation, or part of it. `is_held`: its memory is part of a shard now."""
         with self._lock:
             self._reserved_bytes -= num_bytes
             self._taken_bytes += num_bytes if is_held else 0
@@ -141,6 +130,6 @@ class MemoryClaim:
         self._memory.settle(self._left_bytes, is_held=False)
 
     def move_to_shard(self, num_bytes: int) -> None:
-        """Note that this part of the claim is the memory of a shard in the catalog now."""
+        """Note that this part of the claim now belongs to a shard."""
         self._left_bytes -= num_bytes
         self._memory.settle(num_bytes, is_held=True)

@@ -10,31 +10,28 @@ from shoal_proto.v1.replication_pb2 import PushRecord
 
 @dataclass(frozen=True, slots=True)
 class UpdateRecord:
-    """One push as it was applied."""
-
     push: PushRecord
     data: Buffer
-    """The bytes of the push's gradient, as received, with any base values after it."""
+    """Bytes of the push's gradient, as received, with any base values after it."""
     is_lent: bool = False
-    """True if the memory of the data will be reused soon: copy the data to keep them."""
+    """True if the data's memory will be reused soon: copy the data to keep them."""
 
     @property
     def version(self) -> int:
-        """The shard's version after the push."""
         return self.push.version
 
     @property
     def num_bytes(self) -> int:
-        """Memory that the record takes while it waits to be sent or written."""
+        """Memory that the record takes."""
         return len(self.data) + len(self.push.row_ids) + len(self.push.row_births)
 
 
 Keep = Callable[[Buffer], Buffer]
-"""Copies the borrowed data of a push to memory that the push's sender cannot change. Returns the
-data themselves if they are not needed after the push."""
+"""Copies borrowed data to memory that their sender cannot change. Returns the data themselves if
+they are not needed after the push."""
 
 
 class UpdateListener(Protocol):
-    """Called with every push that a shard applies, within the shard's lock, so in order."""
+    """Called with every push that a shard applies, in order, within the shard's lock."""
 
     def __call__(self, record: UpdateRecord) -> None: ...

@@ -22,30 +22,29 @@ T = TypeVar("T")
 AnswerT = TypeVar("AnswerT")
 
 MAX_UNREPLICATED_BYTES = 256 * 1024 * 1024
-"""Bound on one shard's pushes that a backup has not received yet; beyond it, pushes are refused as
-Overloaded."""
+"""Bound on one shard's pushes that a backup has not received yet."""
 
 
 class ShardLeadership(Protocol):
-    """Acknowledgement and replication of a shard of which this server is the primary. Lives on the
-    event loop."""
+    """Acknowledgement and replication of a shard by its primary. Lives on the event loop."""
 
     def report_applied(self) -> None:
-        """Pass applied pushes on to backups at once. In any thread but the event loop's, do
-        nothing: the event loop passes them on soon."""
+        """Pass applied pushes on to backups at once. Does nothing outside the event loop's
+        thread."""
         ...
 
     async def wait_acknowledged(self, version: int, level: Acknowledgement.ValueType) -> None:
-        """Return once a version is safe to that level. If it can no longer become safe, raise the
-        reason: WrongEpoch (another primary), Unavailable (this server may have been declared dead),
-        or for a durable push the error of the disk, or InvalidSpec without a journal."""
+        """Return once a version is safe to that level.
+
+        Raises WrongEpoch (another primary), Unavailable (this server may have been declared dead),
+        or for a durable push the error of the disk, or InvalidSpec without a journal.
+        """
         ...
 
     def when_acknowledged(
         self, version: int, level: Acknowledgement.ValueType, answer: AnswerT
     ) -> "asyncio.Future[AnswerT | ShoalError]":
-        """Return a future of `answer`, or of the error that `wait_acknowledged` would raise. It is
-        done when `wait_acknowledged` would end, and needs no task."""
+        """Return a future of `answer`, or of the error that `wait_acknowledged` would raise."""
         ...
 
     def check_lease(self) -> None:
@@ -94,44 +93,36 @@ class ShardReplica:
         self.role = role
         self.epoch = epoch
         self.leading: ShardLeadership = NoLeadership()
-        """Set when this replica first becomes primary."""
         self.is_led = False
-        """True while this replica is the primary. The epoch does not show this: a later replica
-        with the same shard id may belong to another run of the job, and have the same epoch."""
+        """True while this replica is the primary. Another run of the job may have the same shard id
+        and epoch."""
         self.is_followed = False
         """True if any server has, or is getting, a copy from this replica."""
         self.links: Sequence[tuple[Holder, int]] = ()
-        """Links over which each push to this replica is sent."""
         self.unreplicated_bytes = 0
-        """Bytes of pushes that some backup may not have received yet."""
         self.check_disk: Callable[[], None] = _check_nothing
-        """Raises Overloaded while the journal cannot keep one more push."""
         self.is_journaled = False
         """True if this server's journal has the shard, or will have it."""
         self.why_no_disk: ShoalError | None = None
-        """The error that interrupted the shard's journaling; None if it is not interrupted."""
         self.is_forming = False
-        """True until the core opens the shard to calls. If a new shard is to have a backup, it is
-        opened once its first backup has a copy. Until then, `Catalog.look_up` returns ShardNotReady
-        for it."""
+        """True until the core opens the shard to calls: for a new shard, once its first backup has
+        a copy."""
         self.is_handing_over = False
         self.pushed_bytes = 0
-        """Bytes of pushes applied by this replica as primary."""
 
     @property
     def shard_id(self) -> int:
         return self.state.shard_id
 
     def image(self) -> ShardImage:
-        """Return an image of the shard as of now; see `VersionedShard.image`."""
+        """Return an image of the shard as of now."""
         return self.state.image(epoch=self.epoch)
 
     def work(self, run: Runner, num_bytes: int, work: Callable[[], T]) -> Awaitable[T]:
         """Call `work`, which touches `num_bytes` of the state, and return a future of its result.
 
-        Small work runs at once if no other work on the shard is running or queued, so the event
-        loop never waits for a shard's lock; its errors are raised by this call. All other work runs
-        in threads, one after the other; its errors are raised when the future is awaited.
+        Small work runs at once if no other work on the shard is running or queued; this call raises
+        its errors. Other work runs in threads, in order.
         """
         if self._enters(num_bytes):
             try:
@@ -156,8 +147,6 @@ class ShardReplica:
         return True
 
     def _enters(self, num_bytes: int) -> bool:
-        """Take the shard's lock if the work is small and no other work is running or queued. If
-        True is returned, call `leave` after the work."""
         is_quiet = not self._num_queued and not self._turn.locked()
         return num_bytes <= workers.INLINE_BYTES and is_quiet and self.state.try_enter()
 
@@ -165,11 +154,8 @@ class ShardReplica:
         self._num_queued -= 1
 
     async def run_in_order(self, run: Runner, num_bytes: int, work: Callable[[], T]) -> T:
-        """Call `work` after all earlier work on the shard, and return its result.
-
-        Long work waits its turn here, on the event loop. In one of the few threads, it would block
-        the thread while it waits for the shard's lock.
-        """
+        """Call `work` after all earlier work on the shard. Waits on the event loop, to block no
+        thread."""
         await self._turn.acquire()
         try:
             running = asyncio.ensure_future(run(num_bytes, work))
@@ -179,7 +165,7 @@ class ShardReplica:
         if running.done():
             self._turn.release()
             return running.result()
-        # If this call is cancelled, the work in the thread goes on, and keeps its turn.
+        # If this call is cancelled, the work continues and keeps its turn.
         running.add_done_callback(self._end_turn)
         return await asyncio.shield(running)
 
@@ -189,8 +175,8 @@ class ShardReplica:
             log.debug("shard_work_failed", job=self.job, shard_id=self.shard_id)
 
     def check_capacity(self) -> None:
-        """Raise Overloaded while a backup, or the journal's disk, is too far behind; Unavailable
-        while this server may have been declared dead."""
+        """Raise Overloaded while a backup or the disk is too slow; Unavailable while this server
+        may have been declared dead."""
         self.leading.check_lease()
         self.check_disk()
         if self.unreplicated_bytes > MAX_UNREPLICATED_BYTES:
@@ -202,13 +188,12 @@ class ShardReplica:
             )
 
     def check_durable(self) -> None:
-        """Raise InvalidSpec if no journal keeps the shard: then nothing becomes durable."""
+        """Raise InvalidSpec if no journal keeps the shard."""
         if not self.is_journaled:
             raise self.no_journal_error()
 
     def no_journal_error(self) -> InvalidSpec:
-        """Return the error for a push to be acknowledged as durable while no journal keeps the
-        shard."""
+        """Return the error for a durable push without a journal."""
         return InvalidSpec(
             f"shard {self.shard_id} of job {self.job} is on no disk",
             seen="a push that is to be acknowledged as durable",
@@ -217,8 +202,8 @@ class ShardReplica:
         )
 
     async def wait_safe(self, version: int) -> None:
-        """Return once every backup in step has the version, so that it survives this server; at
-        once if no backup is in step. Raises what `wait_acknowledged` raises."""
+        """Return once every backup in step has the version. Raises what `wait_acknowledged`
+        raises."""
         await self.leading.wait_acknowledged(version, Acknowledgement.ACKNOWLEDGEMENT_REPLICATED)
 
     def deposed_error(self) -> WrongEpoch:
@@ -235,6 +220,6 @@ def _check_nothing() -> None:
 
 
 def work_bytes_of(push: PushRecord, num_bytes: int) -> int:
-    """Return the `num_bytes` with which a `Runner` replays a record. For compressed data it is too
-    large for the event loop, as decoding takes longer than applying as many bytes."""
+    """Return the cost of a record for a `Runner`. Compressed data are never decoded on the event
+    loop."""
     return num_bytes + (INLINE_BYTES if push.HasField("codec") else 0)

@@ -1,5 +1,5 @@
-"""Writers of replies: copy a shard's values, under its lock, to the messages or memory that the
-caller reads."""
+"""Writers of replies: they copy a shard's values to messages, or to memory that the caller
+reads."""
 
 from collections.abc import Iterator, Sequence
 from typing import Protocol
@@ -15,9 +15,9 @@ ReplyType = type[PushReply] | type[ShardData] | type[LookupReply]
 
 
 class CopyOut(Protocol):
-    """Copies the values of a shard, from one or several buffers, to the reply. Returns messages or
-    frames that carry the values, or their position in the caller's memory. Called from any thread,
-    under the shard's lock."""
+    """Copies the values of a shard from buffers to the reply, in any thread, under the shard's
+    lock. Returns messages or frames with the values, or with their position in the caller's
+    memory."""
 
     def __call__(self, shard_id: int, *values: memoryview) -> Sequence[Message | bytes]: ...
 
@@ -30,17 +30,16 @@ class ReplyWriter(Protocol):
         ...
 
     def writer(self, shard_id: int, num_bytes: int) -> CopyOut:
-        """Return the function that copies that many bytes of a shard to the reply."""
+        """Return the function that copies a shard."""
         ...
 
     def end_follows(self) -> None:
-        """Note that the next replies are the last: the call's end may be sent with them."""
+        """Note that the next replies are the last."""
         ...
 
 
 def cut(values: Sequence[memoryview]) -> Iterator[tuple[int, memoryview]]:
-    """Cut buffers into pieces, none of which spans two buffers; yield each piece's offset and
-    bytes."""
+    """Cut buffers into pieces within one buffer each; yield each piece's offset and bytes."""
     start = 0
     for buffer in values:
         for at in range(0, len(buffer), SEND_PIECE_BYTES):
@@ -49,7 +48,7 @@ def cut(values: Sequence[memoryview]) -> Iterator[tuple[int, memoryview]]:
 
 
 def in_messages(reply: ReplyType) -> CopyOut:
-    """Return a writer that makes messages of this type, each with one piece."""
+    """Return a writer of messages of this type, each with one piece."""
 
     def write(shard_id: int, *values: memoryview) -> Sequence[Message | bytes]:
         return [

@@ -1,8 +1,7 @@
 """The outcomes of pushes that a shard remembers, by session, so that no push is applied twice.
 
-A session is one incarnation of a member. The number of sessions is bounded, and so is the number of
-outcomes of each session. The highest sequence that was forgotten is the session's floor: a push at
-or below the floor that is not remembered is refused, as it may or may not have been applied.
+A session is one incarnation of a member; its floor is the highest forgotten sequence. A push at or
+below the floor that is not remembered is refused: it may have been applied.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,16 +12,14 @@ from shoal_proto.v1.replication_pb2 import SessionImage, StepScope
 from shoal_server.parameters.shard.step_scope import Scope, to_message
 
 MAX_SESSIONS = 1024
-"""Default bound on the sessions that a shard remembers."""
 SESSION_BYTES, OUTCOME_BYTES = 512, 256
-"""Memory of one session and one outcome in Python, without the session's name and the scope."""
 MAX_OUTCOMES = 8
-"""Number of outcomes that are remembered of a session: the bound on a client's pushes in flight."""
+"""Bound on a session's remembered outcomes, and so on a client's pushes in flight."""
 
 
 @dataclass(frozen=True, slots=True)
 class RememberedOutcome:
-    """The answer to a push: the shard's version after the push, and the push's staleness."""
+    """The answer to a push: the shard's new version, and the push's staleness."""
 
     version: int
     staleness: int
@@ -34,19 +31,17 @@ class RememberedSession:
 
     floor: int = 0
     outcomes: Mapping[int, tuple[RememberedOutcome, Scope | None]] = field(default_factory=dict)
-    """Outcomes by sequence, in the order in which the pushes were applied."""
+    """Outcomes by sequence, in the order applied."""
 
 
 class SessionTable:
-    """All sessions of a shard. They are part of its state: hold the shard's lock, unless a method
-    needs none."""
+    """All sessions of a shard. Hold the shard's lock, unless a method needs none."""
 
     def __init__(
         self, *, max_sessions: int = MAX_SESSIONS, max_outcomes: int = MAX_OUTCOMES
     ) -> None:
         self.max_sessions = max_sessions
-        """Bound on the remembered sessions. It may be changed at any time: sessions that are
-        remembered already stay."""
+        """Bound on remembered sessions. Lowering it forgets none."""
         self._max_outcomes = max_outcomes
         self._sessions: dict[str, RememberedSession] = {}
         self._num_bytes = 0
@@ -57,11 +52,8 @@ class SessionTable:
         return self._num_bytes
 
     def recall(self, session: str, sequence: int) -> RememberedOutcome | None:
-        """Return the first outcome of a push; None if it was never applied, or its session was
-        forgotten.
-
-        Raises ForgottenPush for a push at or below the session's floor that is not remembered.
-        """
+        """Return the first outcome of a push; None if the push or its session is unknown. Raises
+        ForgottenPush for an unknown push at or below the floor."""
         known = self._sessions.get(session)
         if known is None:
             return None
@@ -76,13 +68,9 @@ class SessionTable:
         return None if kept is None else kept[0]
 
     def evict_for(self, session: str, is_live: Callable[[str], bool]) -> Sequence[str]:
-        """Forget all sessions of fenced incarnations if the number of sessions would exceed
-        `max_sessions` with `session`; return the forgotten sessions.
-
-        Pushes of fenced incarnations are refused anyway. Raises Overloaded if every remembered
-        session is live. Backups do not know which sessions are live: there, `forget` is called with
-        the result.
-        """
+        """Forget the sessions of fenced incarnations, and return them, if `session` would exceed
+        `max_sessions`. Raises Overloaded if every remembered session is live. On backups, `forget`
+        is called with the result."""
         if session in self._sessions or len(self._sessions) < self.max_sessions:
             return ()
         ended = [name for name in self._sessions if not is_live(name)]
@@ -107,7 +95,7 @@ class SessionTable:
     def remember(
         self, session: str, sequence: int, outcome: RememberedOutcome, scope: Scope | None = None
     ) -> None:
-        """Remember an applied push's outcome, and its step's scope. Call `evict_for` first."""
+        """Remember an applied push's outcome and scope. Call `evict_for` first."""
         known = self._sessions.get(session)
         if known is None:
             known = RememberedSession()
@@ -126,7 +114,7 @@ class SessionTable:
         return known is not None and (sequence <= known.floor or sequence in known.outcomes)
 
     def remembered(self) -> list[tuple[str, int, Scope | None]]:
-        """List session, sequence and scope of every remembered push. Needs no lock."""
+        """List session, sequence and scope of all remembered pushes. Needs no lock."""
         return [
             (name, sequence, scope)
             for name, known in list(self._sessions.items())
@@ -134,17 +122,15 @@ class SessionTable:
         ]
 
     def freeze(self) -> Mapping[str, RememberedSession]:
-        """Return the sessions as of now; later changes do not affect the result."""
+        """Return the sessions as of now."""
         return dict(self._sessions)
 
     def export(self) -> list[SessionImage]:
-        """Encode all sessions, in the order in which they were first seen, each with its pushes in
-        the order applied."""
+        """Encode all sessions, in the order first seen."""
         return exported(self._sessions)
 
     def restore(self, images: Iterable[SessionImage]) -> None:
-        """Replace all sessions by the sessions that `export` encoded. Raises InternalError, without
-        a change, if they are inconsistent."""
+        """Replace all sessions by what `export` encoded. Raises InternalError, without a change."""
         restored: dict[str, RememberedSession] = {}
         for image in images:
             scopes = [Scope.from_message(step) for step in image.steps] or [None] * len(
@@ -194,7 +180,6 @@ def exported(sessions: Mapping[str, RememberedSession]) -> list[SessionImage]:
 
 
 def _exported(scopes: Sequence[Scope | None]) -> list[StepScope]:
-    """Encode the scopes: one message each, or no messages if there is no scope."""
     if not any(scopes):
         return []
     return [to_message(scope) or StepScope() for scope in scopes]

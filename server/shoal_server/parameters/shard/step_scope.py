@@ -1,7 +1,7 @@
 """The scope of a step: the shards that the step touches, remembered with each push.
 
-After a move or the loss of a server, perhaps only one shard remembers that a step has begun. The
-scope that it remembers names the other shards of the step, for which a cut has to wait.
+Perhaps only one shard remembers that a step has begun: the scope then tells a cut for which shards
+to wait.
 """
 
 from collections.abc import Collection
@@ -12,10 +12,9 @@ from shoal_proto.v1.replication_pb2 import StepScope
 from shoal_server.core.shards.steps import Shards, StepId, from_bits, to_bits
 
 TABLES = "tables:"
-"""Prefix of the session of a step that pushes only to tables: such steps are numbered
-separately."""
+"""Prefix of the session of a step that pushes only to tables."""
 MAX_SHARD_IDS = 1 << 17
-"""Bound on shard ids, more than any job has. It bounds the memory of one push's scope."""
+"""Bound on shard ids, and so on a scope's memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +23,12 @@ class Scope:
 
     shard_bits: bytes
     of_tables: bool
-    """True if the step's number counts its member's pushes to tables alone."""
+    """True if the step's number counts only pushes to tables."""
 
     @classmethod
     def of(cls, shard_ids: Collection[int], *, of_tables: bool = False) -> "Scope | None":
-        """Return the scope of these shards; None, which means every dense shard, if there are no
-        ids. Raises MalformedMessage for an id of MAX_SHARD_IDS or more."""
+        """Return the scope of these shards; None, which means every dense shard, without ids.
+        Raises MalformedMessage for an id of MAX_SHARD_IDS or more."""
         if not shard_ids:
             return None
         if max(shard_ids) >= MAX_SHARD_IDS:
@@ -43,7 +42,7 @@ class Scope:
 
     @classmethod
     def from_message(cls, message: StepScope) -> "Scope | None":
-        """Decode a scope that `to_message` encoded; None if the message names no shards."""
+        """Decode a scope; None if the message names no shards."""
         return cls(message.shard_bits, message.of_tables) if message.shard_bits else None
 
     @property
@@ -56,7 +55,7 @@ class Scope:
 
 
 def to_message(scope: Scope | None) -> StepScope | None:
-    """Encode a scope; None, for no scope, stays None."""
+    """Encode a scope; None stays None."""
     if scope is None:
         return None
     return StepScope(shard_bits=scope.shard_bits, of_tables=scope.of_tables)

@@ -37,24 +37,21 @@ class UpdateRule:
 
     @property
     def needs_base(self) -> bool:
-        """True if a push has to carry the values that its gradient was computed on."""
+        """True if a push must carry the values that its gradient was computed on."""
         return self._staleness.needs_base
 
     def check(self, blocks: Sequence[int], data: Buffer, staleness: int, shard_id: int) -> None:
-        """Raise StalePush, ShapeMismatch or NonFiniteGradient if the push must not be applied."""
+        """Raise StalePush, ShapeMismatch or NonFiniteGradient to refuse the push."""
         self._staleness.admit(staleness, shard_id)
         self._cutter.check_finite(self._spans(blocks), data)
 
     def lr(self, asked: float | None, staleness: int) -> float:
-        """Return the learning rate for a push. `asked`: the push's own; None: the schedule's."""
+        """Return the learning rate for a push. `asked`: None for the schedule's."""
         return self._staleness.scale(self._schedule.lr if asked is None else asked, staleness)
 
     def apply(self, record: PushRecord, data: Buffer) -> None:
         """Update the blocks that the record names. The result depends only on earlier updates and
-        the record.
-
-        Raises ShapeMismatch, without a change, if the data do not match the record.
-        """
+        the record. Raises ShapeMismatch, without a change."""
         blocks = record.blocks
         if not self._step_whole(record, data):
             parts = self._cutter.cut(self._spans(blocks), data)
@@ -63,7 +60,7 @@ class UpdateRule:
         self._schedule.advance(record.version - 1)
 
     def _step_whole(self, record: PushRecord, data: Buffer) -> bool:
-        """Update all blocks at once, if possible. Return False if nothing was updated."""
+        """Update all blocks at once. False, without a change, if that is not possible."""
         if self._whole is None or self.needs_base or not record.blocks:
             return False
         if list(record.blocks) != self._all_blocks:
@@ -84,7 +81,7 @@ class UpdateRule:
         return (*blocks, *blocks) if self.needs_base else blocks
 
     def state(self) -> Mapping[str, Tensor]:
-        """Return the tensors that are kept from push to push, not copied."""
+        """Return the tensors kept from push to push, not copied."""
         return {
             prefix + name: tensor
             for prefix, part in self._parts.items()
@@ -92,8 +89,8 @@ class UpdateRule:
         }
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Copy a state that `state` returned. Raises InternalError if `copy_state` does; then part
-        of the state may have been copied."""
+        """Copy a state that `state` returned. Raises InternalError if it does not fit; then part of
+        it may have been copied."""
         for prefix, part in self._parts.items():
             part.load_state(
                 {n.removeprefix(prefix): t for n, t in state.items() if n.startswith(prefix)}

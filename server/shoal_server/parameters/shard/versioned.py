@@ -1,8 +1,4 @@
-"""A shard of any kind: versions and remembered pushes around a body of values.
-
-Methods that use the body hold its lock from beginning to end, so pushes are serialised, and `read`
-and images never see half a push. Nothing here waits for a network or an event loop.
-"""
+"""A shard of any kind: versions and remembered pushes around a body of values."""
 
 import threading
 import time
@@ -32,7 +28,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Push:
-    """Gradients for one shard; each kind of shard adds fields that name the blocks or rows."""
+    """Gradients for one shard; subclasses name the blocks or rows."""
 
     session: str
     sequence: int
@@ -41,19 +37,16 @@ class Push:
     lr: float | None
     gradient: Buffer
     base_epoch: int = 0
-    """The shard's epoch when the base version was received; 0: unknown."""
+    """Epoch of the shard at the base version; 0 if unknown."""
     is_borrowed: bool = False
-    """True if the gradient lies in its sender's memory: the sender may change it at any time, and
-    reuses the memory once the push is answered."""
+    """True if the gradient lies in memory that its sender may change at any time."""
     scope: Scope | None = None
-    """The shards of the step that the push is part of. None: all dense shards, or only this shard
-    if it is part of a table."""
+    """Shards of the step; None for all dense shards, or only this shard of a table."""
     batch: object = None
-    """The decoded data, as the body's `read_batch` returns them; None: `VersionedShard.push`
-    decodes them. Always None for borrowed data, which must be copied first."""
+    """Data as the body's `read_batch` returns them. None if not decoded yet; always None for
+    borrowed data."""
     at_unix_s: float = field(default_factory=time.time)
-    """Time at which this server received the push: by this server's clock or, for rows, by the
-    table's time (`TableBody.now_s`)."""
+    """Time by this server's clock or, for rows, by `TableBody.now_s`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,11 +54,10 @@ class ShardPushResult(Generic[T]):
     version: int
     staleness: int
     fates: bytes
-    """RowFate of each row of a push to a table, in the push's order; empty: all rows were
-    applied."""
+    """RowFate of each row, in the push's order; empty if all rows were applied."""
     is_duplicate: bool = False
     values: T | None = None
-    """The result of the `read` that was passed to `push`; None without one."""
+    """Result of `read`; None without one."""
 
 
 PushT_contra = TypeVar("PushT_contra", bound=Push, contravariant=True)
@@ -73,7 +65,7 @@ BatchT = TypeVar("BatchT")
 
 
 SmallTensors = Callable[[Sequence[SessionImage]], Mapping[str, Tensor]]
-"""Returns the small tensors of a body's image, for these sessions. Called from any thread."""
+"""Returns the small tensors of a body's image, in any thread."""
 
 
 class ShardBody(Protocol[PushT_contra, BatchT]):
@@ -93,13 +85,11 @@ class ShardBody(Protocol[PushT_contra, BatchT]):
         ...
 
     def regrown_bytes(self, num_rows: int) -> int:
-        """Return how many bytes a push of `num_rows` rows may have to process besides its rows;
-        needs no lock."""
+        """Return the most bytes that a push processes besides its rows. Needs no lock."""
         ...
 
     def describe_push(self, push: PushT_contra, record: PushRecord) -> None:
-        """Add the fields that `apply` needs to the record. Raises an error if the push must not be
-        applied."""
+        """Add the fields that `apply` needs to the record. Raises an error to refuse the push."""
         ...
 
     def read_batch(self, record: PushRecord, data: Buffer) -> BatchT:
@@ -108,12 +98,12 @@ class ShardBody(Protocol[PushT_contra, BatchT]):
         ...
 
     def growth_bytes(self, batch: BatchT, at_unix_s: float) -> int:
-        """Return the most bytes by which a push at `at_unix_s` may grow the body."""
+        """Return the most bytes by which a push may grow the body."""
         ...
 
     def apply(self, record: PushRecord, batch: BatchT) -> bytes:
-        """Change the values; return each row's fate, or nothing if all were applied. Changes
-        nothing if it raises."""
+        """Change the values; return each row's fate, or nothing if all were applied. An error means
+        no change."""
         ...
 
     def fates(self, session: str, sequence: int) -> bytes:
@@ -121,17 +111,17 @@ class ShardBody(Protocol[PushT_contra, BatchT]):
         ...
 
     def spec_message(self, spec: Shard) -> Message:
-        """Return the message from which an empty shard of the same kind can be made."""
+        """Return the message that describes an empty shard of the same kind."""
         ...
 
     @property
     def images(self) -> OpenImages[Any]:
-        """The open images. Before `apply` changes values, it copies them to each open image."""
+        """Open images. `apply` saves values to each of them before it changes the values."""
         ...
 
     def image(self) -> tuple[ImageContent, SmallTensors]:
-        """Return the large tensors as of now, as an image that is added to `images` and copies
-        nothing yet; and a function that returns the small tensors later."""
+        """Return an image of the large tensors, added to `images`; and a function that returns the
+        small ones later."""
         ...
 
     def flat_tensors(self) -> Mapping[str, Tensor]:
@@ -140,14 +130,13 @@ class ShardBody(Protocol[PushT_contra, BatchT]):
         ...
 
     def row_ids(self, start: int, num_bytes: int) -> tuple[bytes, int]:
-        """Return the ids of rows from position `start` on, of about `num_bytes` of rows; and the
-        position at which to continue, which is `start` if there are no positions left."""
+        """Return the ids of about `num_bytes` of rows from position `start` on; and the position to
+        continue from, which is `start` at the end."""
         ...
 
     def rows_of(self, row_ids: bytes) -> tuple[NDArray[np.int64], Sequence[Tensor]]:
-        """Return an array, and copies of the tensors of all rows in `row_ids` that exist. The array
-        has the body's total number of rows, and then the birth of each row in `row_ids`, 0 for a
-        missing row."""
+        """Return an array, and copies of the tensors of the existing rows. The array has the body's
+        number of rows, then the birth of each row in `row_ids`, 0 for a missing row."""
         ...
 
 
@@ -164,7 +153,7 @@ def _unlimited(num_bytes: int) -> None:
 
 class VersionedShard(Generic[BodyT]):
     def __init__(self, spec: Shard, body: BodyT) -> None:
-        """Make a new shard at version 1 that remembers no push."""
+        """Make a new shard at version 1."""
         self.spec = spec
         self.body = body
         self._sessions = SessionTable()
@@ -174,20 +163,16 @@ class VersionedShard(Generic[BodyT]):
         self._listener: UpdateListener | None = None
         self._keep: Keep = bytes
         self._body_lock = threading.RLock()
-        """Protects the body; taken before `_lock`. It is held for at most one push or replayed
-        update, one `read`, the start or one chunk of an image, or from `try_enter` to `leave`."""
+        """Protects the body; taken before `_lock`. Held for at most one push, one `read`, the start
+        or one chunk of an image, or from `try_enter` to `leave`."""
         self._lock = threading.Lock()
-        """Protects all other state; only a push or replayed update holds it for longer than a
-        moment."""
+        """Protects all other state."""
 
     @classmethod
     def restored(
         cls, spec: Shard, body: BodyT, version: int, sessions: Sequence[SessionImage]
     ) -> "VersionedShard[BodyT]":
-        """Make a shard with the values and remembered pushes of an image; its counters start at 0.
-
-        Raises InternalError if the sessions are inconsistent.
-        """
+        """Make a shard from an image. Raises InternalError if the sessions are inconsistent."""
         shard = cls(spec, body)
         shard._sessions.restore(sessions)
         shard._version = version
@@ -203,7 +188,7 @@ class VersionedShard(Generic[BodyT]):
 
     @property
     def sessions(self) -> SessionTable:
-        """The remembered pushes. Without the shard's lock, use only methods that need no lock."""
+        """Remembered pushes. Without the shard's lock, use only methods that need none."""
         return self._sessions
 
     @property
@@ -217,7 +202,7 @@ class VersionedShard(Generic[BodyT]):
         return self.memory_bytes + self._sessions.num_bytes + self.body.images.held_bytes
 
     def wrong_epoch(self, epoch: int) -> WrongEpoch:
-        """Return the error for a push with another epoch than the shard's."""
+        """Return the error for a push with another epoch."""
         return WrongEpoch(
             f"shard {self.spec.shard_id} has another epoch",
             seen=str(epoch),
@@ -236,19 +221,18 @@ class VersionedShard(Generic[BodyT]):
     ) -> ShardPushResult[T]:
         """Apply gradients once; then call the listener, `on_applied`, and `read` with the version.
 
-        A repeated (session, sequence) is answered with its first outcome and changes nothing: only
-        `on_applied` and `read` are called, and `read` gets the current version. `take_memory` is
-        called with the most bytes by which the shard may grow; it raises Overloaded to refuse the
-        push. Raises WrongEpoch, ForgottenPush, StalePush, NonFiniteGradient, ShapeMismatch,
-        MalformedMessage, InvalidSpec or Overloaded; the values then have not changed.
+        For a repeated (session, sequence), only `on_applied` and `read` are called, and the first
+        outcome is returned. `take_memory` gets the most bytes by which the shard may grow; it
+        raises Overloaded to refuse the push. Raises, without a change of the values, WrongEpoch,
+        ForgottenPush, StalePush, NonFiniteGradient, ShapeMismatch, MalformedMessage, InvalidSpec or
+        Overloaded.
         """
         with self._body_lock:
             with self._lock:
                 try:
                     outcome, fates, is_duplicate = self._push(push, is_live, take_memory)
                 except WrongEpoch:
-                    # The service counts these refusals, as it also refuses pushes before they reach
-                    # a shard.
+                    # The service counts these: it also refuses pushes before they reach a shard.
                     raise
                 except Exception:
                     self._refused += 1
@@ -272,8 +256,7 @@ class VersionedShard(Generic[BodyT]):
             self._duplicates += 1
             return first, self.body.fates(push.session, push.sequence), True
         if 0 < push.base_epoch < self.spec.first_epoch:
-            # The shard was lost and started over: it does not know if this push was acknowledged
-            # before.
+            # The shard was lost and started over: the push may have been acknowledged before.
             raise self._lost_base(push)
         record = PushRecord(
             session=push.session,
@@ -284,8 +267,7 @@ class VersionedShard(Generic[BodyT]):
             step=to_message(push.scope),
         )
         self.body.describe_push(push, record)
-        # The gradient is copied before it is decoded: the listener then gets the bytes that were
-        # applied, even if the sender changes its memory meanwhile.
+        # Copied before decoding: the listener must get the bytes that are applied.
         is_kept = push.is_borrowed and self._listener is not None
         data = self._keep(push.gradient) if is_kept else push.gradient
         batch = self.body.read_batch(record, data) if push.batch is None else push.batch
@@ -303,7 +285,6 @@ class VersionedShard(Generic[BodyT]):
         )
 
     def _staleness(self, push: Push) -> int:
-        """Return the number of updates since the version that the gradients were computed on."""
         if push.base_version <= self._version:
             return self._version - push.base_version
         if 0 < push.base_epoch < push.epoch:
@@ -317,8 +298,8 @@ class VersionedShard(Generic[BodyT]):
         )
 
     def _apply(self, record: UpdateRecord, batch: object) -> tuple[RememberedOutcome, bytes]:
-        """Make all changes of a push, on the primary and on every backup. They must depend only on
-        the shard and the record."""
+        """Make all changes of a push. They depend only on the shard and the record, as every
+        replica makes them."""
         push = record.push
         fates = self.body.apply(push, batch)
         self._sessions.forget(push.forgotten_sessions)
@@ -333,12 +314,9 @@ class VersionedShard(Generic[BodyT]):
         return outcome, fates
 
     def replay(self, record: UpdateRecord, *, is_borrowed: bool = False) -> None:
-        """Apply an update of the primary; the listener is called too. `is_borrowed`: the sender
-        reuses the data's memory once this returns.
-
-        Raises, without a change, InternalError if the record is not of the next version, or what
-        the body's `read_batch` and `apply` raise if it is no push to this shard.
-        """
+        """Apply an update of the primary, and call the listener. `is_borrowed`: the sender reuses
+        the data's memory afterwards. Raises, without a change, InternalError if the record is not
+        of the next version, or what the body raises."""
         with self._body_lock, self._lock:
             if record.push.version != self._version + 1:
                 raise InternalError(
@@ -352,12 +330,12 @@ class VersionedShard(Generic[BodyT]):
             self._apply(record, self.body.read_batch(record.push, record.data))
 
     def try_enter(self) -> bool:
-        """Take the body's lock without waiting. True if no other thread has it: this thread may
-        work on the body until it calls `leave`."""
+        """Take the body's lock without waiting. If True is returned, call `leave` after the
+        work."""
         return self._body_lock.acquire(blocking=False)
 
     def leave(self) -> None:
-        """Release the lock after a `try_enter` that returned True."""
+        """Release the lock that `try_enter` took."""
         self._body_lock.release()
 
     def read(self, work: Callable[[int], T]) -> T:
@@ -366,24 +344,20 @@ class VersionedShard(Generic[BodyT]):
             return work(self._version)
 
     def subscribe(self, listener: UpdateListener | None, keep: Keep = bytes) -> None:
-        """Replace the listener that is called for every push; None: call no listener. If there is
-        one, borrowed data of a push are passed to `keep` in the push's thread; the result is
-        decoded, and passed to the listener."""
+        """Replace the listener for every push; None: no listener. Borrowed data are passed to
+        `keep` first."""
         with self._lock:
             self._listener, self._keep = listener, keep
 
     def enter_epoch(self, epoch: int) -> None:
-        """Set the shard's epoch: pushes of any other epoch are refused with WrongEpoch."""
+        """Set the shard's epoch: pushes of other epochs are refused."""
         with self._lock:
             self.spec.epoch = epoch
 
     def image(self, *, epoch: int = 0) -> ShardImage:
-        """Return an image of the shard, to be read in chunks while pushes go on. `epoch`: the
-        primary's epoch, for the image's stamp.
-
-        Waits for a push in progress, and copies no values while it holds the shard's lock. Close
-        the image after use. Call this in a thread if the shard is large: the wait may be long.
-        """
+        """Return an image of the shard, to be read in chunks while pushes continue, and closed
+        after use. `epoch`: the primary's. Waits for a push in progress: call this in a thread if
+        the shard is large."""
         with self._body_lock:
             with self._lock:
                 spec = self.body.spec_message(self.spec).SerializeToString(deterministic=True)
@@ -403,7 +377,7 @@ class VersionedShard(Generic[BodyT]):
         )
 
     def describe(self, job: str) -> ShardState:
-        """Return counters and sizes for display. Takes no lock, so that no push waits."""
+        """Return counters and sizes for display. Takes no lock."""
         return ShardState(
             job=job,
             shard_id=self.spec.shard_id,

@@ -8,11 +8,9 @@ from typing import Protocol, TypeVar
 T = TypeVar("T")
 
 INLINE_BYTES = 2 * 1024 * 1024
-"""Largest work that runs on the event loop. The switch to another thread and back takes 0.4 ms of
-CPU time, in which SGD processes a MiB: only larger work is worth a switch."""
+"""Largest work that runs on the event loop: a switch to another thread and back takes 0.4 ms."""
 ROWS_COST = 8
-"""Cost of a byte in rows that are found by id, gathered and written back, relative to a byte of
-contiguous memory."""
+"""Cost of a byte in rows, relative to a byte of contiguous memory."""
 
 
 class Runner(Protocol):
@@ -28,8 +26,8 @@ class Workers:
         self._pool = pool
 
     def __call__(self, num_bytes: int, work: Callable[[], T]) -> Awaitable[T]:
-        """Run work that touches `num_bytes`, and return a future of its result. Errors of small
-        work are raised by this call."""
+        """Run work, and return a future of its result. Errors of small work are raised by this
+        call."""
         loop = asyncio.get_running_loop()
         if num_bytes > INLINE_BYTES:
             return loop.run_in_executor(self._pool, work)

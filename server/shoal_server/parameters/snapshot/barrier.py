@@ -1,21 +1,19 @@
 """The barrier of one job at one server, which keeps each step on one side of a cut.
 
 A *step* is one push of one session to all its shards, on any number of servers; or a push of
-gradients and a push of rows that have the same sequence number, with the shards of both. A step is
-in the cut with all its parts, or not at all:
+gradients and a push of rows that have the same sequence number. A step is in the cut with all its
+parts, or not at all:
 
 1. `close`: every server admits only parts of steps that have begun there, and reports these steps.
 2. The coordinator merges the steps that have begun anywhere.
-3. `drain`: every server admits the steps that have begun anywhere, and no others, until all of
-   them are applied there. Then its shards are cut, and the barrier opens.
+3. `drain`: every server admits these steps, and no others, until all of them are applied there.
+   Then its shards are cut, and the barrier opens.
 
-A server whose barrier is open again may admit the next step while another server still drains. The
-other server holds back its part of that step until its shards are cut, so no part of the step is in
-the cut.
+While one server still drains, another may admit the next step. The draining server holds back its
+part of that step until its shards are cut.
 
-Nothing here does I/O or reads a clock. A step may never end, as its member may die half-way. The
-caller decides how long to wait; after that, `give_up_incomplete_steps` gives up the steps that are
-incomplete, and returns them.
+A step may never end, as its member may die half-way. The caller decides how long to wait; then
+`give_up_incomplete_steps` returns the incomplete steps.
 """
 
 from collections import OrderedDict
@@ -27,7 +25,7 @@ from shoal_proto.errors import SnapshotFailed
 from shoal_server.core.shards.steps import Begun, Shards, StepId
 
 MAX_STEPS = 8
-"""Bound on remembered steps of one session: the most pushes that a client keeps in flight."""
+"""Bound on a session's remembered steps, and so on a client's pushes in flight."""
 MAX_SESSIONS = 4096
 
 
@@ -38,18 +36,16 @@ class BarrierPhase(Enum):
 
 
 Lacking = Callable[[StepId, Shards], Collection[int]]
-"""Returns the shards of a step that have not applied it, among those led by this server."""
+"""Returns the shards led by this server that have not applied a step."""
 
 
 @dataclass(slots=True)
 class _StepState:
     shards: Shards
     refused: set[int] = field(default_factory=set)
-    """Shards whose part was refused for good."""
     num_inside: int = 0
-    """Number of admitted parts that have not ended."""
     applied: bool = False
-    """True once no shard here lacks its part, except shards that refused it."""
+    """True once every shard here has applied or refused its part."""
     given_up: bool = False
     """True if an earlier cut ended without all parts of the step."""
 
@@ -68,15 +64,15 @@ class SnapshotBarrier:
         if self.phase is BarrierPhase.OPEN or step in self._begun:
             return True
         known = self._sessions.get(step.session, {})
-        # Older than any remembered step: a retry of a push that was applied long ago.
+        # Older than any remembered step: a retry of a push that was applied.
         return step.sequence in known or (len(known) == MAX_STEPS and step.sequence < min(known))
 
     def enter(self, step: StepId, shards: Shards) -> None:
-        """Admit a part of a step, for which `may_enter` is true."""
+        """Admit a part of a step for which `may_enter` is true."""
         self._note(step, shards).num_inside += 1
 
     def refuse(self, step: StepId, shard_id: int) -> None:
-        """Note that an admitted part was refused for good: it will not be sent again."""
+        """Note that an admitted part was refused for good."""
         known = self._sessions.get(step.session, {}).get(step.sequence)
         if known is not None:
             known.refused.add(shard_id)
@@ -89,19 +85,16 @@ class SnapshotBarrier:
             self._is_whole(step, known, lacking)
 
     def add_steps(self, begun: Begun) -> None:
-        """Add the steps remembered by a shard that came from another server or was restored. That
-        shard may lack steps that all other shards here have applied, so every known step is checked
-        again."""
+        """Add the steps of a shard that came from another server or was restored, and check all
+        known steps again: that shard may lack some."""
         for step, shards in begun.items():
             self._note(step, shards)
         for known in (known for steps_of in self._sessions.values() for known in steps_of.values()):
             known.applied = False
 
     def close(self, cut_id: str) -> Begun:
-        """Admit no new step, and return the steps that have begun here.
-
-        Raises SnapshotFailed while another cut is in progress.
-        """
+        """Admit no new step; return the steps that have begun here. Raises SnapshotFailed during
+        another cut."""
         if self.phase is not BarrierPhase.OPEN:
             raise SnapshotFailed(
                 "another snapshot is being taken",
@@ -117,8 +110,7 @@ class SnapshotBarrier:
         }
 
     def drain(self, cut_id: str, begun: Begun) -> None:
-        """Admit the steps that have begun anywhere. Raises SnapshotFailed unless the barrier is
-        closed for that cut."""
+        """Admit the steps that have begun anywhere. Raises what `check` raises."""
         self.check(cut_id, BarrierPhase.CLOSED)
         self.phase, self._begun = BarrierPhase.DRAINING, dict(begun)
         for step, shards in sorted(begun.items()):
@@ -135,9 +127,7 @@ class SnapshotBarrier:
             )
 
     def waits_for(self, lacking: Lacking, is_live: Callable[[str], bool]) -> list[StepId]:
-        """Return the steps of the cut that are incomplete here and may still become complete. The
-        session of such a step is live; if an earlier cut gave the step up, one of its parts is in
-        progress."""
+        """Return the incomplete steps of the cut that may still become complete here."""
         return [
             step
             for step, known in self._of_cut()
@@ -147,8 +137,8 @@ class SnapshotBarrier:
         ]
 
     def give_up_incomplete_steps(self, lacking: Lacking) -> list[StepId]:
-        """Give up the steps of the cut that lack a part here, and return them. No later cut waits
-        for such a step, except while a part of it is in progress."""
+        """Give up the steps of the cut that lack a part here, and return them. A later cut waits
+        for them only while a part is in progress."""
         torn = []
         for step, known in self._of_cut():
             if not self._is_whole(step, known, lacking):
@@ -157,14 +147,14 @@ class SnapshotBarrier:
         return torn
 
     def open(self, cut_id: str) -> bool:
-        """Admit all steps again, if that cut is in progress; return True if it was."""
+        """Admit all steps again. False if that cut is not in progress."""
         if self.phase is BarrierPhase.OPEN or self.cut_id != cut_id:
             return False
         self.phase, self.cut_id, self._begun = BarrierPhase.OPEN, "", {}
         return True
 
     def forget_ended_steps(self) -> None:
-        """Forget the steps of which no part is in progress."""
+        """Forget the steps without a part in progress."""
         in_progress = {
             session: {n: known for n, known in steps.items() if known.num_inside}
             for session, steps in self._sessions.items()
@@ -184,7 +174,7 @@ class SnapshotBarrier:
         return known.applied
 
     def _of_cut(self) -> list[tuple[StepId, _StepState]]:
-        # A step may be too old to be remembered; then it was applied, or cannot be completed.
+        # A step that is too old to be remembered was applied, or cannot be completed.
         known_steps = []
         for step in self._begun:
             known = self._sessions.get(step.session, {}).get(step.sequence)

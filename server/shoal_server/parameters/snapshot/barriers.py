@@ -1,8 +1,5 @@
-"""A server's part in snapshots: a barrier for each job's pushes, and images of its shards.
-
-Once a barrier is drained, an image of each shard is made (`images/shard_image.py`) and the barrier
-opens at once. The images stay as of the cut while pushes go on and the snapshot is written.
-"""
+"""A server's part in snapshots: a barrier for each job's pushes, and images of its shards. The
+images stay as of the cut while pushes continue and the snapshot is written."""
 
 import asyncio
 import time
@@ -33,20 +30,15 @@ MAX_QUIET_JOBS = 64
 
 @dataclass
 class _JobBarrier:
-    """One job's barrier, and the state of the cut in progress."""
-
     placement_id: str = ""
-    """`JobAssignments.placement_id` of the job's record; empty while unknown."""
     barrier: SnapshotBarrier = field(default_factory=SnapshotBarrier)
     admits_more: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set, and replaced by a new event, when the barrier admits more steps than before."""
+    """Replaced by a new event whenever the barrier admits more steps."""
     part_ended: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when a part of a step has ended."""
     known: dict[int, tuple[ShardReplica, int]] = field(default_factory=dict)
-    """Shards whose remembered steps the barrier knows, with the shards' epochs at that time."""
+    """Shards whose remembered steps the barrier knows, with their epochs at that time."""
     images: dict[int, ShardImage] = field(default_factory=dict)
     cut_id: str = ""
-    """The cut of the images."""
     limit: asyncio.TimerHandle | None = None
 
     def wake_waiting(self) -> None:
@@ -65,8 +57,7 @@ class SnapshotBarriers:
     def __init__(
         self, catalog: Catalog, fence: Fence, placement_id_of: Callable[[str], str] = lambda job: ""
     ) -> None:
-        """`placement_id_of`: returns `JobAssignments.placement_id` of a job's record; empty while
-        unknown."""
+        """`placement_id_of`: returns the placement id of a job; empty while unknown."""
         self._catalog = catalog
         self._fence = fence
         self._placement_id_of = placement_id_of
@@ -77,9 +68,7 @@ class SnapshotBarriers:
         self, job: str, session: str, sequence: int, shards: Shards = None
     ) -> AsyncIterator["AdmittedPart"]:
         """Admit a part of a step, and run the block. Waits while a cut holds the step back.
-
-        `shards`: all shards that the push touches on any server; None: every dense shard.
-        """
+        `shards`: all shards that the push touches on any server; None: every dense shard."""
         step = StepId(session, sequence)
         cut = self._of(job)
         while not cut.barrier.may_enter(step):
@@ -93,10 +82,8 @@ class SnapshotBarriers:
             cut.part_ended.set()
 
     def close(self, job: str, cut_id: str, limit_s: float) -> Begun:
-        """Admit no new step, for at most `limit_s`; return the steps that have begun here.
-
-        Raises SnapshotFailed while another cut is in progress, or is being written.
-        """
+        """Admit no new step, for at most `limit_s`; return the steps that have begun here. Raises
+        SnapshotFailed while another cut is in progress, or is being written."""
         self._forget_quiet_jobs()
         self._forget_earlier_placement(job)
         cut = self._of(job)
@@ -116,11 +103,10 @@ class SnapshotBarriers:
     ) -> tuple[Sequence[Stamp], Sequence[StepId]]:
         """Admit the steps in `begun`, which have begun on any server; wait up to `wait_s` until
         they are applied here. Then make an image of every shard of which this server is primary.
-        Return the images' stamps, and the steps that stayed incomplete (torn).
 
-        Raises SnapshotFailed if a step is torn and `take_torn` is False, if the server's shards
-        have changed, or if the barrier is not closed for this cut any more. Afterwards the barrier
-        is open, unless another cut has closed it.
+        Returns the images' stamps, and the steps that stayed incomplete (torn). Raises
+        SnapshotFailed for a torn step unless `take_torn`, or if the server's shards or the barrier
+        have changed. Afterwards the barrier is open, unless another cut has closed it.
         """
         cut = self._of(job)
         cut.barrier.drain(cut_id, begun)
@@ -136,7 +122,7 @@ class SnapshotBarriers:
             self._check_led(job, cut)
             images = await _images(led)
             try:
-                # Meanwhile the cut may have been aborted, and the barrier opened.
+                # Meanwhile the cut may have been aborted.
                 cut.barrier.check(cut_id, BarrierPhase.DRAINING)
                 self._check_led(job, cut)
             except SnapshotFailed:
@@ -148,8 +134,6 @@ class SnapshotBarriers:
             self.open(job, cut_id)
 
     def _check_led(self, job: str, cut: _JobBarrier) -> None:
-        """Raise SnapshotFailed unless this server is primary of the same shards, in the same
-        epochs, as when the barrier closed."""
         led = {replica.shard_id: (replica, replica.epoch) for replica in self._led(job)}
         if led != cut.known:
             raise SnapshotFailed(
@@ -161,8 +145,8 @@ class SnapshotBarriers:
     def drop_unwanted(
         self, job: str, cut_id: str, unwanted: Iterable[Stamp], limit_s: float
     ) -> None:
-        """Drop the images with these stamps; abort the cut after `limit_s`, unless reading from
-        `images_of_cut` begins before."""
+        """Drop the images with these stamps; abort the cut after `limit_s` unless `images_of_cut`
+        is read before."""
         cut = self._of(job)
         not_needed = set(unwanted)
         for image in list(cut.images.values()):
@@ -172,10 +156,8 @@ class SnapshotBarriers:
         self._limit(job, cut_id, limit_s)
 
     def images_of_cut(self, job: str, cut_id: str) -> Iterator[ShardImage]:
-        """Yield the images one by one; each is dropped when the next one is requested.
-
-        The first request raises SnapshotFailed if that cut is over.
-        """
+        """Yield the images; each is dropped when the next one is requested. Raises SnapshotFailed
+        if that cut is over."""
         cut = self._of(job)
         if cut.cut_id != cut_id:
             raise SnapshotFailed(f"cut {cut_id} is over", seen=f"cut {cut.cut_id or 'none'}")
@@ -194,8 +176,7 @@ class SnapshotBarriers:
             cut.wake_waiting()
 
     def abort(self, job: str, cut_id: str, reason: str) -> None:
-        """Abort a cut in any state: admit all steps again, and drop its images. Do nothing if
-        another cut, or none, is in progress."""
+        """Admit all steps again, and drop the cut's images. Does nothing for another cut."""
         self.open(job, cut_id)
         cut = self._of(job)
         if cut.cut_id == cut_id:
@@ -220,7 +201,6 @@ class SnapshotBarriers:
         self._of(job).set_limit(loop.call_later(limit_s, expire))
 
     async def _drained(self, job: str, cut: _JobBarrier, wait_s: float) -> None:
-        """Return once no step of the cut can still become complete, or after `wait_s`."""
         give_up_s = time.monotonic() + wait_s
         while (
             cut.barrier.waits_for(_Lacking(self._led(job)), self._is_live)
@@ -234,10 +214,8 @@ class SnapshotBarriers:
                 continue
 
     def _learn(self, job: str, cut: _JobBarrier) -> None:
-        """Add to the barrier the steps that are remembered by shards of which this server has
-        become primary, or whose epoch has changed. Their pushes may have gone to another server,
-        and not through this barrier.
-        """
+        """Add the steps remembered by shards of which this server has become primary, or whose
+        epoch has changed."""
         led = {replica.shard_id: (replica, replica.epoch) for replica in self._led(job)}
         for shard_id, (replica, epoch) in led.items():
             if cut.known.get(shard_id) != (replica, epoch):
@@ -259,21 +237,19 @@ class SnapshotBarriers:
         return cut
 
     def _forget_earlier_placement(self, job: str) -> None:
-        """Forget the steps of an earlier placement: no cut waits for them, since a reset or restore
-        of the job has replaced its shards. Parts in progress stay known, as they may be of the new
-        placement."""
+        """Forget the steps of an earlier placement, for which no cut waits. Parts in progress stay
+        known, as they may be of the new placement."""
         cut, placement_id = self._of(job), self._placement_id_of(job)
         is_idle = cut.barrier.phase is BarrierPhase.OPEN and not cut.images
         if cut.placement_id and cut.placement_id != placement_id and is_idle:
             cut.barrier.forget_ended_steps()
-            # Learn again what the shards remember: some of them may be of the new placement.
+            # Some remembered steps may be of the new placement.
             cut.placement_id, cut.known = placement_id, {}
         elif not cut.placement_id:
             cut.placement_id = placement_id
 
     def _forget_quiet_jobs(self) -> None:
-        """Drop the barriers of jobs without live sessions or images. A later barrier of such a job
-        learns the steps that its shards remember."""
+        """Drop the barriers of jobs without live sessions or images: shards remember the steps."""
         if len(self._jobs) <= MAX_QUIET_JOBS:
             return
         for job, cut in list(self._jobs.items()):
@@ -289,8 +265,8 @@ class AdmittedPart:
         self._step = step
 
     def record_answers(self, outcomes: Iterable[PushOutcome]) -> Sequence[PushOutcome]:
-        """Note the answers of shards, and return them. If a shard refuses its part for good, no cut
-        waits for that part."""
+        """Note the answers of shards, and return them. No cut waits for a part that was refused for
+        good."""
         answers = list(outcomes)
         for outcome in answers:
             if outcome.HasField("error"):
@@ -317,8 +293,7 @@ class _Lacking:
 
 
 async def _images(led: Sequence[ShardReplica]) -> list[ShardImage]:
-    """Make images of all these shards in a thread, as each waits for a push in progress. If one
-    fails, the others are closed."""
+    """Make images in a thread, as each waits for a push in progress."""
 
     def make() -> list[ShardImage]:
         with ExitStack() as stack:
@@ -340,7 +315,6 @@ def _close(images: Sequence[ShardImage]) -> None:
 
 
 def _begun_in(replica: ShardReplica) -> Begun:
-    """Return the steps that a shard remembers."""
     of_parameters = is_dense(replica.state)
     alone = None if of_parameters else frozenset({replica.shard_id})
     begun = {}

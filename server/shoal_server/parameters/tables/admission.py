@@ -1,8 +1,5 @@
 """Admission of ids: each id gets a row at its first push, or once it was pushed often enough, or
-with a fixed probability at each push.
-
-A decision depends only on the shard's state and the pushes, so backups decide as the primary does.
-"""
+with a fixed probability at each push. Backups decide as the primary does."""
 
 from collections.abc import Mapping
 from typing import Protocol
@@ -20,9 +17,7 @@ Mask = NDArray[np.bool_]
 SKETCH_ROWS = 4
 SKETCH_WIDTH = 2**16
 AGEING_PUSHES = SKETCH_WIDTH
-"""Number of pushes of ids without a row after which all counts are halved, so that old pushes count
-less and the sketch never fills up. Just before the first halving, the count of one id in 200 is too
-high by two or more."""
+"""Number of pushes of ids without a row after which all counts are halved."""
 MAX_COUNT = 2**16 - 1
 
 
@@ -58,12 +53,9 @@ class ProbabilityRowGate:
 
 
 class CountRowGate:
-    """Admits an id from its `min_pushes`-th push on; at each ageing, all counts are halved.
-
-    Counts are kept in a count-min sketch of fixed size (Cormode and Muthukrishnan 2005), which ages
-    as TinyLFU does (Einziger, Friedman, Manes 2017). Between two ageings no count is too low; a few
-    are too high when very many ids are pushed, and these ids are admitted early.
-    """
+    """Admits an id from its `min_pushes`-th push on. A count-min sketch (Cormode and Muthukrishnan
+    2005) keeps the counts, and ages as TinyLFU does (Einziger, Friedman, Manes 2017). When very
+    many ids are pushed, a few are admitted early."""
 
     def __init__(self, min_pushes: int, held: Mapping[str, Tensor]) -> None:
         self._min_pushes = min_pushes
@@ -94,8 +86,8 @@ class CountRowGate:
 
 
 def new_gate(admission: Admission, held: Mapping[str, Tensor]) -> RowGate:
-    """Make the gate of a table's shard. `held`: the tensors of an earlier gate, of which this takes
-    ownership; empty for a new shard."""
+    """Make the gate of a table's shard. Takes ownership of `held`, the tensors of an earlier gate;
+    empty for a new shard."""
     if admission.kind == "count":
         return CountRowGate(admission.min_pushes, held)
     if admission.kind == "probability":

@@ -12,14 +12,11 @@ from shoal_server.parameters.shard.sessions import MAX_OUTCOMES
 
 
 class RememberedFates:
-    """Fates by session and sequence, for at least the pushes that the session table keeps.
-
-    A push whose rows were all applied takes no memory here.
-    """
+    """Fates by session and sequence, for at least the pushes that the session table keeps."""
 
     def __init__(self) -> None:
         self._fates: dict[str, Mapping[int, bytes]] = {}
-        """Fates by session and sequence. The inner mappings are never changed, but replaced."""
+        """Inner mappings are never changed, but replaced."""
         self._num_bytes = 0
 
     def recall(self, session: str, sequence: int) -> bytes:
@@ -41,13 +38,13 @@ class RememberedFates:
         return self._num_bytes
 
     def freeze(self) -> "RememberedFates":
-        """Return a read-only copy of the fates as of now."""
+        """Return a read-only copy."""
         frozen = RememberedFates()
         frozen._fates, frozen._num_bytes = dict(self._fates), self._num_bytes
         return frozen
 
     def tensors(self, sessions: Sequence[SessionImage]) -> dict[str, Tensor]:
-        """Encode the fates of the pushes that the session table remembers, in its order."""
+        """Encode the fates of remembered pushes, in the session table's order."""
         remembered = [
             self.recall(s.session, sequence) for s in sessions for sequence in s.sequences
         ]
@@ -57,8 +54,7 @@ class RememberedFates:
         }
 
     def load(self, sessions: Sequence[SessionImage], lengths: Tensor, answers: Tensor) -> None:
-        """Remember the fates that `tensors` encoded. Raises InternalError if they do not match the
-        sessions."""
+        """Remember what `tensors` encoded. Raises InternalError if the sessions do not match."""
         pushes = [(s.session, sequence) for s in sessions for sequence in s.sequences]
         if len(lengths) != len(pushes) or int(lengths.sum()) != len(answers):
             raise InternalError(

@@ -22,7 +22,7 @@ from shoal_server.parameters.tables.index import Rows
 Fates = NDArray[np.uint8]
 
 ID_BYTES = 8
-# Gradients are only read: torch need not warn that their bytes are not writable.
+# torch need not warn that gradients are not writable: they are only read.
 warnings.filterwarnings("ignore", message="The given buffer is not writable", module=__name__)
 
 
@@ -31,12 +31,12 @@ class RowBatch:
     ids: Ids
     """Distinct ids, in rising order."""
     births: Ids
-    """The version that made each row, as looked up by the sender; 0: there was no row."""
+    """Version that made each row, as the sender looked it up; 0 without a row."""
     gradient_rc: Tensor
     """One row for each id; read-only."""
     positions: Rows | None
-    """Position in `ids` of each row of the push, in the push's order; None: the push has the same
-    ids in the same order."""
+    """Position in `ids` of each row of the push; None: the ids are those of the push, in its
+    order."""
 
     def fates_in_order(self, fates: Fates) -> bytes:
         """Return one fate for each row in the push's order; empty if all rows were applied."""
@@ -46,8 +46,7 @@ class RowBatch:
 
 
 def read_ids(table: TableSpec, table_index: int, data: bytes) -> Ids:
-    """Decode ids, in their order. Raises MalformedMessage for ids of another shard, and for ids
-    that are cut off."""
+    """Decode ids, in their order. Raises MalformedMessage for ids of another shard."""
     if len(data) % ID_BYTES:
         raise MalformedMessage(
             f"ids of table {table.name} are cut off",
@@ -69,11 +68,8 @@ def read_ids(table: TableSpec, table_index: int, data: bytes) -> Ids:
 def read_batch(
     table: TableSpec, table_index: int, record: PushRecord, gradient: Buffer
 ) -> RowBatch:
-    """Decode the rows of a push.
-
-    Raises ShapeMismatch, MalformedMessage or InvalidSpec if the record is no push to this shard, or
-    NonFiniteGradient with the row's id.
-    """
+    """Decode the rows of a push. Raises ShapeMismatch, MalformedMessage or InvalidSpec, or
+    NonFiniteGradient with the row's id."""
     row_ids, births = record.row_ids, record.row_births
     ids = read_ids(table, table_index, row_ids)
     dtype = DTYPES[table.dtype]
@@ -100,10 +96,8 @@ def read_batch(
 
 
 def gradient_row_bytes(table: TableSpec, codec: GradientCodec | None) -> int:
-    """Return the size of one row's gradient as sent.
-
-    Raises InvalidSpec for a codec that is not for rows, or that does not make the rows smaller.
-    """
+    """Return the size of one row's gradient as sent. Raises InvalidSpec for a codec that is not for
+    rows, or does not make them smaller."""
     plain = table.dim * DTYPES[table.dtype].itemsize
     if codec is None:
         return plain
@@ -130,7 +124,7 @@ def _coalesce(table: TableSpec, ids: Ids, births: Ids, gradient_rc: Tensor) -> R
     if len(distinct) == len(ids):
         total_rc = gradient_rc[torch.from_numpy(first)]
     else:
-        # This kernel adds rows in the order of the push, with any number of threads.
+        # Adds rows in the order of the push, with any number of threads.
         total_rc = torch.ops.aten.embedding_dense_backward(
             gradient_rc, torch.from_numpy(positions), len(distinct), -1, False
         )
@@ -138,7 +132,7 @@ def _coalesce(table: TableSpec, ids: Ids, births: Ids, gradient_rc: Tensor) -> R
 
 
 def _check_finite(table: TableSpec, ids: Ids, gradient_rc: Tensor) -> None:
-    # A sum is finite only if all elements are; a sum that is not finite may be an overflow.
+    # A sum that is not finite may be an overflow.
     wide = max(gradient_rc.dtype, torch.float32, key=lambda dtype: dtype.itemsize)
     if math.isfinite(gradient_rc.sum(dtype=wide).item()):
         return

@@ -5,8 +5,7 @@
         builder.add(receive(builder.next_chunk))
     shard = builder.finish()
 
-Each chunk is stored at its final position at once, and its rows are indexed, so `finish` takes
-almost no time. If the stream breaks, the same builder continues with `next_chunk` on a new stream.
+If the stream breaks, the same builder continues with `next_chunk` on a new stream.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,7 +39,7 @@ MAX_REST_BYTES = 1024**3
 
 
 class ContentBuilder(Protocol):
-    """Builds the large content of one kind of shard from its chunks, in order."""
+    """Builds the large content of a shard from its chunks, in order."""
 
     @property
     def described(self) -> Sequence[TensorImage]: ...
@@ -61,17 +60,15 @@ class ContentBuilder(Protocol):
 
 
 def bytes_to_build(header: CutHeader) -> int:
-    """Return the bytes of memory that the shard of an image will take."""
+    """Return the memory that the shard of an image will take."""
     return header.rest_bytes + sum(tensor.num_bytes for tensor in header.tensors)
 
 
 class ShardBuilder:
-    """Builds one shard. Used by one thread at a time, and not on the event loop. The rows of a
-    table take memory as their chunks arrive; a dense shard takes all of its memory at the start."""
+    """Builds one shard. Used by one thread at a time, and not on the event loop."""
 
     def __init__(self, header: CutHeader) -> None:
-        """Raises MalformedMessage if the header describes no shard, or has a layout that this
-        release does not know."""
+        """Raises MalformedMessage for an unknown layout."""
         self.header = header
         self._content = _content(header)
         if (
@@ -84,9 +81,7 @@ class ShardBuilder:
         self._rest = bytearray()
         self._sessions: Sequence[SessionImage] = ()
         self.next_chunk = 0
-        """Index of the next chunk."""
         self.received_bytes = 0
-        """Bytes of the chunks that were added."""
         if not self._num_rest:
             self._begin()
 
@@ -96,7 +91,6 @@ class ShardBuilder:
 
     @property
     def is_complete(self) -> bool:
-        """True if no chunk is missing."""
         return self.next_chunk == self.num_chunks
 
     def num_bytes(self, index: int) -> int:
@@ -107,13 +101,9 @@ class ShardBuilder:
         return self._content.size_of(index - self._num_rest)
 
     def add(self, data: Buffer) -> None:
-        """Add the next chunk. This takes some ms for a chunk of 2 MiB. `data` is not kept.
-
-        Raises MalformedMessage, without a change, if `data` is longer or shorter than the next
-        chunk. Raises MalformedMessage or InternalError if `data` completes the image's rest (the
-        small tensors and remembered pushes), and the rest cannot be read or is inconsistent: then
-        the builder cannot be used any more.
-        """
+        """Add the next chunk. `data` is not kept. Raises MalformedMessage, without a change, for
+        another length. Raises MalformedMessage or InternalError if the image's small tensors or
+        remembered pushes are inconsistent: then the builder cannot be used any more."""
         expected = 0 if self.is_complete else self.num_bytes(self.next_chunk)
         if not data or len(data) != expected:
             raise MalformedMessage(
@@ -131,10 +121,8 @@ class ShardBuilder:
         self.received_bytes += len(data)
 
     def finish(self) -> AnyShard:
-        """Return the shard, if the builder `is_complete`. Do not use the builder afterwards.
-
-        Raises InternalError if a chunk is missing, or if the remembered pushes are inconsistent.
-        """
+        """Return the shard. Do not use the builder afterwards. Raises InternalError if it is
+        incomplete or inconsistent."""
         if not self.is_complete:
             raise InternalError(
                 f"shard {self.header.shard_id} is not whole",
@@ -179,7 +167,7 @@ class _DenseContent:
         self._flat.write(index, data)
 
     def shard(self, version: int, sessions: Sequence[SessionImage]) -> AnyShard:
-        # Most tensors are in place already; some optimizers return copies of their state.
+        # Most tensors are in place; some optimizers return copies of their state.
         state = {name: t for name, t in self._flat.tensors.items() if name != VALUES}
         self._body.load_state(state)
         return VersionedShard.restored(self._spec.shard, self._body, version, sessions)

@@ -1,8 +1,5 @@
-"""The content of a table shard, and the effect of a push on it.
-
-A push's effect depends only on the content and the push: no clock is read and no random numbers are
-drawn. So the same pushes make the same content, on any server and at any time.
-"""
+"""The content of a table shard, and the effect of a push on it, which depends only on the content
+and the push."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,13 +23,10 @@ from shoal_server.parameters.tables.rows import RowStore
 
 DEFAULT_SHARD_BYTES = 1024**3
 MIN_ROWS = 1
-"""Number of rows that a shard may have even if its limits are smaller."""
 SWEEPS_PER_IDLE_TIME = 8
 LOOKED_AT_BYTES = 16
 """Bytes of each row that a search for idle or old rows reads."""
 EVICTED_AT_A_TIME = 1 / 16
-"""Share of a full shard that is evicted at once, so that not every push has to search for the
-oldest rows."""
 
 APPLIED = RowFate.ROW_FATE_APPLIED
 MADE = RowFate.ROW_FATE_MADE
@@ -43,8 +37,7 @@ FULL = RowFate.ROW_FATE_FULL
 
 @dataclass(kw_only=True)
 class Counts:
-    """Counts since this server got the shard: rows made, rows evicted, and gradients of ids that
-    were not admitted."""
+    """Counts since this server got the shard."""
 
     made: int = 0
     evicted: int = 0
@@ -62,8 +55,8 @@ class TableContent:
         *,
         expected_rows: int = 0,
     ) -> None:
-        """Make a content without rows. `small`: the small tensors of an image, of which this takes
-        ownership; None for a new shard. `expected_rows`: number of rows that `fill` will add."""
+        """Make a content without rows. Takes ownership of `small`, the small tensors of an image;
+        None for a new shard. `expected_rows`: number of rows that `fill` will add."""
         dtype = DTYPES[table.dtype]
         held = small or {}
         self._table = table
@@ -85,7 +78,7 @@ class TableContent:
             self.table_step = int(small["table_step"])
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load the rows of an image. Raises InternalError if the columns are not this table's."""
+        """Load the rows of an image. Raises InternalError for other columns."""
         self.rows.load(tensors)
 
     def __len__(self) -> int:
@@ -108,23 +101,19 @@ class TableContent:
         return births, values_rc
 
     def regrown_bytes(self, num_rows: int) -> int:
-        """Return how many bytes a push of `num_rows` rows may have to process besides its rows: the
-        index, if it is rebuilt; and a part of each row, if the push searches for idle or old
-        rows."""
+        """Return the most bytes that a push processes besides its rows."""
         is_full = len(self.rows) + num_rows > self.max_rows
         looks = bool(self._table.eviction.max_idle_s) or is_full
         return self.rows.moved_bytes(num_rows) + LOOKED_AT_BYTES * len(self.rows) * looks
 
     @property
     def now_s(self) -> float:
-        """The time of the newest push, in Unix seconds; 0 before the first."""
+        """Time of the newest push, in Unix seconds; 0 before the first."""
         return self._now_s
 
     def growth_bytes(self, batch: RowBatch, at_unix_s: float) -> int:
-        """Return the most bytes by which a push at `at_unix_s` may grow the memory: the growth if
-        all new ids of the push are admitted. New rows first use the memory of evicted rows,
-        including the rows that this push will evict as idle.
-        """
+        """Return the most bytes by which a push at `at_unix_s` may grow the memory, beyond that of
+        evicted rows."""
         if len(batch.ids) <= self.rows.num_spare:
             return 0
         rows = self.rows.find(batch.ids)
@@ -139,9 +128,8 @@ class TableContent:
     ) -> Fates:
         """Apply gradients; return the fate of each row of the batch.
 
-        A gradient that was computed on a row is applied to that row only: if the row was evicted
-        since, the gradient is dropped, even if the id has a new row. A gradient that was computed
-        on initial values is applied to the row that the id has now, or gets.
+        A gradient of an evicted row is dropped, even if the id has a new row. A gradient of initial
+        values is applied to the row that the id has now, or gets.
         """
         self._now_s = self._time_of(at_unix_s)
         self.table_step = max(self.table_step + 1, step)
@@ -161,25 +149,22 @@ class TableContent:
         return fates
 
     def _time_of(self, at_unix_s: float) -> float:
-        """Return the table's time for a push with that timestamp.
-
-        If the clock was set back, the table's time stands still. If it was set forward, rows in use
-        do not become idle: a push advances the time by at most half of `max_idle_s`.
-        """
+        """Return the table's time for a push with that timestamp. A push advances it by at most
+        half of `max_idle_s`: if the clock was set forward, rows in use must not become idle."""
         max_idle_s = self._table.eviction.max_idle_s
         if max_idle_s and self._now_s:
             at_unix_s = min(at_unix_s, self._now_s + max_idle_s / 2)
         return max(self._now_s, at_unix_s)
 
     def _make(self, batch: RowBatch, rows: Rows, fates: Fates, version: int) -> None:
-        """Make rows for the admitted ids, up to `max_rows` in all. Sets `rows` and `fates`."""
+        """Make rows for the admitted ids. Sets `rows` and `fates`."""
         absent = np.flatnonzero(fates == NOT_ADMITTED)
         admitted = absent[self._gate.admit(batch.ids[absent], version)]
         num_free = self.max_rows - len(self.rows)
         if len(admitted) > num_free and self._table.eviction.oldest_when_full:
             wanted = max(len(admitted) - num_free, int(self.max_rows * EVICTED_AT_A_TIME))
             self._evict(self.rows.oldest(wanted, spared=rows[fates == APPLIED]))
-            # A row whose gradient is dropped may be evicted: only its fate matters.
+            # A row whose gradient is dropped may be evicted.
             num_free = self.max_rows - len(self.rows)
         fates[admitted[num_free:]] = FULL
         admitted = admitted[:num_free]
@@ -211,7 +196,6 @@ class TableContent:
         self._next_sweep_s = self._now_s + max_idle_s / SWEEPS_PER_IDLE_TIME
 
     def _idle(self, now_s: float) -> Rows:
-        """Return the rows that a push at `now_s` evicts because they were idle too long."""
         max_idle_s = self._table.eviction.max_idle_s
         if not max_idle_s or now_s < self._next_sweep_s:
             return np.zeros(0, np.int64)
@@ -223,17 +207,16 @@ class TableContent:
 
     @property
     def images(self) -> OpenImages[RowImage]:
-        """The open images. Before a push changes rows, it saves them to each open image."""
+        """Open images. A push saves rows to each of them before it changes the rows."""
         return self.rows.images
 
     def image(self) -> tuple[RowImage, Mapping[str, Tensor]]:
-        """Return an image of the rows as of now, to be closed after use; and copies of the small
-        tensors."""
+        """Return an image of the rows, to be closed after use; and copies of the small tensors."""
         flat = {name: tensor.clone() for name, tensor in self.flat_tensors().items()}
         return self.rows.image(), flat
 
     def flat_tensors(self) -> dict[str, Tensor]:
-        """Return the small tensors: all state but the rows, not copied."""
+        """Return, not copied, the small tensors: all state but the rows."""
         scalars = {
             "times_unix_s": torch.tensor([self._now_s, self._next_sweep_s], dtype=torch.float64),
             "table_step": torch.tensor([self.table_step]),
@@ -241,29 +224,24 @@ class TableContent:
         return dict(self._gate.tensors()) | scalars
 
     def row_ids(self, start: int, num_bytes: int) -> tuple[Ids, int]:
-        """Return the ids of rows from position `start` on, of about `num_bytes` of rows; and the
-        position at which to continue, which is `start` if there are no positions left."""
+        """See `ShardBody.row_ids`."""
         return self.rows.ids_from(start, max(num_bytes // self.rows.row_bytes, 1))
 
     def rows_of(self, ids: Ids) -> tuple[Ids, list[Tensor]]:
-        """Return the births of these ids' rows, 0 for a missing row; and copies of all columns of
-        the rows that exist."""
+        """See `RowStore.columns_of`."""
         return self.rows.columns_of(ids)
 
     def row_chunks(self, num_rows: int, chunk_bytes: int) -> RowChunks:
-        """Return the layout in chunks of `num_rows` rows of this table."""
+        """Return the layout in chunks of `num_rows` rows."""
         columns = {n: (each.shape[1:], each.dtype) for n, each in self.rows.columns.items()}
         return RowChunks(columns, num_rows, chunk_bytes)
 
     def fill(self, rows: slice, columns: Mapping[str, Tensor]) -> None:
-        """Add the rows of an image at these positions; see `RowStore.fill`."""
+        """See `RowStore.fill`."""
         self.rows.fill(rows, columns)
 
 
 def _max_rows(table: TableSpec, row_bytes: int) -> int:
-    """Return the most rows that a shard may have, by its memory limit and its share of the table's
-    rows.
-    """
     by_bytes = (table.max_shard_bytes or DEFAULT_SHARD_BYTES) // row_bytes
     by_rows = -(-table.max_rows // table.num_shards) or MAX_ROWS
     return max(min(by_bytes, by_rows, MAX_ROWS), MIN_ROWS)

@@ -8,15 +8,12 @@ import torch
 from torch import Tensor
 
 FREED_AT_A_TIME_BYTES = 8 * 1024 * 1024
-"""Part of the memory that is freed at a time. The GIL is held meanwhile, for 1 ms."""
+"""Part of the memory that is freed at a time: the GIL is held meanwhile."""
 
 
 class GrowingTensor:
-    """A tensor whose first dimension grows. Added rows are zero, and take no memory before they are
-    written to.
-
-    If a view of `tensor` is alive when it grows, all data are copied.
-    """
+    """A tensor whose first dimension grows. Added rows are zero, and take no memory at first. If a
+    view of `tensor` is alive when it grows, all data are copied."""
 
     def __init__(self, num_rows: int, row_shape: Sequence[int], dtype: torch.dtype) -> None:
         self.row_shape = tuple(row_shape)
@@ -48,8 +45,7 @@ class GrowingTensor:
         self.tensor = self._view(num_rows)
 
     def free(self) -> None:
-        """Free the memory in small parts. Do not use the tensor afterwards. A concurrent read gets
-        zeros for the freed parts."""
+        """Free the memory in small parts. Do not use the tensor afterwards: it reads zeros."""
         for at in range(0, len(self._memory), FREED_AT_A_TIME_BYTES):
             length = min(FREED_AT_A_TIME_BYTES, len(self._memory) - at)
             self._memory.madvise(mmap.MADV_DONTNEED, at, length)

@@ -16,7 +16,7 @@ _HALF = np.uint64(32)
 
 
 def mix64(values: Words) -> Words:
-    """Hash each value to 64 bits that depend on every bit of it."""
+    """Hash each value to 64 bits."""
     mixed = values + _GAMMA
     mixed ^= mixed >> _SHIFTS[0]
     mixed *= _FIRST_FACTOR
@@ -27,12 +27,11 @@ def mix64(values: Words) -> Words:
 
 
 def hash_ids(ids: Ids) -> Words:
-    """Hash row ids. The high half of a hash chooses the shard, its low bits a slot in the shard's
-    index."""
+    """Hash row ids. The high half of a hash chooses the shard, its low bits a slot in the index."""
     return mix64(ids.view(np.uint64))
 
 
 def shards_of(ids: Ids, num_shards: int) -> Ids:
-    """Return for each row the index of its virtual shard in the table."""
+    """Return the index of each row's virtual shard in the table."""
     shards = ((hash_ids(ids) >> _HALF) * np.uint64(num_shards)) >> _HALF
     return shards.view(np.int64)

@@ -1,11 +1,8 @@
 """Index from row ids to positions in a shard's arrays, for many ids at once.
 
-A hash table with open addressing, whose operations are a few passes over arrays: all ids make their
-first probe together, the ids that need another make the second, and so on. At most LOAD_LIMIT of
-the slots are in use, and probe n + 1 is n slots after probe n. (The distances from the first probe
-are triangular numbers. As the number of slots is a power of two, they reach every slot: Knuth,
-TAOCP 3, 6.4, exercise 20.) So no runs of used slots build up, the rounds are few, and each has far
-fewer ids than the one before.
+A hash table with open addressing: all ids make their first probe together, the ids that need
+another make the second, and so on. Probe n + 1 is n slots after probe n. As the number of slots is
+a power of two, the probes reach every slot (Knuth, TAOCP 3, 6.4, exercise 20).
 """
 
 from itertools import count
@@ -20,7 +17,7 @@ from shoal_server.parameters.tables.hashing import Ids, hash_ids
 
 EMPTY = -1
 REMOVED = -2
-"""A slot whose row was removed: searches go on after it."""
+"""A slot whose row was removed: searches continue after it."""
 LOAD_LIMIT = 0.6
 MIN_SLOTS = 16
 MAX_ROWS = 2**31 - 1
@@ -48,8 +45,7 @@ class RowIndex:
 
     @property
     def id_tensor(self) -> Tensor:
-        """`ids` as a tensor over the same memory: undefined for rows that are not in use; do not
-        keep it."""
+        """`ids` as a tensor over the same memory. Do not keep it."""
         return self._ids.tensor
 
     @property
@@ -68,7 +64,7 @@ class RowIndex:
         """Return the row of each id, -1 for ids without one."""
         slots = self._first_slots(ids)
         rows, ids_by_row = self._slots[slots], self.ids
-        # EMPTY and REMOVED, as indices, read an id at the end of the array: it must not count.
+        # As indices, EMPTY and REMOVED read unrelated ids.
         hit = (ids_by_row[rows] == ids) & (rows >= 0)
         result = np.where(hit, rows, EMPTY).astype(np.int64)
         todo = np.flatnonzero(~hit & (rows != EMPTY))
@@ -85,7 +81,7 @@ class RowIndex:
         return result
 
     def insert(self, ids: Ids, rows: Rows) -> None:
-        """Insert distinct ids that have no row, with their rows."""
+        """Insert distinct ids that have no row."""
         self._grow(int(rows.max(initial=0)) + 1, len(ids))
         self.ids[rows] = ids
         self._settle(ids, rows)
@@ -113,7 +109,7 @@ class RowIndex:
                 break
             before = self._slots[slots]
             is_free = before < 0
-            # If several ids write to one slot, one of them gets it: the slot is read to see which.
+            # If several ids write to one slot, one of them gets it.
             self._slots[slots[is_free]] = rows[is_free]
             has_slot = self._slots[slots] == rows
             self._num_used += int(np.count_nonzero(has_slot & (before == EMPTY)))

@@ -1,8 +1,7 @@
-"""Initial values of a row: a function of seed, table name, row id and column alone.
+"""Initial values of a row: a function of seed, table name, row id and column alone, to the last
+bit.
 
-Every server, and every replay, makes the same row, to the last bit. So only integer arithmetic and
-basic floating-point operations are used, whose rounding IEEE 754 defines. There is no logarithm or
-cosine: their last bits differ between processors.
+So only operations are used whose rounding IEEE 754 defines, and no logarithm or cosine.
 """
 
 import hashlib
@@ -37,7 +36,7 @@ class InitialRows:
             self._columns = np.arange(1, dim + 1, dtype=np.uint64) * _COLUMN_STEP
 
     def make(self, ids: Ids) -> Tensor:
-        """Make one row for each id, of shape (len(ids), dim)."""
+        """Make one row for each id: (len(ids), dim)."""
         kind, center = self._initialiser.kind, self._initialiser.center
         if kind == "constant":
             return torch.full((len(ids), self._dim), center, dtype=self._dtype)
@@ -56,7 +55,6 @@ class InitialRows:
 
 
 def _uniform(words: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """Return uniform numbers from -1 inclusive to 1 exclusive."""
     unit = (words >> np.uint64(64 - _UNIFORM_BITS)).astype(np.float64)
     unit *= 2.0 ** (1 - _UNIFORM_BITS)
     unit -= 1.0
@@ -64,8 +62,8 @@ def _uniform(words: NDArray[np.uint64]) -> NDArray[np.float64]:
 
 
 def _normal(words: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """Return numbers of mean 0 and variance 1: the sum of eight uniform integers (Irwin and Hall),
-    which is close to a normal distribution and bounded by 4.9."""
+    """Sum of eight uniform integers (Irwin and Hall): close to a normal distribution of mean 0 and
+    variance 1."""
     total = np.zeros(words.shape, np.uint64)
     mask = np.uint64(2**_ADDEND_BITS - 1)
     for each in (words, mix64(words)):

@@ -1,9 +1,5 @@
-"""Optimizer steps on the rows of one push.
-
-Rows and their state are gathered into new tensors, in the order of their ids, and written back
-after the step. So the result depends on the push and the row alone, not on the row's position.
-If torch has the optimizer, the operations and their order are those of `torch.optim` on sparse
-gradients.
+"""Optimizer steps on the rows of one push. If torch has the optimizer, the operations and their
+order are those of `torch.optim` on sparse gradients.
 
 Suffixes of tensors: r rows, c columns.
 """
@@ -22,12 +18,9 @@ from shoal_proto.v1.tables_pb2 import RowOptimizer
 
 @dataclass(frozen=True, kw_only=True)
 class StateColumn:
-    """One kind of optimizer state."""
-
     is_per_element: bool
-    """True: one number for each column of a row; False: one number for each row."""
+    """True: one number for each column of a row; False: one for each row."""
     fill: float = 0.0
-    """Value in a new row."""
 
 
 State = Mapping[str, Tensor]
@@ -76,9 +69,7 @@ class RowAdagradRule:
 
 
 class RowwiseAdagrad:
-    """Adagrad with one accumulator per row, as in FBGEMM: each step adds the mean, over the
-    columns, of the squared gradient.
-    """
+    """Adagrad with one accumulator per row, as in FBGEMM."""
 
     def __init__(self, spec: RowOptimizer) -> None:
         self._eps = spec.eps
@@ -93,10 +84,10 @@ class RowwiseAdagrad:
 
 
 class RowAdamRule:
-    """Lazy Adam: a row that has no gradient keeps its averages as they are.
+    """Lazy Adam: a row without a gradient keeps its averages.
 
-    The bias correction uses the number of steps of each row (`counts_rows`), or `table_step`, the
-    whole table's number of steps, as in `torch.optim.SparseAdam`.
+    The bias correction uses the number of steps of each row (`counts_rows`) or of the whole table
+    (`table_step`, as in `torch.optim.SparseAdam`).
     """
 
     def __init__(self, spec: RowOptimizer, *, counts_rows: bool) -> None:
@@ -115,7 +106,7 @@ class RowAdamRule:
 
     def step(self, values_rc: Tensor, gradient_rc: Tensor, state: State, lr: float) -> None:
         average_rc, square_rc = state["exp_avg"], state["exp_avg_sq"]
-        # The average is moved by a difference: that rounds as SparseAdam does.
+        # Moved by a difference, which rounds as SparseAdam does.
         average_rc.add_(gradient_rc.sub(average_rc).mul_(1 - self._beta1))
         square_rc.add_(gradient_rc.pow(2).sub_(square_rc).mul_(1 - self._beta2))
         denominator_rc = square_rc.sqrt().add_(self._eps)
@@ -124,8 +115,8 @@ class RowAdamRule:
             values_rc.add_(direction_rc.mul_(-self._step_size(self.table_step, lr)))
             return
         steps_r = state["step"].add_(1)
-        # The size is computed once per distinct number of steps, with Python floats: torch's power
-        # of a vector rounds differently at the vector's end.
+        # Computed with Python floats: torch's power of a vector rounds differently at the vector's
+        # end.
         distinct, inverse = torch.unique(steps_r, return_inverse=True)
         sizes = [-self._step_size(round(steps), lr) for steps in distinct.tolist()]
         size_r = torch.tensor(sizes, dtype=values_rc.dtype)[inverse]
@@ -136,7 +127,7 @@ class RowAdamRule:
 
 
 def new_rule(spec: RowOptimizer) -> RowRule:
-    """Make the rule of a table; its specification was checked when the table was placed."""
+    """Make the rule of a table."""
     if spec.kind == "sgd":
         return RowSgd(spec)
     if spec.kind == "adagrad":

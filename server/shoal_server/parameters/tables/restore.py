@@ -12,15 +12,12 @@ _BAD_DATA_ERRORS = (
     *(ValueError, KeyError, TypeError, IndexError, AttributeError, RuntimeError, OverflowError),
     DecodeError,
 )
-"""Errors that torch, protobuf and Python raise for invalid values."""
 
 
 def restore(image: LoadedImage) -> AnyShard:
-    """Restore the shard of an image. The shard takes ownership of the image's tensors.
-
-    Raises MalformedMessage if the image is inconsistent or of an unknown kind: a right checksum
-    does not prove that this program wrote the image.
-    """
+    """Restore the shard of an image, and take ownership of the image's tensors. Raises
+    MalformedMessage if the image is inconsistent: a right checksum does not prove that this program
+    wrote it."""
     try:
         if image.kind == DenseBody.kind:
             return dense_from_image(image)

@@ -13,8 +13,8 @@ from shoal_server.parameters.images.tensor_bytes import from_bytes
 
 
 class RowChunks:
-    """The layout of `num_rows` rows in chunks, cut between rows. Within a chunk the rows are stored
-    column by column, columns with the largest elements first, so that every column is aligned."""
+    """The layout of `num_rows` rows in chunks, cut between rows. The columns of a chunk are in
+    order of element size, so that each is aligned."""
 
     def __init__(
         self,
@@ -22,7 +22,7 @@ class RowChunks:
         num_rows: int,
         chunk_bytes: int,
     ) -> None:
-        """`columns`: for each name, the shape of one row of the column, and the dtype."""
+        """`columns`: shape of one row of the column, and dtype, by name."""
         by_size = sorted(columns.items(), key=lambda item: (-item[1][1].itemsize, item[0]))
         self._columns = [(name, tuple(shape), dtype) for name, (shape, dtype) in by_size]
         self._row_bytes = sum(
@@ -55,8 +55,8 @@ class RowChunks:
         return num_rows * self._row_bytes
 
     def views(self, index: int, data: Buffer) -> Mapping[str, Tensor]:
-        """Return the columns as views of a chunk's bytes. Raises MalformedMessage if the length is
-        wrong."""
+        """Return the columns as views of a chunk's bytes. Raises MalformedMessage for a wrong
+        length."""
         if len(data) != self.size_of(index):
             raise MalformedMessage(
                 "a chunk of a table's shard has another length",

@@ -31,8 +31,8 @@ class Columns(Protocol):
 
 
 class RowImage:
-    """The rows below `num_rows`, as of the image's version. `save` and `read` are called under the
-    lock of the store's content."""
+    """The rows below `num_rows`, as of the image's version. Call `save` and `read` under the lock
+    of the store's content."""
 
     def __init__(self, store: Columns, num_rows: int, num_live: int) -> None:
         self._store = store
@@ -108,13 +108,11 @@ class RowImage:
         return streams
 
     def _live(self, name: str, locked: Locked) -> Iterator[Tensor]:
-        """Yield one column of the rows that are in use."""
         for index in range(len(self)):
             columns = locked(partial(self._columns_of, index, {BIRTHS, name}))
             yield columns[name].index_select(0, columns[BIRTHS].nonzero().view(-1))
 
     def _columns_of(self, index: int, names: Collection[str]) -> Mapping[str, Tensor]:
-        """Copy columns of one chunk's rows."""
         if self._is_released[index]:
             raise released(index)
         rows = self._chunks.rows(index)
@@ -124,7 +122,6 @@ class RowImage:
         return copies
 
     def _put_back(self, rows: slice, copies: Mapping[str, Tensor]) -> None:
-        """Overwrite changed rows in copies of columns with the saved rows."""
         saved_positions = self._saved_at[rows]
         changed = np.flatnonzero(saved_positions)
         if not changed.size:

@@ -18,18 +18,15 @@ from shoal_server.parameters.tables.row_image import BIRTHS, IDS, RowImage
 VALUES = "values"
 LAST_PUSHED = "last_pushed_unix_s"
 STATE = "optimizer/"
-"""Prefix of the optimizer's columns in an image."""
 FIRST_CAPACITY = 64
 DOUBLED_BYTES = 64 * 1024 * 1024
-"""Size up to which a store doubles when it grows; a larger store grows by a quarter. Growing copies
-nothing, so it may be frequent."""
 INDEX_BYTES_PER_ROW = 32
-"""Upper bound on the index's bytes for a row: at most four slots of four bytes, and two ids."""
+"""Upper bound: four slots of four bytes, and two ids."""
 
 
 class RowStore:
-    """Stores rows in memory that grows in place. New rows first take the positions of removed ones.
-    Open images save a row before it is written to."""
+    """Stores rows in memory that grows in place. New rows first take the positions of removed
+    ones."""
 
     def __init__(self, dim: int, dtype: torch.dtype, columns: Mapping[str, StateColumn]) -> None:
         self._max_rows = MAX_ROWS
@@ -62,7 +59,7 @@ class RowStore:
 
     @property
     def row_bytes(self) -> int:
-        """Upper bound on the bytes of one row and its part of the index."""
+        """Upper bound on a row's bytes, with its part of the index."""
         return self._column_bytes + INDEX_BYTES_PER_ROW
 
     @property
@@ -71,16 +68,15 @@ class RowStore:
 
     @property
     def num_spare(self) -> int:
-        """Number of allocated rows that are not in use."""
+        """Number of allocated rows not in use."""
         return self._capacity - len(self)
 
     def moved_bytes(self, num_more: int) -> int:
-        """Return how many bytes are moved if `num_more` rows are added: the index's bytes if it is
-        rebuilt, else 0. Columns grow in place."""
+        """Return how many bytes are moved to add `num_more` rows."""
         return self._index.num_bytes if self._index.moves_for(num_more) else 0
 
     def growth_bytes(self, num_rows: int) -> int:
-        """Return the most bytes by which memory grows to hold `num_rows` rows in all."""
+        """Return the most bytes of growth to hold `num_rows` rows in all."""
         return max(0, self._capacity_for(num_rows) - self._capacity) * self.row_bytes
 
     def limit(self, max_rows: int) -> None:
@@ -96,13 +92,12 @@ class RowStore:
         return self._index.find(ids)
 
     def births(self, rows: Rows) -> Ids:
-        """Return the version that made each row; 0 for a missing row, whose number is -1."""
+        """Return the version that made each row; 0 for row -1."""
         births = self._numbers(BIRTHS)[rows]
         return np.where(rows >= 0, births, 0)
 
     def add(self, ids: Ids, values: Tensor, *, birth: int) -> Rows:
-        """Make a row for each of these ids, which have no rows; return the rows in the ids'
-        order."""
+        """Make a row for each of these ids, which have none; return the rows in the ids' order."""
         reused = self._free[len(self._free) - min(len(ids), len(self._free)) :]
         self._free = self._free[: len(self._free) - len(reused)]
         num_fresh = len(ids) - len(reused)
@@ -130,15 +125,14 @@ class RowStore:
         self._numbers(LAST_PUSHED)[rows] = at_unix_s
 
     def idle_since(self, before_unix_s: float) -> Rows:
-        """Return all rows that were last pushed before `before_unix_s`."""
+        """Return all rows last pushed before `before_unix_s`."""
         last_pushed = self._numbers(LAST_PUSHED)[: self._top]
         is_live = self._numbers(BIRTHS)[: self._top] > 0
         return np.flatnonzero(is_live & (last_pushed < before_unix_s))
 
     def oldest(self, count: int, spared: Rows) -> Rows:
-        """Return the `count` rows that were pushed longest ago, except the rows in `spared`; all
-        others if they are fewer. Among rows pushed at the same time, the lowest ids are chosen:
-        positions of rows differ between replicas, so they must not decide."""
+        """Return the `count` rows that were pushed longest ago, except the rows in `spared`. Ids
+        decide among rows of one time, since positions differ between replicas."""
         is_live = self._numbers(BIRTHS)[: self._top] > 0
         is_live[spared] = False
         rows = np.flatnonzero(is_live)
@@ -156,7 +150,6 @@ class RowStore:
         return self._columns[VALUES].tensor.index_select(0, torch.from_numpy(rows))
 
     def state(self, name: str, rows: Rows) -> Tensor:
-        """Copy one column of optimizer state."""
         return self._columns[STATE + name].tensor.index_select(0, torch.from_numpy(rows))
 
     def write_rows(self, rows: Rows, values: Tensor, state: Mapping[str, Tensor]) -> None:
@@ -169,8 +162,8 @@ class RowStore:
 
     @property
     def columns(self) -> Mapping[str, Tensor]:
-        """Columns by name, and the ids, not copied. Do not keep them: while they exist, the store
-        cannot grow in place."""
+        """Columns by name, and the ids, not copied. The store cannot grow in place while they
+        exist."""
         top = self._top
         columns = {name: column.tensor[:top] for name, column in self._columns.items()}
         return {IDS: self._index.id_tensor[:top]} | columns
@@ -186,7 +179,7 @@ class RowStore:
             image.save(rows)
 
     def reserve(self, num_rows: int) -> None:
-        """Allocate memory in an empty store for `num_rows` rows, which `fill` adds."""
+        """Allocate memory in an empty store for rows that `fill` adds."""
         self._reserve(num_rows)
         self._index.reserve(num_rows)
 
@@ -204,7 +197,7 @@ class RowStore:
 
     def ids_from(self, start: int, max_rows: int) -> tuple[Ids, int]:
         """Return the ids of the rows in use among the `max_rows` positions from `start` on; and the
-        position after these, which is `start` if there are no positions left."""
+        position to continue from, which is `start` at the end."""
         stop = min(start + max_rows, self._top)
         if stop <= start:
             return np.zeros(0, np.int64), start
@@ -213,15 +206,15 @@ class RowStore:
 
     def columns_of(self, ids: Ids) -> tuple[Ids, list[Tensor]]:
         """Return the births of these ids' rows, 0 for a missing row; and copies of all columns of
-        the rows that exist."""
+        the existing rows."""
         rows = self.find(ids)
         at = torch.from_numpy(rows[rows >= 0])
         columns = [self._columns[name].tensor.index_select(0, at) for name in sorted(self._columns)]
         return self.births(rows), columns
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load the tensors of an image into an empty store. Raises InternalError if the columns are
-        not this store's."""
+        """Load the tensors of an image into an empty store. Raises InternalError for other
+        columns."""
         ids = tensors[IDS].numpy() if IDS in tensors else np.zeros(0, np.int64)
         seen = {name: (t.shape, t.dtype) for name, t in tensors.items() if name in self._columns}
         expected = {

@@ -34,9 +34,9 @@ class TablePush(Push):
     row_ids: bytes
     births: bytes
     step: int
-    """The table's step that the push is part of, as counted by the sender."""
+    """Step of the table, as counted by the sender."""
     codec: GradientCodec | None = None
-    """The encoding of the gradients; None: the table's dtype."""
+    """Encoding of the gradients; None for the table's dtype."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,20 +64,16 @@ class TableBody:
         """Table time minus the monotonic clock; None before the first push here."""
 
     def now_s(self) -> float:
-        """Return the table's time for a push that arrives now, in Unix seconds.
-
-        The table's time starts at the time of the shard's newest push, or at the machine's clock
-        for a new shard, and continues with the monotonic clock. So rows do not seem older than they
-        are if the machine's clock is set, or differs from the clock of the previous primary.
-        """
+        """Return the table's time for a push that arrives now, in Unix seconds. It starts at the
+        shard's newest push, or at the machine's clock for a new shard, and follows the monotonic
+        clock: no row seems older after a change of the clock or of the primary."""
         if self._ahead_s is None:
             self._ahead_s = (self.content.now_s or time.time()) - time.monotonic()
         return time.monotonic() + self._ahead_s
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of memory of the rows with their optimizer state, their index and the admission
-        gate."""
+        """Bytes of rows, optimizer state, index and admission gate."""
         return self.content.num_bytes
 
     @property
@@ -169,16 +165,14 @@ def new_table_shard(spec: Shard, table: TableSpec) -> TableShard:
 
 
 def is_table(shard: AnyShard) -> TypeGuard[TableShard]:
-    """True if the shard is of a table, and not of parameters."""
+    """True for a shard of a table."""
     return isinstance(shard.body, TableBody)
 
 
 def table_from_image(image: LoadedImage) -> TableShard:
-    """Restore a shard from its image. Takes ownership of the image's tensors.
-
-    Raises InternalError if the image is incomplete or inconsistent, or not of a table's shard. For
-    invalid values, torch's and Python's errors are raised, too: `restore` converts them.
-    """
+    """Restore a shard from its image, and take ownership of the image's tensors. Raises
+    InternalError if the image is inconsistent, and torch's and Python's errors for invalid
+    values."""
     try:
         if image.kind != TableBody.kind:
             raise KeyError(image.kind)

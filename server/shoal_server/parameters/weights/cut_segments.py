@@ -1,10 +1,5 @@
-"""Segments of published weights, made from images of shards.
-
-A segment has the values of a shard of parameters, or the ids, births and values of the rows of a
-table's shard. A row keeps the position that it has in the shard, and the number of positions grows
-in steps. So a row lies at the same bytes in successive versions, and the difference between two
-versions has only the changed rows.
-"""
+"""Segments of published weights, made from images of shards. A row keeps its position, so that the
+difference between two versions has only the changed rows."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,8 +17,8 @@ from shoal_server.parameters.tables.row_image import BIRTHS, IDS
 
 MIN_ROWS = 64
 STEPS_A_DOUBLING = 8
-"""Number of steps between one power of two and the next. So in a segment of more than MIN_ROWS
-rows, at most an eighth of the positions lie after the last row."""
+"""Number of steps between one power of two and the next: at most an eighth of a large segment lies
+after the last row."""
 ID_BYTES = 8
 
 
@@ -33,15 +28,13 @@ class PlannedSegment:
 
     num_bytes: int
     described: pb.CutSegment
-    """Description without the segment's digest, size and holders."""
     fill: Callable[[memoryview], None]
-    """Writes the shard into the segment's memory, which must be all zeros. Waits for the shard's
-    lock: do not call it on the event loop."""
+    """Writes the shard into memory that is all zeros. Waits for the shard's lock: do not call it on
+    the event loop."""
 
 
 def planned(image: ShardImage) -> PlannedSegment:
-    """Plan the segment of a shard from its image. The image must stay open until `fill` has
-    returned."""
+    """Plan the segment of a shard. The image must stay open until `fill` has returned."""
     return _of_parameters(image) if image.kind == DenseBody.kind else _of_rows(image)
 
 

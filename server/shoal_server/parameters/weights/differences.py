@@ -18,10 +18,9 @@ from shoal_server.parameters.shard.memory import Memory
 log = structlog.get_logger(__name__)
 
 MAX_CHANGED = 0.2
-"""Share of changed elements above which the whole segment is sent: making a difference would take
-longer than sending it would save."""
+"""Share of changed elements above which the whole segment is sent."""
 MAX_SIZE = 0.5
-"""Size of the largest difference that is worth sending, as a share of the whole segment."""
+"""Largest difference that is worth sending, as a share of the whole segment."""
 KEPT_S = 60.0
 MAX_KEPT = 64
 
@@ -30,8 +29,7 @@ Elements = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class _Key:
-    """Key of a difference: the digests of the two segments, and the runs of elements that the
-    reader has named."""
+    """Digests of the two segments, and the runs of elements that the reader has named."""
 
     series: str
     base: bytes
@@ -42,14 +40,13 @@ class _Key:
 @dataclass(slots=True)
 class _CachedDifference:
     difference: Segment | None
-    """The difference; None: the whole segment is to be sent."""
     claim: ExitStack
     used_s: float
 
 
 class WeightDifferences:
-    """Differences of all series. Lives on the event loop; differences are made on `threads`.
-    Requests for the same difference get the same object."""
+    """Differences of all series. Lives on the event loop. Requests for the same difference get the
+    same object."""
 
     def __init__(
         self, memory: Memory, threads: Executor, now_s: Callable[[], float] = time.monotonic
@@ -62,8 +59,8 @@ class WeightDifferences:
         self._is_closed = False
 
     def find(self, series: str, digest: bytes) -> Segment | None:
-        """Return a kept difference, by its digest; None if there is none. Like a request, this
-        keeps the difference for KEPT_S more."""
+        """Return a kept difference by its digest, and keep it for KEPT_S more; None if there is
+        none."""
         for key, kept in self._kept.items():
             made = kept.difference
             if key.series == series and made is not None and made.digest == digest:
@@ -74,13 +71,10 @@ class WeightDifferences:
     async def between(
         self, series: str, base: Segment, target: Segment, elements: Sequence[tuple[int, int]]
     ) -> Segment | None:
-        """Return the difference from `base` to `target`. Return None if the whole segment is to be
-        sent: the sizes differ, too much has changed, the difference would be larger than MAX_SIZE,
-        or there is too little memory. The result of a comparison is kept, see `sweep`, unless
-        memory was lacking. `elements`: runs of elements as (bytes of an element, bytes of the run).
+        """Return the difference from `base` to `target`; None if the whole segment is to be sent.
 
-        Raises InvalidSpec if the runs do not make up the segments, or have elements of a size that
-        is not in `codec.SIZES`.
+        `elements`: runs of elements as (bytes of an element, bytes of the run). Raises InvalidSpec
+        if the runs do not make up the segments, or an element's size is not in `codec.SIZES`.
         """
         if base.num_bytes != target.num_bytes:
             return None
@@ -99,14 +93,13 @@ class WeightDifferences:
         return kept.difference
 
     def sweep(self) -> None:
-        """Drop the differences that were neither requested nor found for KEPT_S. (If more than
-        MAX_KEPT are kept, the least recently used difference is dropped at once.)"""
+        """Drop the differences that were not requested for KEPT_S."""
         for key, kept in list(self._kept.items()):
             if self._now_s() - kept.used_s >= KEPT_S:
                 self._drop(key)
 
     def close(self) -> None:
-        """Drop all differences. A difference that is being made is not kept."""
+        """Drop all differences, and keep no others."""
         self._is_closed = True
         for key in list(self._kept):
             self._drop(key)
@@ -154,7 +147,7 @@ class WeightDifferences:
         kept = self._kept.pop(key)
         kept.claim.close()
         if kept.difference is not None:
-            # A connection that is sending the difference has its own reference to the memory.
+            # A connection that is sending the difference has its own reference.
             kept.difference = None
 
 

@@ -19,8 +19,8 @@ _DIGEST = re.compile(f"[0-9a-f]{{{2 * DIGEST_BYTES}}}")
 
 
 class WeightDisk:
-    """Files of segments, `JOB/NAME/DIGEST`. A file is whole or absent even if its writer is killed,
-    and only this user can read it. All calls block."""
+    """Files of segments, `JOB/NAME/DIGEST`. A file is whole or absent, and only this user can read
+    it. All calls block."""
 
     def __init__(self, directory: Path) -> None:
         """Take over the segments that an earlier process left in the directory. Raises OSError."""
@@ -29,13 +29,11 @@ class WeightDisk:
         self._written = {self._path(*each) for each in self._found()}
 
     def holds(self, series: str, digest: bytes) -> bool:
-        """True if this process has written the segment to disk durably, or found it there at the
-        start."""
+        """True if the segment is on disk durably."""
         return self._path(series, digest) in self._written
 
     def write(self, series: str, segment: Segment) -> None:
-        """Write a segment to disk. Raises OSError; then `holds` answers as before, although the
-        whole file may be on disk."""
+        """Write a segment to disk. Raises OSError; then `holds` answers as before."""
         path = self._path(series, segment.digest)
         for folder in (path.parent.parent, path.parent):
             folder.mkdir(mode=0o700, exist_ok=True)
@@ -49,7 +47,7 @@ class WeightDisk:
                         at += file.write(chunk[at:]) or 0
                 os.fsync(file.fileno())
             draft.replace(path)
-            # The names of file and folders are entries in their parent folders, and may be new.
+            # The names may be new entries in their parent folders.
             for folder in (path.parent, path.parent.parent, self._directory):
                 _synchronize(folder)
         except OSError:
@@ -58,9 +56,8 @@ class WeightDisk:
         self._written.add(path)
 
     def read(self, series: str, digest: bytes) -> Segment | None:
-        """Read and verify a segment; None if it is not on disk. A segment whose bytes have changed
-        is removed, and counts as absent. Raises OSError, or Overloaded if there is no memory for
-        it."""
+        """Read and verify a segment; None if it is not on disk. A damaged segment is removed.
+        Raises OSError, or Overloaded if there is no memory for it."""
         path = self._path(series, digest)
         try:
             file = path.open("rb", buffering=0)
@@ -89,8 +86,8 @@ class WeightDisk:
         path.unlink(missing_ok=True)
 
     def all(self) -> list[tuple[str, bytes]]:
-        """Return series and digest of each segment that is held on disk. Removes drafts, so
-        `write` must not run meanwhile."""
+        """Return series and digest of each segment on disk. Removes drafts, so `write` must not run
+        meanwhile."""
         return [each for each in self._found() if self.holds(*each)]
 
     def _found(self) -> Iterator[tuple[str, bytes]]:

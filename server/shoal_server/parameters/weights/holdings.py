@@ -21,8 +21,7 @@ from shoal_server.parameters.weights.segment_transport import SegmentTransport
 from shoal_server.parameters.weights.store import HeldSegment, Position, SegmentOrigin, SegmentStore
 
 STALLED_S = 30.0
-"""Longest time that a publisher may take to send a segment's descriptor or next chunk: at least
-280 kB/s."""
+"""Longest time that a publisher may take to send a segment's descriptor or next chunk."""
 
 log = structlog.get_logger(__name__)
 
@@ -48,7 +47,7 @@ class WeightHoldings:
         self._claims: dict[tuple[str, bytes], ExitStack] = {}
 
     def get(self, series: str, digest: bytes) -> Segment:
-        """Return a held segment. Raises Unavailable if it is not held."""
+        """Return a held segment. Raises Unavailable without one."""
         segment = self.find(series, digest)
         if segment is None:
             raise Unavailable(
@@ -61,7 +60,7 @@ class WeightHoldings:
         return segment
 
     def find(self, series: str, digest: bytes) -> Segment | None:
-        """Return a segment if it is held, else None."""
+        """Return a held segment, or None."""
         return self._store.get(series, digest)
 
     def holds(self, series: str, digest: bytes) -> bool:
@@ -89,16 +88,14 @@ class WeightHoldings:
         *,
         of_chunks: bytes | None = None,
     ) -> Segment:
-        """Receive a segment, as a descriptor if possible, and hold it once it is verified. Its
-        memory is reserved before anything is received.
+        """Receive a segment, as a descriptor if possible, and hold it once it is verified.
 
-        `of_chunks`: digests of the chunks of a segment that comes as a descriptor. Its sender
-        computed them once the memory was write-protected. None: they are computed here.
+        `of_chunks`: digests of the chunks of a segment that comes as a descriptor, computed by its
+        sender once the memory was write-protected. None: they are computed here.
 
-        Raises what `admit` raises, Overloaded if the server has no memory for the segment,
-        ChecksumMismatch if its digest differs, MalformedMessage for a descriptor that is not sealed
-        or has another size, or for digests of another number of chunks, Unavailable if the
-        descriptor or a chunk is not complete within STALLED_S, and what `transport` raises.
+        Raises what `admit` and `transport` raise, Overloaded if the server has no memory,
+        ChecksumMismatch, MalformedMessage if descriptor or `of_chunks` do not fit, and Unavailable
+        if a chunk takes longer than STALLED_S.
         """
         with self._claimed(num_bytes) as claim:
             if transport.is_local:
@@ -135,10 +132,7 @@ class WeightHoldings:
         self, series: str, num_bytes: int, origin: SegmentOrigin, fill: Callable[[memoryview], None]
     ) -> Segment:
         """Hold a segment whose bytes `fill` writes, on a thread, into memory that is all zeros.
-
-        Raises what `admit` raises, Overloaded if the server has no memory for it, and what `fill`
-        raises.
-        """
+        Raises what `admit` and `fill` raise, or Overloaded."""
 
         def made() -> Segment:
             writer = SegmentWriter(num_bytes)
@@ -179,8 +173,6 @@ class WeightHoldings:
         for held in self._store.held():
             held.segment.close()
 
-    # --- internal ---
-
     def _claimed(self, num_bytes: int) -> ExitStack:
         stack = ExitStack()
         stack.enter_context(self._memory.reserve(num_bytes, "published weights"))
@@ -190,7 +182,7 @@ class WeightHoldings:
         self, series: str, segment: Segment, origin: SegmentOrigin | None, claim: ExitStack
     ) -> Segment:
         if not self._store.insert(series, segment, origin, self._now_s()):
-            # Another call has added the same segment meanwhile.
+            # Another call has added the same segment.
             segment.close()
             return self.get(series, segment.digest)
         self._claims[series, segment.digest] = claim.pop_all()
@@ -200,7 +192,6 @@ class WeightHoldings:
         return segment
 
     def _free(self, series: str, segments: Iterable[Segment]) -> None:
-        """Release the memory of segments. A connection keeps a segment that it is sending."""
         freed = list(segments)
         for segment in freed:
             log.info(
@@ -211,8 +202,8 @@ class WeightHoldings:
             )
             self._claims.pop((series, segment.digest)).close()
         if freed:
-            # Freeing gigabytes takes the kernel a while: drop the last references on a thread, once
-            # the callers have dropped theirs.
+            # Freeing gigabytes takes a while: drop the last references on a thread, after the
+            # callers'.
             loop = asyncio.get_running_loop()
             loop.call_soon(loop.run_in_executor, None, freed.clear)
 
@@ -239,8 +230,7 @@ class WeightHoldings:
                     digests.append(digest)
             await asyncio.gather(*ready)
             of_chunks = b"".join(await asyncio.gather(*digests))
-            # A thread may still refer to a chunk that it has digested, and memory with references
-            # cannot be sealed.
+            # A thread may still refer to a chunk, and memory with references cannot be sealed.
             for chunk in arrived:
                 chunk.release()
             return await self._in_thread(partial(writer.seal, of_chunks))

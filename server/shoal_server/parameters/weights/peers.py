@@ -1,4 +1,4 @@
-"""Transfer of segments to and from other parameter servers. It blocks, so it runs on threads."""
+"""Blocking transfer of segments to and from other parameter servers."""
 
 import asyncio
 from collections.abc import Callable
@@ -28,14 +28,11 @@ from shoal_server.parameters.cluster.peer_timeouts import PEER_OPTIONS
 
 OPEN_S = 3.0
 TRANSFER_S = 3600.0
-"""Longest transfer of one segment. If the other server falls silent, the transfer fails much
-earlier."""
 
 MAX_IDLE = 8
-"""Maximum number of idle connections that are kept."""
 
 Destination = tuple[str, str]
-"""Address of a server, and series: a connection carries calls about one series."""
+"""A connection carries calls about one series."""
 T = TypeVar("T")
 log = structlog.get_logger(__name__)
 
@@ -51,8 +48,8 @@ class WeightPeers:
     async def pass_on(
         self, to: StoreServer, request: PutSegmentRequest, segment: Segment
     ) -> PutSegmentReply:
-        """Send a segment to another server, which forwards it to the rest of the chain. Raises the
-        error of the call OpenBulk, or what `SegmentConnection.open` and `put` raise."""
+        """Send a segment to a server, and through it to the rest of the chain. Raises the error of
+        the call OpenBulk, or what `SegmentConnection` raises."""
 
         def put(connection: SegmentConnection) -> PutSegmentReply:
             return connection.put(request, segment, TRANSFER_S)
@@ -61,7 +58,7 @@ class WeightPeers:
 
     async def fetch(self, source: StoreServer, series: str, digest: bytes) -> Segment:
         """Fetch a segment from another server. Raises the error of the call OpenBulk, or what
-        `SegmentConnection.open` and `fetch` raise."""
+        `SegmentConnection` raises."""
 
         def fetch(connection: SegmentConnection) -> Segment:
             staged = StagedSegment(digest)
@@ -90,7 +87,7 @@ class WeightPeers:
             try:
                 return await self._called(destination, idle, call)
             except Unavailable as error:
-                # The server may have just closed the connection, or may have been restarted.
+                # The server may have closed the connection, or have been restarted.
                 log.info("peer_called_again", to=server.id, reason=str(error))
         elif idle is not None:
             idle.close()
@@ -120,11 +117,11 @@ class WeightPeers:
         connection: SegmentConnection,
         call: Callable[[SegmentConnection], T],
     ) -> T:
-        """Make the call on a thread. Unless the call fails, its connection may be used again."""
+        """Make the call on a thread. Unless it fails, its connection may be used again."""
 
         def kept() -> tuple[T, SegmentConnection]:
-            # Runs even if the caller is cancelled before a thread is free: the call then fails on
-            # the aborted connection, which is closed.
+            # Runs even if the caller is cancelled first: the call then fails on the aborted
+            # connection.
             try:
                 return call(connection), connection
             except BaseException:

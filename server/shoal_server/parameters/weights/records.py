@@ -18,8 +18,7 @@ Record = SeriesHead | PublishedVersion
 
 
 class SeriesRecords:
-    """Records of series, as of the newest event of a watch; they are kept while etcd is
-    unreachable. Lives on the event loop."""
+    """Records of series, from a watch; kept while etcd is unreachable. Lives on the event loop."""
 
     def __init__(
         self, store: KeyValueStore, holdings: WeightHoldings, upkeep: WeightUpkeep
@@ -49,11 +48,11 @@ class SeriesRecords:
 
     @property
     def is_in_sync(self) -> bool:
-        """True if all records have been read, and the watch follows their changes."""
+        """True if all records have been read and are followed."""
         return self._mirror.is_in_sync
 
     async def refresh(self, series: str) -> None:
-        """Read the newest records of a series from etcd. Raises what the store raises."""
+        """Read the newest records of a series. Raises what the store raises."""
         newest = await self._store.range(keys.series_head(series).removesuffix(HEAD))
         self._mirror.note_all(newest.items)
 
@@ -98,7 +97,6 @@ def _parsed(item: MirroredKey) -> Record | None:
 
 
 def _positions(versions: Iterable[PublishedVersion]) -> Mapping[bytes, Position]:
-    """Return the newest publication of each segment, by digest."""
     positions: dict[bytes, Position] = {}
     for version in versions:
         position = version.epoch, version.publication
@@ -108,8 +106,7 @@ def _positions(versions: Iterable[PublishedVersion]) -> Mapping[bytes, Position]
 
 
 def _segments(versions: Iterable[PublishedVersion]) -> Mapping[bytes, PublishedSegment]:
-    """Return the segments by digest. Versions with the same bytes share segments, and may name
-    different holders: a segment gets the holders of all its versions."""
+    """Versions that share a segment may name different holders: the segment gets all of them."""
     segments: dict[bytes, PublishedSegment] = {}
     for version in versions:
         for segment in version.segments:

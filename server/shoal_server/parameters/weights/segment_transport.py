@@ -15,24 +15,23 @@ class SegmentTransport(Protocol):
         ...
 
     async def receive_descriptor(self) -> int:
-        """Receive a descriptor; the caller of this method closes it. Raises MalformedMessage,
-        ChecksumMismatch, or PeerHungUp if the connection ends."""
+        """Receive a descriptor, which the caller closes. Raises MalformedMessage, ChecksumMismatch
+        or PeerHungUp."""
         ...
 
     def receive_chunks(self, writer: SegmentWriter) -> AsyncGenerator[memoryview, None]:
-        """Receive chunks, in order, into the writer's memory, and yield the part of the memory that
-        each chunk fills. Raises MalformedMessage, ChecksumMismatch, or PeerHungUp if the
-        connection ends."""
+        """Receive chunks, in order, into the writer's memory, and yield the part that each fills.
+        Raises MalformedMessage, ChecksumMismatch or PeerHungUp."""
         ...
 
     def end(self) -> None:
-        """Stop sending. A send that waits for the other end to read fails."""
+        """Stop sending. A send in progress fails."""
         ...
 
     async def send_descriptor(self, segment: Segment) -> None:
-        """Send a segment's descriptor. Raises PeerHungUp if the connection ends."""
+        """Send a segment's descriptor. Raises PeerHungUp."""
         ...
 
     async def send_chunk(self, index: int, segment: Segment) -> None:
-        """Send one chunk of a segment. Raises PeerHungUp if the connection ends."""
+        """Send one chunk of a segment. Raises PeerHungUp."""
         ...

@@ -36,11 +36,9 @@ from shoal_server.serving.rpc import Context
 log = structlog.get_logger(__name__)
 
 PUBLISHING = frozenset({CertificateRole.WORKER, CertificateRole.OPERATOR, CertificateRole.SERVER})
-"""Roles that may put segments: publishers, and servers that pass segments on."""
 
 SWEEP_EACH_S = 1.0
 STALLED_S = 30.0
-"""Longest time for sending one chunk."""
 
 Replies = AsyncGenerator[Sequence[Message | bytes], None]
 
@@ -68,16 +66,13 @@ class WeightsServicer(WeightStoreServicer):
         self._offers = offers
 
     async def sweep_for_ever(self) -> None:
-        """Free segments, and differences between two segments, that are no longer needed. Let
-        `upkeep` remove files once all records have been read."""
+        """Free what is not needed. Let `upkeep` remove files once all records have been read."""
         while True:
             await asyncio.sleep(SWEEP_EACH_S)
             self._holdings.sweep()
             self._differences.sweep()
             if self._records.is_in_sync:
                 self._upkeep.allow_removal()
-
-    # --- over gRPC ---
 
     async def OpenBulk(self, request: pb.OpenSegmentsRequest, context: Context) -> OpenBulkReply:
         caller = known_caller(context)
@@ -109,7 +104,7 @@ class WeightsServicer(WeightStoreServicer):
         base = self._holdings.find(series, request.base)
         target = self._holdings.get(series, _checked_digest(request.target))
         if base is None:
-            # The base was dropped meanwhile: the reader fetches the whole segment.
+            # The base was dropped: the reader fetches the whole segment.
             return pb.DifferenceReply()
         elements = [(each.element_bytes, each.num_bytes) for each in request.elements]
         difference = await self._differences.between(series, base, target, elements)
@@ -117,19 +112,15 @@ class WeightsServicer(WeightStoreServicer):
             return pb.DifferenceReply()
         return pb.DifferenceReply(digest=difference.digest, num_bytes=difference.num_bytes)
 
-    # --- over bulk connections ---
-
     async def put(
         self, request: pb.PutSegmentRequest, use: PermittedUse, transport: SegmentTransport
     ) -> Replies:
-        """Receive a segment, and forward it along the request's chain of servers.
+        """Receive a segment, and forward it along the request's chain of servers. The last reply
+        names the servers that hold the segment: fewer than requested if one failed.
 
-        The last reply names the servers that hold the segment: fewer than requested if a server of
-        the chain failed. If a server refuses the segment, or is overloaded, its error is raised.
-
-        Raises AccessDenied for a caller that may not publish, or for another series than the
-        connection's, InvalidSpec for a bad digest, StaleEpoch or Overloaded if the segment may not
-        be held, and what `WeightHoldings.receive` raises.
+        Raises the refusal or overload of a server of the chain, AccessDenied for a caller that may
+        not publish or for another series than the connection's, InvalidSpec for a bad digest, and
+        what `_admit` and `WeightHoldings.receive` raise.
         """
         _check_use(request.series, use)
         if use.caller is not None and use.caller.role not in PUBLISHING:
@@ -166,18 +157,18 @@ class WeightsServicer(WeightStoreServicer):
     async def keep_cut(
         self, request: pb.PutSegmentRequest, planned: PlannedSegment
     ) -> pb.CutSegment:
-        """Make a shard's segment, and hold it on this server and on all servers of the request's
-        chain. Sets `segment` and `abandoned` in `request`.
+        """Make a shard's segment, and hold it on all servers of the request's chain too. Sets
+        `segment` and `abandoned` in `request`.
 
-        Raises StaleEpoch, Overloaded, the refusal of a server of the chain, Unavailable if a server
-        of the chain does not hold the segment afterwards, and what `planned.fill` raises.
+        Raises StaleEpoch, Overloaded, a server's refusal, Unavailable if a server of the chain does
+        not hold the segment afterwards, and what `planned.fill` raises.
         """
         series = request.series
         origin = SegmentOrigin(
             epoch=request.epoch, publication=request.publication, rank=request.rank
         )
-        # List this publication as abandoned: an earlier attempt at it may have left a segment of
-        # another cut, which is freed first, here and on the servers of the chain.
+        # An earlier attempt at this publication may have left a segment of another cut: free it
+        # first, also on the chain.
         del request.abandoned[:]
         request.abandoned.append(request.publication)
         self._holdings.abandon(series, origin.rank, origin.epoch, request.abandoned)
@@ -198,9 +189,8 @@ class WeightsServicer(WeightStoreServicer):
         return cut
 
     async def _admit(self, series: str, digest: bytes, origin: SegmentOrigin) -> None:
-        """Raise StaleEpoch or Overloaded if the segment may not be held. Before Overloaded is
-        raised, the newest records are read: this server may not know yet that a version was
-        committed. Raises what reading them raises."""
+        """Raise StaleEpoch or Overloaded if the segment may not be held. Read the newest records
+        first: a version may have been committed."""
         try:
             self._holdings.admit(series, digest, origin)
         except Overloaded:
@@ -208,8 +198,8 @@ class WeightsServicer(WeightStoreServicer):
             self._holdings.admit(series, digest, origin)
 
     async def _passed_on(self, request: pb.PutSegmentRequest, segment: Segment) -> Sequence[str]:
-        """Forward a segment along the chain; return the servers that hold it now. Raises
-        Overloaded, or the refusal of a server of the chain."""
+        """Forward a segment along the chain; return the servers that hold it. Raises Overloaded, or
+        a server's refusal."""
         if not request.chain:
             return ()
         following = pb.PutSegmentRequest()
@@ -228,12 +218,11 @@ class WeightsServicer(WeightStoreServicer):
     async def fetch(
         self, request: pb.FetchSegmentRequest, use: PermittedUse, transport: SegmentTransport
     ) -> Replies:
-        """Send a segment or a difference: as a file descriptor of its memory if the connection is
-        local and the reader takes one, else in the requested chunks.
+        """Send a segment or a difference: as a descriptor if the connection is local and the reader
+        takes one, else in the requested chunks.
 
         Raises AccessDenied for another series than the connection's, InvalidSpec for a bad digest
-        or for chunks that the segment does not have, and Unavailable if the segment is not held or
-        the reader stops reading.
+        or chunks, and Unavailable if the segment is not held or the reader stops reading.
         """
         _check_use(request.series, use)
         digest = _checked_digest(request.digest)
@@ -257,8 +246,8 @@ class WeightsServicer(WeightStoreServicer):
 
 
 async def _sent(index: int, segment: Segment, transport: SegmentTransport) -> None:
-    """Send a chunk. Raises Unavailable if that takes longer than STALLED_S: a reader that has
-    stopped would keep the memory of a dropped segment in use."""
+    """Send a chunk. Raises Unavailable after STALLED_S: a reader that has stopped would keep a
+    dropped segment in memory."""
     try:
         async with asyncio.timeout(STALLED_S):
             await transport.send_chunk(index, segment)
@@ -269,7 +258,6 @@ async def _sent(index: int, segment: Segment, transport: SegmentTransport) -> No
             seen=f"chunk {index} not taken within {STALLED_S:g} s",
             expected="8 MiB in that time",
         ) from None
-    # Let other tasks run on the event loop.
     await asyncio.sleep(0)
 
 

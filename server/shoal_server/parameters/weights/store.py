@@ -1,9 +1,5 @@
-"""Decisions on the segments that this server holds: which are admitted, held and freed. No I/O.
-
-A segment is held while a version of its series names it. A segment that no version has named yet
-may still become part of a version: it is held for a grace period. Methods return the segments that
-are no longer held, and their caller frees them.
-"""
+"""Decisions on the segments that this server holds: which are admitted, held and freed. The caller
+frees the returned segments."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -13,12 +9,10 @@ from shoal_proto.errors import Overloaded, StaleEpoch
 from shoal_proto.segments.sealed import Segment
 
 GRACE_S = 120.0
-"""Time for which a segment is held although no version names it: longer than any publication takes
-to be committed or abandoned."""
+"""Grace period, which is longer than any publication takes."""
 MAX_UNDECIDED = 2
-"""Maximum number of segments of one rank that no version has named yet: one of the publication in
-progress, and one of an earlier publication that may never be complete. With the number of kept
-versions, this bounds the memory of a series."""
+"""Bound on one rank's segments that no version has named yet: of the publication in progress, and
+of one that may never be complete."""
 
 
 Position = tuple[int, int]
@@ -35,7 +29,6 @@ class SegmentOrigin:
 
     @property
     def position(self) -> "Position":
-        """Position in the order of publications."""
         return self.epoch, self.publication
 
 
@@ -46,23 +39,20 @@ class HeldSegment:
     series: str
     segment: Segment
     origin: SegmentOrigin | None
-    """Publication for which the segment was put here; None: the segment was copied from another
-    server, or read from this server's disk."""
+    """Publication for which the segment was put here; None: copied from another server, or read
+    from disk."""
     needed_s: float
-    """Time at which the segment was last put, or named by the records, in seconds."""
+    """Time of the last put, or of the last record that named the segment."""
     was_named: bool = False
-    """True once the version of the origin's publication, or a later version, has named the
-    segment."""
+    """True once the version of the origin's publication, or a later one, has named the segment."""
 
 
 @dataclass(slots=True)
 class _Series:
-    """State of a series: its records in etcd, and the segments that are held."""
-
     newest: Position = (0, 0)
-    """The series' epoch, and the newest publication that was committed in it."""
+    """Epoch of the series, and the newest publication committed in it."""
     named: Mapping[bytes, Position] = field(default_factory=dict)
-    """Newest publication of each segment that a version names, by digest."""
+    """Newest publication that names each digest."""
     held: dict[bytes, HeldSegment] = field(default_factory=dict)
 
 
@@ -73,17 +63,14 @@ class SegmentStore:
         self._series: dict[str, _Series] = defaultdict(_Series)
 
     def get(self, series: str, digest: bytes) -> Segment | None:
-        """Return the segment if it is held, else None."""
+        """Return a held segment, or None."""
         known = self._series.get(series)
         held = known.held.get(digest) if known is not None else None
         return None if held is None else held.segment
 
     def admit(self, series: str, digest: bytes, origin: SegmentOrigin) -> None:
-        """Admit a segment for a publication.
-
-        Raises StaleEpoch if the series has a later epoch, and Overloaded if the rank has put
-        MAX_UNDECIDED other segments that no version has named yet.
-        """
+        """Admit a segment for a publication. Raises StaleEpoch if the series has a later epoch, and
+        Overloaded if the rank has put MAX_UNDECIDED other segments."""
         known = self._series.get(series)
         if known is None:
             return
@@ -115,7 +102,7 @@ class SegmentStore:
     def insert(
         self, series: str, segment: Segment, origin: SegmentOrigin | None, now_s: float
     ) -> bool:
-        """Hold a segment. If it is held already, start its grace period again, and return False."""
+        """Hold a segment. False if it was held already; its grace period starts again."""
         known = self._series[series]
         held = known.held.get(segment.digest)
         if held is not None:
@@ -131,8 +118,7 @@ class SegmentStore:
     def renew(
         self, series: str, digest: bytes, origin: SegmentOrigin, now_s: float
     ) -> Segment | None:
-        """Return the segment, and start its grace period again, for this publication; None if it is
-        not held."""
+        """Return the segment, and start its grace period again; None if it is not held."""
         segment = self.get(series, digest)
         if segment is not None:
             self.insert(series, segment, origin, now_s)
@@ -143,11 +129,10 @@ class SegmentStore:
     ) -> list[Segment]:
         """Update a series from its records; return the segments that are no longer held.
 
-        `newest`: the series' epoch, and the newest publication that was committed in it. `named`:
-        the digests that its versions name, each with the newest publication of that digest.
-
-        A segment that is not named is released at once if it was named before, or if its
-        publication, or a later one, was committed: then no version can name it any more.
+        `newest`: the series' epoch, and the newest publication committed in it. `named`: the
+        digests that its versions name, each with its newest publication. A segment that is not
+        named is released at once if it was named before, or if its publication or a later one was
+        committed.
         """
         known = self._series[series]
         known.newest, known.named = newest, named
@@ -163,7 +148,7 @@ class SegmentStore:
 
     def forget(self, series: str) -> list[Segment]:
         """Note that all records of a series were deleted; return the segments that are no longer
-        held. A segment that was never named stays held for its grace period."""
+        held. Segments never named stay for their grace period."""
         known = self._series.pop(series, None)
         if known is None:
             return []
@@ -175,8 +160,8 @@ class SegmentStore:
     def abandon(
         self, series: str, rank: int, epoch: int, publications: frozenset[int]
     ) -> list[Segment]:
-        """Release the segments that a rank has put for these publications, which were abandoned,
-        unless a version names them; return the segments that are no longer held."""
+        """Release and return a rank's segments for these abandoned publications, unless a version
+        names them."""
         known = self._series.get(series)
         released: list[Segment] = []
         for digest, held in list(known.held.items()) if known is not None else ():
@@ -191,7 +176,7 @@ class SegmentStore:
         return released
 
     def sweep(self, now_s: float) -> list[HeldSegment]:
-        """Release and return the segments that no version has named for the grace period."""
+        """Release and return the segments beyond their grace period."""
         released = []
         for series, known in list(self._series.items()):
             for digest, held in list(known.held.items()):
@@ -208,6 +193,5 @@ class SegmentStore:
 
 
 def _is_named(held: HeldSegment, named: Mapping[bytes, Position]) -> bool:
-    """True if the version of its origin's publication, or a later version, names the segment."""
     position = named.get(held.segment.digest)
     return position is not None and (held.origin is None or held.origin.position <= position)

@@ -1,5 +1,5 @@
-"""Upkeep of segments: copies the segments that this server is to hold into its memory and to its
-disk, after a restart or in place of a lost server."""
+"""Upkeep of segments: copies the segments of this server into its memory and to its disk, after a
+restart or in place of a lost server."""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -27,8 +27,8 @@ T = TypeVar("T")
 
 
 class WeightUpkeep:
-    """Restores and stores segments, one at a time, so that most threads stay free for readers.
-    Lives on the event loop."""
+    """Restores and stores segments, one at a time, to leave threads to readers. Lives on the event
+    loop."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class WeightUpkeep:
         self._threads = threads
         self._disk = disk
         self._wanted: dict[str, Mapping[bytes, records.PublishedSegment]] = {}
-        """Segments that this server is to hold according to the records, by series and digest."""
+        """Segments that this server is to hold, by series and digest."""
         self._may_remove = False
         self._wake = asyncio.Event()
 
@@ -58,15 +58,15 @@ class WeightUpkeep:
         self._wake.set()
 
     def allow_removal(self) -> None:
-        """Allow removal from disk of segments that this server is not to hold. Call this once all
-        records have been read."""
+        """Allow removal from disk of segments that this server is not to hold, once all records
+        have been read."""
         if not self._may_remove:
             self._may_remove = True
             self._wake.set()
 
     @property
     def writes_to_disk(self) -> bool:
-        """True if this server writes the segments that it is to hold to disk."""
+        """True if this server has a disk for segments."""
         return self._disk is not None
 
     def is_durable(self, series: str, digest: bytes) -> bool:
@@ -102,7 +102,7 @@ class WeightUpkeep:
         return [(series, digest) for series, named in self._wanted.items() for digest in named]
 
     async def _ensure_held(self, series: str, digest: bytes) -> bool:
-        """Bring a segment into memory. True if it is in memory now, or is no longer wanted."""
+        """True if the segment is in memory now, or is not wanted."""
         failure: ShoalError = Unavailable("no other server that the record names is registered")
         segment = self._wanted.get(series, {}).get(digest)
         if segment is None or await self._restored(series, segment):
@@ -125,7 +125,6 @@ class WeightUpkeep:
         return False
 
     async def _restored(self, series: str, wanted: records.PublishedSegment) -> bool:
-        """Read a segment from disk into memory. True if it was read."""
         disk = self._disk
         if disk is None or not disk.holds(series, wanted.digest):
             return False
@@ -150,7 +149,7 @@ class WeightUpkeep:
         return True
 
     async def _ensure_on_disk(self, disk: WeightDisk, series: str, digest: bytes) -> bool:
-        """Write a segment to disk if it is in memory and still wanted. False if writing failed."""
+        """False if writing failed."""
         segment = self._holdings.find(series, digest)
         if segment is None or digest not in self._wanted.get(series, {}):
             return True
@@ -164,8 +163,7 @@ class WeightUpkeep:
         return True
 
     async def _ensure_off_disk(self, disk: WeightDisk, series: str, digest: bytes) -> bool:
-        """Remove a segment from disk if this server is not to hold it, and removal is allowed.
-        False if that failed."""
+        """False if removal failed."""
         if digest in self._wanted.get(series, {}) or not self._may_remove:
             return True
         try:

@@ -1,4 +1,4 @@
-"""Proofs that a caller must give for an operation on a job or member, beyond knowing its name."""
+"""Proofs that a caller must give for an operation on a job or member."""
 
 from dataclasses import dataclass, field
 
@@ -10,8 +10,8 @@ class CallerProof:
     """Proofs that a caller has given."""
 
     is_known: bool = False
-    """True if the caller needs no job secret: it is an operator (by certificate or token), the
-    member that the call concerns, or a permitted reader of members' output."""
+    """True if the caller needs no job secret: an operator, the member itself, or a reader of
+    output."""
     job_secret: str = field(default="", repr=False)
 
 

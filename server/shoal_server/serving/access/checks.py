@@ -17,7 +17,7 @@ from shoal_proto.v1.weights_pb2 import PutSegmentRequest
 from shoal_server.serving.access.roles import MAY_CALL
 
 MAX_DEPTH = 3
-"""Maximum depth at which a request names a job: header, token, job."""
+"""Header, token, job: the depth at which a request names a job."""
 
 _RESUMED = b"true"
 
@@ -25,11 +25,11 @@ Path = tuple[str, ...]
 
 
 def caller_of(context: grpc.aio.ServicerContext[Any, Any]) -> Caller:
-    """Caller of a call over TLS. Raises CertificateRefused unless the certificate names exactly one
-    role, and for a resumed session, whose certificate was not checked."""
+    """Caller of a call over TLS. Raises CertificateRefused for a resumed session, or unless the
+    certificate names exactly one role."""
     found = context.auth_context()
-    # gRPC issues session tickets that are valid for two days, and accepts them without checking the
-    # certificate, which may have expired since. No client of Shoal uses them.
+    # gRPC accepts session tickets for two days without checking the certificate, which may have
+    # expired.
     if _RESUMED in found.get("ssl_session_reused", ()):
         raise CertificateRefused(
             "the connection resumes an earlier TLS session",
@@ -62,9 +62,11 @@ def check_role(caller: Caller, method: str) -> None:
 
 
 def check_request(caller: Caller, message: Message) -> None:
-    """Raise AccessDenied if the caller's certificate does not permit the request. A certificate may
-    be bound to one job or series. A worker may drain only itself: its request must have the
-    member's incarnation, and no public id. A reader may only read a series, or check health."""
+    """Raise AccessDenied if the caller's certificate does not permit the request.
+
+    A certificate may be bound to one job or series. A worker may drain only itself. A reader may
+    only read a series, or check health.
+    """
     if isinstance(message, DrainRequest) and caller.role is CertificateRole.WORKER:
         _check_own_drain(caller, message)
     if caller.role is CertificateRole.READER:
@@ -82,8 +84,7 @@ def check_request(caller: Caller, message: Message) -> None:
 
 
 def _check_reads(caller: Caller, message: Message) -> None:
-    """Raise AccessDenied unless the request reads the reader's series, or checks health. Requests
-    on bulk connections need this check, since the table of calls does not have them."""
+    """Check a reader's request: requests on bulk connections are not in the table of calls."""
     if isinstance(message, HealthCheckRequest):
         return
     series = getattr(message, "series", None)
@@ -112,7 +113,7 @@ def _check_own_drain(caller: Caller, request: DrainRequest) -> None:
 
 
 def _jobs_of(message: Message) -> Iterator[str]:
-    """Jobs that a message names, and the jobs of the series that it names, unless empty."""
+    """Jobs that a message names, directly or in a series."""
     descriptor = cast("Descriptor", message.DESCRIPTOR)  # upb has a type of its own for it
     for path in _paths(descriptor):
         for found in filter(None, _at(message, path)):
@@ -134,7 +135,6 @@ def _at(message: Any, path: Path) -> Iterator[str]:
 
 @lru_cache(maxsize=256)
 def _paths(descriptor: Descriptor, depth: int = MAX_DEPTH) -> tuple[Path, ...]:
-    """Paths of the fields that name jobs and series in a message of this type."""
     found: list[Path] = []
     for field in descriptor.fields:
         if field.name in ("job", "series") and field.type == FieldDescriptor.TYPE_STRING:
@@ -149,8 +149,7 @@ def _is_map(descriptor: Descriptor) -> bool:
 
 
 def known_caller(context: grpc.aio.ServicerContext[Any, Any]) -> Caller | None:
-    """Caller of a call; None if this process serves without TLS. Raises CertificateRefused if
-    `caller_of` does."""
+    """Caller of a call; None if this process serves without TLS. Raises what `caller_of` raises."""
     return None if identity.own() is None else caller_of(context)
 
 
@@ -158,9 +157,8 @@ Admit = Callable[[Any], Caller | None]
 
 
 def admission(method: str) -> Admit:
-    """Return the check of a method's calls. It takes a call's context and returns the caller. It
-    raises AccessDenied if the caller's role may not make the call, and CertificateRefused as
-    `caller_of` does."""
+    """Return the check of a method's calls: from a call's context to the caller. It raises
+    AccessDenied for other roles, and what `caller_of` raises."""
 
     def admit(context: Any) -> Caller:
         caller = caller_of(context)

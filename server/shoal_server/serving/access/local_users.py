@@ -1,9 +1,6 @@
-"""User of the process at the other end of a local TCP connection, as the kernel reports it.
-
-Linux knows the user of each of its sockets: `sock_diag(7)` looks up a socket by its two addresses,
-and if that is not available, `/proc/net/tcp` lists all sockets. Every user of the machine can
-connect to a port on loopback; a server tells them apart by this look-up, without a secret.
-"""
+"""User of the process at the other end of a local TCP connection, as the kernel reports it: from
+`sock_diag(7)`, or else from `/proc/net/tcp`. So a server on loopback tells users apart without a
+secret."""
 
 import errno
 import os
@@ -17,7 +14,7 @@ import structlog
 log = structlog.get_logger(__name__)
 
 PEER_USER = "peer_user"
-"""Name in an HTTP request's state under which the result of `user_of_peer` is kept."""
+"""Key of a request's state for the result of `user_of_peer`."""
 _NETLINK_SOCK_DIAG = 4
 _SOCK_DIAG_BY_FAMILY = 20
 _NLMSG_ERROR = 2
@@ -32,15 +29,14 @@ _SOCKET_ID_BYTES = 48
 _FIGURES = struct.Struct("=IIIII")
 _TABLES: Mapping[int, str] = {socket.AF_INET: "/proc/net/tcp", socket.AF_INET6: "/proc/net/tcp6"}
 OVERFLOW_UID_FILE = Path("/proc/sys/kernel/overflowuid")
-"""File with the id that stands for users without an id in this user namespace."""
+"""File with the id that stands for users without an id in this namespace."""
 
 Address = tuple[str, int]
 
 
 def user_of_peer(connected: socket.socket) -> int | None:
-    """User id of the process at the other end of this connection; None if that process is on
-    another machine or has closed its end, if the kernel does not know the user or shows it as the
-    overflow user, or if the connection is not over IP."""
+    """User id of the process at the other end of this connection. None if that process is on
+    another machine or has closed its end, or if the kernel does not know the user."""
     if connected.family not in _TABLES:
         return None
     try:
@@ -54,13 +50,12 @@ def user_of_peer(connected: socket.socket) -> int | None:
     except OSError as error:
         log.debug("socket_not_looked_up", reason=str(error))
         found = _listed(connected.family, theirs, ours)
-    # The kernel reports every user without an id in this user namespace as the overflow user.
     return None if found == _unmapped() else found
 
 
 def ask_sock_diag(family: int, theirs: Address, ours: Address) -> int | None:
-    """User id from sock_diag; None if the socket is unknown or closed. Raises OSError for any other
-    failure, such as a kernel without sock_diag."""
+    """User id from sock_diag; None if the socket is unknown or closed. Raises OSError for other
+    failures."""
     request = _REQUEST.pack(family, socket.IPPROTO_TCP, 0, _ALL_STATES)
     request += _PORTS.pack(theirs[1], ours[1])
     request += b"".join(_packed(family, each[0]) for each in (theirs, ours))

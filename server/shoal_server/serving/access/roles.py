@@ -1,7 +1,6 @@
 """Roles that may make each gRPC call: the one table from which servers with TLS decide.
 
-A server refuses a call that is not in the table, whatever the caller's role. `docs/security.md`
-shows the table; one test compares the two, and another makes each call in each role.
+A server refuses a call that is not in the table. `docs/security.md` shows the table.
 """
 
 from collections.abc import Mapping
@@ -17,11 +16,9 @@ Roles = frozenset[CertificateRole]
 _READ: Roles = frozenset({OPERATOR, VIEWER, WORKER})
 _MEMBER: Roles = frozenset({WORKER})
 _LAUNCHER: Roles = frozenset({OPERATOR, WORKER})
-"""`shoal run` reports on its workers with its user's certificate (of an operator), or with the
-workers' certificate."""
+"""`shoal run` reports on its workers with its user's certificate or with theirs."""
 _WEIGHTS_READER: Roles = frozenset({READER, WORKER, OPERATOR})
-"""A worker that is bound to a job reads that job's series; a reader that is bound to a series
-reads that series."""
+"""A worker that is bound to a job reads that job's series."""
 _COMMAND: Roles = frozenset({OPERATOR})
 _LISTING: Roles = frozenset({OPERATOR, VIEWER})
 _ANY: Roles = frozenset(CertificateRole)
@@ -41,7 +38,7 @@ _BY_SERVICE: Mapping[str, Mapping[str, Roles]] = {
         "Heartbeat": _LAUNCHER,
         "ReportExit": _LAUNCHER,
         "ReportHalt": _LAUNCHER,
-        # An operator drains any member. A worker drains only itself: its incarnation proves that.
+        # A worker drains only itself: its incarnation proves that.
         "Drain": _LAUNCHER,
         "GetCluster": _READ,
         "GetGeneration": _READ,
@@ -65,7 +62,7 @@ _BY_SERVICE: Mapping[str, Mapping[str, Roles]] = {
         "Lookup": _MEMBER,
         "Push": _MEMBER,
         "OpenBulk": _MEMBER,
-        # Drops only shards of the caller's job. The incarnation proves that the caller is a member.
+        # Drops only shards of the caller's job.
         "Drop": _MEMBER,
         "Describe": _READ | {COORDINATOR},
     },
@@ -103,14 +100,12 @@ MAY_CALL: Mapping[str, Roles] = {
     for service, methods in _BY_SERVICE.items()
     for method, roles in methods.items()
 }
-"""Roles by gRPC's full method name."""
 
 READS_OUTPUT: Roles = _LISTING
-"""Roles that may read members' output over HTTP."""
 
 
 def as_markdown() -> str:
-    """The table as the docs have it: a line for each call, a column for each role."""
+    """The table as the docs have it."""
     roles = tuple(CertificateRole)
     lines = [
         "| call | " + " | ".join(role.value for role in roles) + " |",

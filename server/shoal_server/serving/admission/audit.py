@@ -23,9 +23,8 @@ AUDITED = frozenset(
 
 
 def note(method: str, request: object, context: Any, outcome: str) -> None:
-    """Log a call if its method is audited. `outcome`: as in `rpc.call_durations`. A call that was
-    "cancelled", by its caller or by the caller's time limit, may have taken effect. `by` in the log
-    is the name in the caller's certificate; empty without a certificate."""
+    """Log a call if its method is audited. `outcome`: as in `rpc.call_durations`; a "cancelled"
+    call may have taken effect."""
     if method not in AUDITED:
         return
     names = (context.auth_context() or {}).get("x509_common_name", ())

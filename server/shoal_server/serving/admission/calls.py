@@ -16,10 +16,10 @@ class CallCounts:
         self._by_peer: Counter[str] = Counter()
         self.num_open = 0
         self.refused: Counter[str] = Counter()
-        """Number of calls that were answered with an error other than InternalError, by the error's
+        """Numbers of calls answered with an error other than InternalError, by the error's
         class."""
         self.failed: Counter[str] = Counter()
-        """Number of calls by method that were answered with InternalError."""
+        """Numbers of calls answered with InternalError, by method."""
 
     def ended(self, method: str, refusal: ShoalError) -> None:
         """Count a call that was answered with `refusal`."""
@@ -30,8 +30,7 @@ class CallCounts:
 
     @contextmanager
     def open(self, peer: str) -> Iterator[None]:
-        """Count a call as in progress during the block. Raises Overloaded if as many calls as
-        allowed are in progress already, in total or from the peer's host."""
+        """Count a call as in progress during the block. Raises Overloaded beyond the limits."""
         host = host_of(peer)
         limits = self._limits
         if self.num_open >= limits.max_calls:
@@ -52,7 +51,7 @@ class CallCounts:
 
 
 def host_of(peer: str) -> str:
-    """Name of a peer in gRPC's form (ipv4:127.0.0.1:40312), without the port."""
+    """Name of a peer (ipv4:127.0.0.1:40312) without the port."""
     return peer.rpartition(":")[0] or peer
 
 

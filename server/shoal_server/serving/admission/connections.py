@@ -19,9 +19,8 @@ ACCEPT_AGAIN_S = 0.5
 async def accepted(
     listener: socket.socket, service: str
 ) -> AsyncIterator[tuple[socket.socket, Any]]:
-    """Yield each connection to the listener, and its peer's address, for ever. If a connection
-    cannot be accepted, most likely because no descriptors are left, the error is logged, and the
-    next attempt follows after a pause. `service`: name of the service, for the log."""
+    """Yield each connection to the listener, and its peer's address, for ever. An error is logged
+    and followed by a pause. `service`: its name in the log."""
     while True:
         try:
             connection = await asyncio.get_running_loop().sock_accept(listener)
@@ -33,11 +32,10 @@ async def accepted(
 
 
 class ConnectionCounts:
-    """Counts of open connections by peer, and of connections that were refused, or closed by this
-    process, by reason."""
+    """Counts of open connections by peer, and of refused or closed ones by reason."""
 
     def __init__(self, port: str, *, most: int, most_per_peer: int) -> None:
-        """`port`: name of the service at that port, for the log."""
+        """`port`: name of the service in the log."""
         self._port = port
         self._most = most
         self._most_per_peer = most_per_peer
@@ -62,7 +60,7 @@ class ConnectionCounts:
         return f"too many {kind}; expected at most {most}"
 
     def count_closed(self, reason: str) -> None:
-        """Count an open connection that is closed for `reason`."""
+        """Count an open connection that is closed."""
         self.refused[reason] += 1
 
     @contextmanager

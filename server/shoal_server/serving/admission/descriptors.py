@@ -1,8 +1,5 @@
-"""File descriptors: how many this process may have, and which it reserves for its own work.
-
-Each connection takes a descriptor, and so does the connection to etcd, without which this process
-cannot work. A caller that opens connections without end must not take the last descriptor.
-"""
+"""File descriptors: how many this process may have, and which it reserves for its own work, such as
+the connection to etcd."""
 
 import resource
 
@@ -11,13 +8,12 @@ import structlog
 log = structlog.get_logger(__name__)
 
 RESERVED = 128
-"""Descriptors kept for connections to etcd and to servers, for files and journals."""
 MOST = 1 << 20
-"""Upper bound: beyond it, tables in the kernel cost more than connections are worth."""
+"""Bound beyond which the kernel's tables cost more than connections are worth."""
 
 
 def raise_limit() -> int:
-    """Raise the soft limit to the hard limit (at most MOST), and return `limit()`."""
+    """Raise the soft limit to the hard limit, at most MOST; return `limit()`."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST if hard == resource.RLIM_INFINITY else min(hard, MOST)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -27,17 +23,16 @@ def raise_limit() -> int:
 
 
 def limit() -> int:
-    """Maximum number of descriptors of this process; MOST if it may have more."""
+    """Maximum number of descriptors of this process, up to MOST."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MOST if soft == resource.RLIM_INFINITY else min(soft, MOST)
 
 
 def descriptors_for_callers(share: float) -> int:
-    """Number of descriptors for callers: this share of the unreserved descriptors, at least 1."""
+    """Number of descriptors for callers: this share of the unreserved ones, at least 1."""
     return max(1, int((limit() - RESERVED) * share))
 
 
 def is_reserved(descriptor: int) -> bool:
-    """True if a descriptor that was just opened is in the reserve: the system assigns the lowest
-    free number."""
+    """True for a descriptor in the reserve: the system assigns the lowest free number."""
     return descriptor >= limit() - RESERVED

@@ -36,8 +36,7 @@ REFUSED: dict[int | str, dict[str, Any]] = {
 
 
 class Operations(Protocol):
-    """Operations that an operator may request. All raise subclasses of ShoalError: UnknownJob,
-    NotLeader and so on."""
+    """Operations that an operator may request. All raise subclasses of ShoalError."""
 
     async def stop(self, job: str, reason: str, who: CallerProof) -> object:
         """Have a job's members end at a step boundary."""

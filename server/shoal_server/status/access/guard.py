@@ -17,7 +17,6 @@ from shoal_server.status.http.errors import answer
 log = structlog.get_logger(__name__)
 
 HOLDER = "shoal_holder"
-"""Key of a request's scope under which its holder is kept."""
 OPEN = frozenset(
     {
         "/",
@@ -38,21 +37,23 @@ OPEN = frozenset(
         "/api/v1/session",
     }
 )
-"""Paths that reveal nothing about jobs: the page's own files, with its login form, and probes."""
+"""Paths that reveal nothing about jobs: the page's own files, and probes."""
 REPORT = re.compile("/api/v1/jobs/[^/]+/members/[^/]+/health")
-"""Path of health reports: each contains the secret of the worker's process as proof."""
+"""Path of health reports, which have the secret of the worker's process."""
 READING = ("GET", "HEAD", "OPTIONS")
 _JOB = re.compile("/api/v1/jobs/([^/]+)")
 NOBODY = TokenHolder(name="", role=HttpRole.OPERATOR, digest="")
-"""Holder of all requests to a server that asks for no proof."""
 OWN_USER = TokenHolder(name="this machine's user", role=HttpRole.OPERATOR, digest="")
-"""Holder of requests from processes of this process's user or of root, if users are checked."""
+"""Holder of requests from this user or root, if users are checked."""
 
 
 class Guard:
-    """Finds the holder of a request. Without `tokens` and `own_user` every caller may do
-    everything: for a port that only holders of a certificate reach. With `own_user`, processes of
-    this process's user and of root may do everything; others need one of `tokens`."""
+    """Finds the holder of a request.
+
+    With `own_user`, processes of this process's user and of root may do everything; others need one
+    of `tokens`. Without both, every caller may do everything: for a port that only holders of a
+    certificate reach.
+    """
 
     def __init__(self, tokens: Tokens | None = None, *, own_user: bool = False) -> None:
         self.tokens = tokens
@@ -85,7 +86,7 @@ def header(scope: Scope, name: bytes) -> str:
 
 
 def session_of(scope: Scope) -> str:
-    """The secret in the session's cookie; empty without one."""
+    """Secret in the session's cookie; empty without one."""
     try:
         cookies = SimpleCookie(header(scope, b"cookie"))
     except CookieError:
@@ -95,7 +96,7 @@ def session_of(scope: Scope) -> str:
 
 class AccessControl:
     """Answers 401 to unknown callers, 403 to actions of other sites' pages and of roles that may
-    not act, and 503 to requests with a token or session if the tokens cannot be read."""
+    not act, and 503 to credentials while the tokens cannot be read."""
 
     def __init__(self, app: ASGIApp, guard: Guard) -> None:
         self._app = app
@@ -151,7 +152,6 @@ class AccessControl:
 
 
 def _netloc(origin: str) -> str:
-    """HOST:PORT of an Origin header; empty if it is no URL."""
     try:
         return urlsplit(origin).netloc
     except ValueError:

@@ -11,14 +11,12 @@ from shoal_server.status.access.tokens import TokenHolder, Tokens
 
 VALID_S = 12 * 3600
 MAX_SESSIONS = 1024
-"""Maximum number of sessions; a further one ends the oldest."""
 COOKIE = "shoal_session"
 
 
 @dataclass(frozen=True)
 class _Session:
     digest: str
-    """Hash of the token with which the session began."""
     valid_until_s: float
 
 
@@ -52,7 +50,7 @@ class Sessions:
 
 
 def _key(secret: str) -> str:
-    # Looked up by a hash, so that the time of a look-up reveals nothing of the secret.
+    # Looked up by a hash, so that the time reveals nothing of the secret.
     return hashlib.sha256(secret.encode()).hexdigest()
 
 

@@ -1,8 +1,5 @@
-"""Tokens for the HTTP API. A file has their hashes, each with a name and a role, not the tokens.
-
-One line per token: NAME ROLE SHA256. A token has 256 random bits, too many to try, so a plain hash
-is enough.
-"""
+"""Tokens for the HTTP API. A file has their hashes, one a line: NAME ROLE SHA256. A plain hash is
+enough, as a token has 256 random bits."""
 
 import hashlib
 import hmac
@@ -27,12 +24,10 @@ _HASH = re.compile("[0-9a-f]{64}")
 
 
 class HttpRole(Enum):
-    """Role of a token: the operations that its holder may request over HTTP."""
+    """Role of a token's holder."""
 
     VIEWER = "viewer"
-    """Read."""
     OPERATOR = "operator"
-    """Read, and act: drain members, stop and retry jobs, take snapshots."""
 
     def may_act(self) -> bool:
         return self is HttpRole.OPERATOR
@@ -45,7 +40,6 @@ class TokenHolder:
     name: str
     role: HttpRole
     digest: str
-    """SHA-256 of the token, in hexadecimal."""
 
 
 def digest_of(token: str) -> str:
@@ -57,11 +51,8 @@ def new_token() -> str:
 
 
 def add(path: Path, name: str, role: HttpRole) -> str:
-    """Make and return a token. Its hash is added to the file, which is created if it is missing.
-
-    Raises InvalidSpec for a bad or existing name, a full file, and what `read` raises; OSError if
-    the file cannot be written.
-    """
+    """Make a token, add its hash to the file, and return it. Raises InvalidSpec for a bad or
+    existing name, a full file, and what `read` raises; OSError if the file cannot be written."""
     if not is_name(name):
         raise InvalidSpec("bad name of a token", seen=repr(name), expected=NAME_RULE)
     holders = read(path) if path.exists() else ()
@@ -89,7 +80,7 @@ def add(path: Path, name: str, role: HttpRole) -> str:
 
 def read(path: Path) -> Sequence[TokenHolder]:
     """Read the holders of tokens. Raises InvalidSpec if the file cannot be read, if its group may
-    do more than read it, if others have any access to it, or if a line is invalid."""
+    do more than read it, if others have any access, or if a line is invalid."""
     try:
         with path.open() as file:
             mode = os.fstat(file.fileno()).st_mode
@@ -101,7 +92,7 @@ def read(path: Path) -> Sequence[TokenHolder]:
             expected="a file of lines NAME ROLE SHA256",
             fix=f"Make one: shoal token create --role viewer --name NAME --file {path}",
         ) from error
-    # A group may read: files of a Kubernetes Secret belong to root, and to the group of the pod.
+    # Files of a Kubernetes Secret belong to root, and to the group of the pod.
     if mode & (stat.S_IWGRP | stat.S_IXGRP | stat.S_IRWXO):
         raise InvalidSpec(
             f"others may read or write {path}",
@@ -127,8 +118,8 @@ def _holder(path: Path, number: int, line: str) -> TokenHolder:
 
 
 class Tokens:
-    """Tokens of one file, which is read again when it has changed: removing a line ends its token
-    and the sessions that began with it."""
+    """Tokens of one file, which is read again when it has changed. Removing a line ends its token
+    and the token's sessions."""
 
     def __init__(self, path: Path) -> None:
         """Raises InvalidSpec."""

@@ -1,11 +1,5 @@
-"""Changes from one generation to the next, each described in one line.
-
-The coordinator knows which members were lost or left and why, and when the new generation began to
-run. Only the members that continue know how long training paused: from the last step committed
-before the change to the first step after it. Their health reports contain that time. The line is
-logged at the first such report. If none has come, it is logged after REPORTED_WITHIN_S, or before
-the next change.
-"""
+"""Changes from one generation to the next, each described in one line. The line is logged when a
+member that continues reports its pause, after REPORTED_WITHIN_S, or before the next change."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -21,7 +15,7 @@ REPORTED_WITHIN_S = 15.0
 
 @dataclass(frozen=True, kw_only=True)
 class ChangeReport:
-    """Report of a member that trained before a change and goes on after it."""
+    """Report of a member that trained before a change and continues after it."""
 
     member_id: str
     generation: int
@@ -34,11 +28,10 @@ class ChangeTotals:
     """Total cost of all changes of a job."""
 
     num_lost: int = 0
-    """Members that were lost."""
     steps_lost: int = 0
     recoveries: Durations = field(default_factory=Durations)
-    """Time from the last step before each change to the first step after it, beyond the usual time
-    of a step, as the first member reported it."""
+    """Seconds from the last step before each change to the first step after it, beyond the usual
+    time of a step."""
 
 
 class ChangeReports:
@@ -48,15 +41,14 @@ class ChangeReports:
     def __init__(self) -> None:
         self.changes: deque[ChangeView] = deque(maxlen=MAX_CHANGES)
         self._awaited: tuple[ChangeSummary, ChangeView] | None = None
-        """Newest change until it is logged; None after that."""
+        """Newest change; None once it is logged."""
         self._stayed: frozenset[str] = frozenset()
         self.totals = ChangeTotals()
         self.extra_s = 0.0
-        """Seconds of pauses while a generation ran: reported pauses minus the time in which no
-        generation ran."""
+        """Reported pauses minus the time in which no generation ran, in seconds."""
 
     def add_generation(self, story: ChangeSummary, unix_s: float) -> Sequence[ChangeView]:
-        """Add the change to the generation that has begun to run."""
+        """Add the change to a generation that has begun to run."""
         ended = self.end()
         change = _change(story, unix_s)
         self.totals.num_lost += len(story.lost)
@@ -90,7 +82,7 @@ class ChangeReports:
         return self.end()
 
     def due_changes(self, now_unix_s: float) -> Sequence[ChangeView]:
-        """Changes to log now even without a member's report."""
+        """Changes to log even without a member's report."""
         if self._awaited is None or now_unix_s < self._awaited[1].unix_s + REPORTED_WITHIN_S:
             return []
         return self.end()

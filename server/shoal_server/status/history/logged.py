@@ -1,5 +1,4 @@
-"""Values that scripts log, over steps. Each step has one value; the values are averaged over a
-bounded number of intervals of steps."""
+"""Values that scripts log, averaged over a bounded number of intervals of steps."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,13 +26,11 @@ class LoggedSeries:
 
     def __init__(self) -> None:
         self.step = -1
-        """Step of the newest value; -1 before the first."""
         self.value = math.nan
         self._curve: ThinnedCurve[_Point] = ThinnedCurve(lambda number: _Point(number=number))
 
     def add(self, step: int, value: float) -> None:
-        """Add a value. If a step is taken again, its first value counts; values of steps before the
-        newest one are ignored."""
+        """Add a value. Values of steps up to the newest one are ignored."""
         if step <= self.step:
             return
         self.step, self.value = step, value
@@ -41,8 +38,8 @@ class LoggedSeries:
             self._curve.point_at(step).join(_Point(number=step, total=value, count=1))
 
     def view(self, name: str, after_step: int = 0) -> LoggedView:
-        """View of the intervals that end after `after_step`. The later that step, the shorter the
-        intervals."""
+        """View of the intervals that end after `after_step`; the later that step, the shorter they
+        are."""
         level, points = self._curve.view(after_step or None)
         return LoggedView(
             name=name,
@@ -65,7 +62,7 @@ class LoggedSeries:
 
 
 class LoggedValues:
-    """Series of the first 32 names that were logged in one job."""
+    """Series of the first MAX_LOGGED names that were logged in one job."""
 
     def __init__(self) -> None:
         self._by_name: dict[str, LoggedSeries] = {}
@@ -85,7 +82,6 @@ class LoggedValues:
         return tuple(each.view(name, after_step) for name, each in self._by_name.items())
 
     def restore(self, views: Iterable[LoggedView]) -> None:
-        """Continue the series that an earlier leader stored. Of the values added until now, the
-        newest of each name is kept."""
+        """Continue an earlier leader's series, and keep the newest values added since."""
         since, self._by_name = self._by_name, {v.name: LoggedSeries.from_view(v) for v in views}
         self.add({name: (each.step, each.value) for name, each in since.items()})

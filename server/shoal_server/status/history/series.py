@@ -1,7 +1,5 @@
-"""Figures of a job over time, in a bounded number of intervals. A job of a minute has a value for
-each second, a job of a month for intervals of hours. The last minute of either has a value for each
-second.
-"""
+"""Figures of a job over time, in a bounded number of intervals: a second each for the last minute,
+longer ones before that."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,7 +28,7 @@ class Reading:
 
 @dataclass(kw_only=True, slots=True)
 class _Mean:
-    """Weighted mean of the added values; `value` is None while there are none."""
+    """Weighted mean of the added values."""
 
     total: float = 0.0
     weight: float = 0.0
@@ -51,8 +49,6 @@ class _Mean:
 
 @dataclass(kw_only=True, slots=True)
 class _Point:
-    """Values of one interval."""
-
     number: int
     """Index of the interval, counted from Unix time 0."""
     generation: int = 0
@@ -138,8 +134,8 @@ class Series:
         return self._curve.end - math.ceil(last_s / FIRST_INTERVAL_S)
 
     def step_before(self, last_s: float) -> int:
-        """The step that was reached before the newest `last_s` seconds; 0 if no step was, or if
-        `last_s` is 0, which means the job's whole life."""
+        """Step that was reached before the newest `last_s` seconds; 0 if none, or if `last_s` is
+        0."""
         start = self._start_of(last_s)
         steps = [
             point.step
@@ -149,8 +145,8 @@ class Series:
         return max(steps, default=0)
 
     def steps_per_s(self) -> float | None:
-        """Recent pace of steps: over the newest eighth of the job's life, pauses included. None if
-        too little is known."""
+        """Recent pace of steps, over the newest eighth of the job's life. None if too little is
+        known."""
         reached = [((p.number + 1) << level, p.step) for level, p in self._curve.points()]
         if len(reached) < 3:
             return None
@@ -192,5 +188,4 @@ def _mean(values: Iterable[float]) -> float | None:
 
 
 def _rounded(values: Iterable[float | None]) -> tuple[float | None, ...]:
-    """Round to five digits, for a chart."""
     return tuple(None if each is None else float(f"{each:.5g}") for each in values)

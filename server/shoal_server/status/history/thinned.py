@@ -1,9 +1,7 @@
 """Curves whose newest points are dense and whose older ones are thinner, in bounded memory.
 
-The intervals of a level are twice as long as the intervals of the level before. A point begins in
-level 0. If a level is full, its oldest point moves to the next level, where it joins the other half
-of its interval. So every part of a curve, the last minutes or its whole life, has about as many
-points as one level.
+The intervals of a level are twice as long as those of the level before. The oldest point of a full
+level moves to the next level, where it joins the other half of its interval.
 """
 
 from collections import deque
@@ -13,15 +11,13 @@ from typing import Generic, Protocol, Self, TypeVar
 LEVEL_POINTS = 64
 """Number of points of a level. The coarsest level may have twice as many."""
 MAX_POINTS = 4 * LEVEL_POINTS
-"""Maximum number of points in a view: the points of the coarsest level, and about half as many for
-the points of all other levels, joined to intervals of the coarsest level's length."""
 
 
 class CurvePoint(Protocol):
     """Values of one interval."""
 
     number: int
-    """Index of the interval among the intervals of its level, counted from position 0."""
+    """Index of the interval within its level, counted from position 0."""
 
     def join(self, other: Self, /) -> None:
         """Add the values of another point of the same interval."""
@@ -31,7 +27,7 @@ P = TypeVar("P", bound=CurvePoint)
 
 
 class ThinnedCurve(Generic[P]):
-    """The points of one curve. A position is the index of an interval of level 0."""
+    """Points of one curve. A position is the index of an interval of level 0."""
 
     def __init__(self, new_point: Callable[[int], P]) -> None:
         """`new_point`: makes a point without values, given its number."""
@@ -39,8 +35,7 @@ class ThinnedCurve(Generic[P]):
         self._levels: list[deque[P]] = [deque()]
 
     def point_at(self, position: int) -> P:
-        """The point for values at a position. Positions rise: a position before the newest point's
-        counts as that point's."""
+        """The point for values at a position; the newest point, if the position is before it."""
         newest = self._levels[0]
         if newest and position <= newest[-1].number:
             return newest[-1]
@@ -50,7 +45,7 @@ class ThinnedCurve(Generic[P]):
         return point
 
     def add(self, level: int, point: P) -> None:
-        """Add a point of another curve; the point must be no older than the points of the level."""
+        """Add a point of another curve, no older than the points of the level."""
         while len(self._levels) <= level:
             self._levels.append(deque())
         points = self._levels[level]
@@ -92,9 +87,9 @@ class ThinnedCurve(Generic[P]):
         return ((level, points) for level, points in enumerate(self._levels) if points)
 
     def view(self, start: int | None = None) -> tuple[int, list[P]]:
-        """Return a level, and the points that end after `start`, joined to intervals of that level.
-        It is the coarsest level that has such points, or a coarser one if these would be more than
-        MAX_POINTS. `start` None: all points."""
+        """Return a level, and the points that end after `start` (None: all), joined to intervals of
+        that level. It is the coarsest level with such points, or a coarser one if these exceed
+        MAX_POINTS."""
         level = 0
         for number, points in self._filled():
             if start is None or _end(number, points[-1]) > start:

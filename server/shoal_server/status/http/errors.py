@@ -37,7 +37,7 @@ log = structlog.get_logger(__name__)
 
 MAX_BODY_BYTES = 64 * 1024
 
-# The first match wins, so subclasses come before their parents.
+# The first match wins, so subclasses come first.
 _STATUSES: tuple[tuple[type[ShoalError], int], ...] = (
     (UnknownJob, 404),
     (UnknownMember, 404),
@@ -110,8 +110,8 @@ def answer(
 
 
 def install(app: FastAPI, body_s: float) -> None:
-    """Make the app answer every failure with an ErrorBody, and refuse bodies above 64 KiB or not
-    complete after `body_s` seconds."""
+    """Make the app answer every failure with an ErrorBody, and refuse bodies that are too large, or
+    not complete after `body_s` seconds."""
 
     @app.exception_handler(ShoalError)
     async def refused(request: Request, error: ShoalError) -> JSONResponse:
@@ -143,8 +143,7 @@ def install(app: FastAPI, body_s: float) -> None:
 
 
 def _from_validation(errors: Sequence[Any], path: str) -> MalformedMessage:
-    """Combine pydantic's errors into one that names the first fields, at most 8, with seen and
-    expected values."""
+    """Combine pydantic's errors into one that names at most 8 fields."""
     wrong = [e for e in errors[:8] if e["type"] != "json_invalid"]
     if not wrong:
         reason = errors[0].get("ctx", {}).get("error", "")
@@ -180,9 +179,8 @@ def _brief(value: object) -> str:
 
 
 class BodyLimit:
-    """Answers 413 as soon as a body grows beyond 64 KiB, before all of it is in memory, and 408 for
-    a body that is not complete in time. If an answer has begun, the app sees a disconnect
-    instead."""
+    """Answers 413 as soon as a body exceeds MAX_BODY_BYTES, and 408 for a body that is not complete
+    in time. If an answer has begun, the app sees a disconnect instead."""
 
     def __init__(self, app: ASGIApp, within_s: float) -> None:
         self._app = app
@@ -219,7 +217,6 @@ class BodyLimit:
         def refused(status: int, what: str) -> Message:
             if not has_begun:
                 raise HTTPException(status, what)
-            # An answer has begun, and cannot be replaced by a refusal.
             return {"type": "http.disconnect"}
 
         await self._app(scope, limited, sending)

@@ -1,9 +1,8 @@
 """Check of the Host header: a page of another site must not read this API through a user's browser.
 
-An attacker's name may resolve to 127.0.0.1 (DNS rebinding). The browser then treats this server as
-the attacker's site, but still sends the attacker's name in Host. A host is allowed if no outsider
-can control what it resolves to: an address, a name without a dot, a name of this machine or of its
-cluster. An operator allows further names with --http-host.
+An attacker's name may resolve to 127.0.0.1 (DNS rebinding), but the browser still sends that name
+in Host. So no outsider may control what an allowed host resolves to; an operator allows others with
+--http-host.
 """
 
 import socket
@@ -23,13 +22,13 @@ ANY = "*"
 
 @dataclass(frozen=True)
 class AllowedHosts:
-    """Hosts by which this server may be reached. `named`: the hosts that an operator allows, and
-    the advertised host; `*` allows any."""
+    """Hosts by which this server may be reached. `named`: those that an operator allows, and the
+    advertised host; `*` allows any."""
 
     named: Sequence[str] = ()
 
     def allows(self, host: str) -> bool:
-        """True if a Host header (with or without a port) is meant for this server."""
+        """True if a Host header (with or without a port) is allowed."""
         name = _without_port(host).lower().rstrip(".")
         if not name:
             return False

@@ -1,10 +1,6 @@
 """HTTP/1.1 connections that are closed if their client is silent, slow or does not read, and whose
-requests name the client's certificate.
-
-uvicorn limits the time between two requests of a connection. This module adds three limits: for the
-head of a request, for the rest of a body whose request was already answered, and for a client that
-does not read the answer. `errors.BodyLimit` has the limit for other bodies.
-"""
+requests name the client's certificate. `errors.BodyLimit` limits the body of a request that is not
+answered yet."""
 
 import asyncio
 import json
@@ -21,25 +17,23 @@ from shoal_server.serving.admission.config import HttpLimits
 from shoal_server.serving.admission.connections import ConnectionCounts
 
 CALLER = "shoal_caller"
-"""Key of a request's state under which the caller named by its certificate is kept."""
 
 
 def caller_in(scope: Scope) -> Caller | None:
-    """Caller named by a request's certificate; None without a certificate of Shoal's form."""
+    """Caller named by a request's certificate, if any."""
     caller = scope.get("state", {}).get(CALLER)
     return caller if isinstance(caller, Caller) else None
 
 
 class Awaited(Enum):
-    """Data that a client has to send within a limited time."""
+    """Data that a client must send in time."""
 
     HEAD = "the head of a request"
     LATE_BODY = "the rest of a body whose request was already answered"
 
 
 class BoundedProtocol(H11Protocol):
-    """A connection that closes itself when a limit is exceeded, and reports the reason to
-    `counts`."""
+    """A connection that closes itself beyond a limit, and reports the reason to `counts`."""
 
     def __init__(self, limits: HttpLimits, counts: ConnectionCounts, **uvicorns: Any) -> None:
         super().__init__(**uvicorns)
@@ -47,12 +41,11 @@ class BoundedProtocol(H11Protocol):
         self._counts = counts
         self._awaited: Awaited | None = None
         self._late: asyncio.TimerHandle | None = None
-        """Timer of `_awaited`."""
         self._stall: asyncio.TimerHandle | None = None
         self.lost = asyncio.Event()
         """Set once the connection is closed."""
 
-    # uvicorn narrows the type of asyncio's transports in the same way.
+    # uvicorn narrows the type in the same way.
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         names = (transport.get_extra_info("peercert") or {}).get("subjectAltName", ())
@@ -89,7 +82,6 @@ class BoundedProtocol(H11Protocol):
             self._stall = None
 
     def _watch_client(self) -> None:
-        """Start or stop the timer of what the client has to send."""
         awaited = self._to_await()
         if awaited is self._awaited:
             return
@@ -101,9 +93,8 @@ class BoundedProtocol(H11Protocol):
             self._late = self.loop.call_later(self._limits.http_request_s, self._end_late)
 
     def _to_await(self) -> Awaited | None:
-        """Return what has to arrive in time: a head from the connection's start or the first byte
-        of a further request; the rest of a body from its first byte after the answer. None while a
-        request is being answered, or the connection is idle."""
+        """Data that must arrive in time; None while a request is being answered, or the connection
+        is idle."""
         if self.cycle is None:
             return Awaited.HEAD
         if not self.cycle.response_complete:
@@ -123,7 +114,7 @@ class BoundedProtocol(H11Protocol):
                 expected=f"one within {self._limits.http_request_s:g} s of the connection's start,"
                 " or of a further request's first byte",
             )
-            # Not sent after a late body: the client would take it for the next request's answer.
+            # After a late body, the client would take this for the next request's answer.
             self.transport.write(raw_answer(408, late))
         self.transport.close()
 
@@ -133,8 +124,8 @@ class BoundedProtocol(H11Protocol):
 
 
 def raw_answer(status: int, error: ShoalError) -> bytes:
-    """Return a complete HTTP answer with the error as JSON, for a connection on which no request is
-    being answered. `status`: 408 or 503."""
+    """Return a complete HTTP answer with the error as JSON, for a connection without a request.
+    `status`: 408 or 503."""
     body = json.dumps(
         {
             "kind": type(error).__name__,

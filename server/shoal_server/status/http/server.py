@@ -18,7 +18,7 @@ from shoal_server.status.http.protocol import BoundedProtocol, raw_answer
 log = structlog.get_logger(__name__)
 
 SEND_BUFFER_BYTES = 256 * 1024
-"""Size of a connection's kernel buffer: a client that does not read is noticed once it is full."""
+"""Size of a kernel buffer: a client that does not read is noticed once it is full."""
 
 
 class BoundedServer(uvicorn.Server):
@@ -100,7 +100,7 @@ def _refuse(connected: socket.socket, why: str, *, is_plain: bool) -> None:
         if not is_plain:
             return
         try:
-            # The buffer of a fresh connection always takes the first bytes.
+            # A fresh connection has room for these bytes.
             connected.send(raw_answer(503, Overloaded(why, fix="Ask again a little later.")))
         except OSError as error:
             log.debug("refusal_not_sent", reason=str(error))

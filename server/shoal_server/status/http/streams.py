@@ -26,7 +26,7 @@ class LiveStreams:
         return self._by_peer.total()
 
     def refusal(self, peer: str) -> Overloaded | None:
-        """Error for a peer that may not open a further stream; None if it may."""
+        """Error for a peer that may not open a further stream; else None."""
         most, most_of_peer = self.limits.live_pages, self.limits.live_pages_per_peer
         if self.num_open >= most:
             what, seen, expected = "too many live pages are open", self.num_open, most
@@ -50,7 +50,7 @@ class LiveStreams:
 
 
 class LiveResponse(StreamingResponse):
-    """A stream that is counted while it is sent; it is refused if there are too many."""
+    """A stream that is counted while it is sent, or refused if there are too many."""
 
     def __init__(self, streams: LiveStreams, content: AsyncIterator[bytes]) -> None:
         super().__init__(

@@ -1,9 +1,9 @@
 """Create communicators on a device. The trainer's wait for a communicator can be aborted.
 
-NCCL creates a communicator in the first operation of a group. That call returns once all ranks have
-made it. Nothing can end it earlier: until it returns, torch has no communicator to abort. In NCCL's
-non-blocking mode torch holds the communicator's lock during the call (`NCCLComm::waitReady`), and
-an abort waits for that lock. So a thread makes the call, and the trainer waits for the thread.
+NCCL creates a communicator in a group's first operation, which returns once all ranks have made it;
+until then, torch has nothing to abort. In NCCL's non-blocking mode an abort would wait for the lock
+that torch holds meanwhile (`NCCLComm::waitReady`). So a thread makes the call, and the trainer
+waits for the thread.
 """
 
 import threading
@@ -23,9 +23,8 @@ def add_subgroups(
     """Register the subgroups, so that an abort of the whole group's waits ends waits in them too,
     and connect them on the device. Collective.
 
-    Groups are connected here because the first batch of messages in an unconnected group would need
-    all ranks of the group. Raises RuntimeError if a group could not be connected, or if the waiters
-    of the whole group are aborted.
+    Raises RuntimeError if a group could not be connected, or if the whole group's waiters are
+    aborted.
     """
     for group in groups:
         add_subgroup(group, whole)
@@ -34,19 +33,16 @@ def add_subgroups(
 
 
 def connect(group: dist.ProcessGroup, device: torch.device, waiter: AbortableWaiter) -> None:
-    """Create the group's communicator on this device. Collective. Raises RuntimeError if that
-    fails, or as soon as the waiter is aborted; the creating thread then stays blocked."""
+    """Create the group's communicator on this device. Collective. Raises RuntimeError if that fails
+    or the waiter is aborted; the creating thread then stays blocked."""
     _connect_in_thread(lambda: group.allreduce([torch.zeros(1, device=device)]), device, waiter)
 
 
 def connect_neighbours(
     group: dist.ProcessGroup, whole: dist.ProcessGroup, device: torch.device
 ) -> None:
-    """Create the connections for messages between each rank of the group and the next rank.
-
-    Does nothing if the backend needs no such connections. Collective; raises what `add_subgroups`
-    raises.
-    """
+    """Connect each rank of the group with the next rank, if the backend needs that. Collective;
+    raises what `add_subgroups` raises."""
     if not takes_batches(group, device):
         return
     rank, waiter = group.rank(), AbortableWaiter(whole)

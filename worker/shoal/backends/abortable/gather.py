@@ -18,8 +18,7 @@ from shoal_proto.errors import MalformedMessage
 log = structlog.get_logger(__name__)
 
 FIRST_BYTES = 16 * 1024
-"""Size of the first collective's message, of which 8 bytes are the length. If the message of any
-rank is longer, a second collective sends the rest."""
+"""Size of the first collective's message, including 8 bytes for the length."""
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 _Record = TypeVar("_Record")
 _LENGTH_BYTES = 8
@@ -27,8 +26,7 @@ _DIGEST_BYTES = 16
 
 
 def record_from(kind: type[_Record], content: Mapping[str, Any]) -> _Record:
-    """Build a dataclass from its fields. Unknown fields are ignored: a member of a later release
-    may have sent them."""
+    """Build a dataclass from its fields. Unknown fields, as of a later release, are ignored."""
     known = {each.name for each in fields(kind)}  # type: ignore[arg-type]
     return kind(**{name: value for name, value in content.items() if name in known})
 
@@ -40,7 +38,7 @@ def record_of_json(kind: type[_Record], encoded: bytes | str) -> _Record:
 
 def gather(message: bytes, group: dist.ProcessGroup) -> list[bytes]:
     """Return the messages of all ranks, by rank. Collective. Raises MalformedMessage, on all ranks,
-    if a message is longer than MAX_MESSAGE_BYTES; otherwise raises what `wait_abortable` raises."""
+    for a message above MAX_MESSAGE_BYTES; otherwise what `wait_abortable` raises."""
     first = len(message).to_bytes(_LENGTH_BYTES, "big") + message
     received = gather_padded(first, FIRST_BYTES, group)
     lengths = [int.from_bytes(each[:_LENGTH_BYTES], "big") for each in received]
@@ -61,8 +59,7 @@ def gather(message: bytes, group: dist.ProcessGroup) -> list[bytes]:
 
 
 def gather_if_different(message: bytes, group: dist.ProcessGroup) -> list[bytes] | None:
-    """Return None if the messages of all ranks are equal (only digests are exchanged then), else
-    what `gather` returns."""
+    """Return None if the messages of all ranks are equal, else what `gather` returns."""
     digest = blake2b(message, digest_size=_DIGEST_BYTES).digest()
     digests = gather_padded(digest, _DIGEST_BYTES, group)
     return None if len(set(digests)) == 1 else gather(message, group)
@@ -74,14 +71,15 @@ def gather_padded(
     group: dist.ProcessGroup,
     wait: Callable[[dist.Work], object] | None = None,
 ) -> list[bytes]:
-    """Return the messages of all ranks, by rank, each padded with zeros or cut to this size, which
-    is the same on all ranks. Collective. `wait` waits for the collective, and raises its errors;
-    default: `wait_abortable`, for the trainer's thread."""
+    """Return the messages of all ranks, by rank, each padded with zeros or cut to this size.
+    Collective.
+
+    `wait` waits for the collective, and raises its errors; default: `wait_abortable`.
+    """
     padded = bytearray(message[:padded_bytes].ljust(padded_bytes, b"\0"))
     sent = torch.frombuffer(padded, dtype=torch.uint8)
     received = [torch.empty_like(sent) for _ in range(group.size())]
-    # The group's own method: torch's function looks up the group to report an error, and would not
-    # find the group of a generation that has ended.
+    # torch's own function would not find the group of a generation that has ended.
     work = group.allgather([received], [sent])
     (wait or partial(wait_abortable, group=group))(work)
     return [each.numpy().tobytes() for each in received]
@@ -108,9 +106,9 @@ def barrier_after_collective(group: dist.ProcessGroup) -> None:
 def final_barrier(meet: Callable[[], object], if_cut: type[Exception]) -> None:
     """Wait at one more barrier, so that every rank has the result of the last collective.
 
-    Call it before all ranks raise the same error. A rank that raises leaves, which cuts the group:
-    a rank that has not received the result yet would see the loss of a member, and continue
-    without the others. `meet`: the barrier. `if_cut`: the error that `meet` raises if a rank left.
+    Call this before all ranks raise the same error: a rank that leaves cuts the group, and ranks
+    without the result would continue without that rank. `if_cut`: the error of `meet` if a rank
+    left.
     """
     try:
         meet()

@@ -1,9 +1,7 @@
 """Sends and receives whose waits end when the group is cut, even if Gloo does not end them.
 
-If a message is written to a connection just after the connection was reset, Gloo never reports the
-failure (seen in one of a hundred cuts: `SendWork.wait` lasted until the group's limit). torch's
-work object of a message has no future, so no callback can be added. So another thread waits for
-Gloo, and the trainer waits for that thread.
+Gloo never reports the failure of a message that is written to a connection just after its reset. So
+another thread waits for Gloo, and the trainer for that thread.
 """
 
 import queue
@@ -28,26 +26,23 @@ class P2PMessage(Protocol):
 
 
 class AbortableP2P:
-    """Messages of one rank in one group. One thread at a time waits for them.
-
-    torch's pipelining can send and receive through this object in place of the process group.
-    """
+    """Messages of one rank in one group. One thread at a time waits for them. torch's pipelining
+    can use this object in place of the process group."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group = group
         self._waiter = AbortableWaiter(group)
-        # On a GPU a wait is queued on the stream of the waiting thread, and returns at once.
+        # On a GPU a wait is queued on the waiting thread's stream, and returns at once.
         self._waits_in_thread = device.type == "cpu"
         self._device = device
         self.takes_batches = takes_batches(group, device)
-        """True if a rank's messages wait for each other unless they are posted as a batch."""
+        """True if messages wait for each other unless they are posted as a batch."""
         self._orders: _Orders = queue.SimpleQueue()
         self._end_thread: Callable[[], object] | None = None
-        """Call that makes the waiting thread end; None if there is no such thread."""
 
     @property
     def group_name(self) -> str:
-        """The group's name, by which torch's pipelining (since 2.14) tells groups apart."""
+        """Name by which torch's pipelining (since 2.14) tells groups apart."""
         name: str = self.group.group_name
         return name
 
@@ -60,21 +55,17 @@ class AbortableP2P:
         return self._wrapped(self.group.recv(tensors, source, tag))
 
     def exchange(self, sends: Sequence[tuple[Tensor, int]], receives: "Receives" = ()) -> None:
-        """Send and receive tensors, each given with its destination or source rank.
-
-        Raises RuntimeError if a message fails, also because of a cut.
-        """
+        """Send and receive tensors, each given with its destination or source rank. Raises
+        RuntimeError if a message fails, also because of a cut."""
         if sends or receives:
             self.begin(sends, receives).wait()
 
     def begin(
         self, sends: Sequence[tuple[Tensor, int]], receives: "Receives" = (), tag: int = 0
     ) -> P2PMessage:
-        """Begin to send and receive. Returns one message for all; it fails if any of them fails.
-
-        No message waits for another. Over NCCL, two ranks that send to each other without a batch
-        would wait for ever once a message is longer than NCCL's buffers.
-        """
+        """Begin to send and receive. Returns one message for all; it fails if any of them fails. No
+        message waits for another: over NCCL, two ranks that send to each other could otherwise wait
+        for ever."""
 
         def begin() -> list[P2PMessage]:
             works: list[P2PMessage] = [
@@ -93,8 +84,7 @@ class AbortableP2P:
         self._waiter.wait(dist.broadcast(tensor, group=self.group, group_src=source, async_op=True))
 
     def close(self) -> None:
-        """End the waiting thread, after the waits that it has begun; a later wait starts another.
-        Does not block; may be called twice."""
+        """End the waiting thread after its waits. Does not block; may be called twice."""
         if self._end_thread is not None:
             self._end_thread()
             self._end_thread = None
@@ -104,9 +94,9 @@ class AbortableP2P:
 
     def _await(self, work: P2PMessage) -> None:
         if self._end_thread is None:
-            # A new queue: the earlier thread may still wait for a message that Gloo does not end.
+            # The earlier thread may still wait for a message that Gloo does not end.
             self._orders = queue.SimpleQueue()
-            # The thread ends even if the owner does not call `close`.
+            # The thread also ends if the owner does not call `close`.
             self._end_thread = weakref.finalize(self, self._orders.put, None)
             arguments = (self._orders,)
             threading.Thread(
@@ -124,7 +114,7 @@ class AbortableP2P:
 
 
 def _wait_for_orders(orders: "_Orders") -> None:
-    """Wait for one message after the other. Drops each message: it would keep the group alive."""
+    """Drops each message, which would keep the group alive."""
     while (order := orders.get()) is not None:
         work, end = order
         try:
@@ -141,8 +131,6 @@ Receives = Sequence[tuple[Tensor, int]]
 
 
 class _MessageList:
-    """Several messages as one."""
-
     def __init__(self, messages: Sequence[P2PMessage]) -> None:
         self._messages = messages
 
@@ -160,5 +148,5 @@ class _Message:
 
 
 def _real(tensor: Tensor) -> Tensor:
-    """View complex numbers as pairs of real ones: not every backend supports complex numbers."""
+    """View complex numbers as pairs: not every backend supports them."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor

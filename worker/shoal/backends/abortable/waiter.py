@@ -13,7 +13,7 @@ import torch.distributed as dist
 from shoal.backends.process_group.transports import can_be_cut
 
 Completion = torch.futures.Future[str]
-"""Future that ends a wait: its value is the reason if the awaited work failed, else ""."""
+"""Future that ends a wait, with the reason if the work failed, else ""."""
 
 
 class WaitingTime(threading.local):
@@ -53,13 +53,8 @@ class OngoingCollective:
 
 
 class AbortableWaiter:
-    """Waiter for the collectives of a group. Each wait ends when its completion is set: by the end
-    of the collective, or by `abort`.
-
-    After a write to a connection that was just reset, Gloo may wait until the collective's time
-    limit, with no connection left to shut down. `abort` ends the trainer's wait; Gloo's thread
-    continues to wait.
-    """
+    """Waiter for the collectives of a group. Each wait ends with the collective, or by `abort`.
+    (After a write to a connection that was just reset, Gloo may wait until the time limit.)"""
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, for_good: bool = False) -> None:
         """`for_good`: waits that begin after an abort are aborted too."""
@@ -68,12 +63,12 @@ class AbortableWaiter:
         self._lock = threading.Lock()
         self._pending: list[Completion] = []
         self.num_ended = 0
-        """Number of waits that have ended so far. Any thread may read it."""
+        """Number of ended waits. Any thread may read it."""
         if group is not None:
             self.attach(group)
 
     def attach(self, group: dist.ProcessGroup) -> None:
-        """Register this waiter, so that `waiters_of` finds it for this group."""
+        """Register this waiter for `waiters_of`."""
         whole = _whole(group)
         with _lock:
             _by_group.setdefault(whole, weakref.WeakSet()).add(self)
@@ -89,7 +84,7 @@ class AbortableWaiter:
 
     def begin(self, work: dist.Work) -> "OngoingCollective":
         """Return an object to wait for the collective later. Other collectives may begin before
-        that wait."""
+        that."""
         return OngoingCollective(work, self.completion_of(work))
 
     def pending(self) -> list[Completion]:
@@ -99,15 +94,15 @@ class AbortableWaiter:
     def abort(self, reason: str) -> None:
         """End all present waits, and with `for_good` later ones too. Thread-safe."""
         if self._for_good:
-            # Set first: the loop below does not see waits that another thread begins meanwhile.
+            # Set first: the loop below does not see waits that another thread begins.
             self._aborted = f"the group was cut between two collectives: {reason}"
         for completion in list(self._pending):
             # For an error in a hook of DDP, torch drops the class: backends then look for "gloo" in
-            # the error's text.
+            # the text.
             self.complete(completion, f"gloo did not end the operation before the cut: {reason}")
 
     def new_completion(self) -> Completion:
-        """Make a completion for the trainer to wait for. `complete` sets it."""
+        """Make a completion for the trainer to wait for."""
         completion: Completion = torch.futures.Future()
         self._pending.append(completion)
         if self._aborted:
@@ -115,13 +110,13 @@ class AbortableWaiter:
         return completion
 
     def completion_of(self, work: dist.Work) -> Completion:
-        """Return a completion that is set when the collective has ended, with success or not."""
+        """Return a completion that is set when the collective has ended."""
         completion = self.new_completion()
         work.get_future().add_done_callback(partial(self._finished, completion))
         return completion
 
     def _finished(self, completion: Completion, future: torch.futures.Future[Any]) -> None:
-        """Set the completion; called by Gloo's thread when a collective has ended."""
+        """Called by Gloo's thread when a collective has ended."""
         try:
             future.value()
             reason = ""
@@ -131,8 +126,7 @@ class AbortableWaiter:
         self.complete(completion, reason)
 
     def complete(self, completion: Completion, reason: str) -> None:
-        """Set the completion, which ends its wait. `reason`: the reason of the failure, "" after a
-        success. Thread-safe."""
+        """Set the completion, which ends its wait. `reason`: "" after a success. Thread-safe."""
         with self._lock:
             if not completion.done():
                 self.num_ended += 1
@@ -152,11 +146,9 @@ _wholes: weakref.WeakKeyDictionary[Any, "weakref.ref[Any]"] = weakref.WeakKeyDic
 
 
 def wait_abortable(work: dist.Work | None, group: dist.ProcessGroup) -> None:
-    """Wait for a collective of the group that was begun with `async_op=True`.
-
-    Raises an error that backends count as a failure of the group if the collective failed, or if
-    the group's waiters are aborted. For the trainer's thread.
-    """
+    """Wait for a collective of the group that was begun with `async_op=True`, in the trainer's
+    thread. Raises an error that backends count as a failure of the group if the collective failed,
+    or if the group's waiters are aborted."""
     assert work is not None, "begun with async_op=True, by a rank of the group"
     if not can_be_cut(group):
         with waiting:
@@ -178,13 +170,13 @@ def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, op: Any = dist.Re
 
 
 def waiters_of(group: dist.ProcessGroup) -> list[AbortableWaiter]:
-    """Return the waiters of this group and of the groups that were made within it."""
+    """Return the waiters of this group and of the groups made within it."""
     with _lock:
         return list(_by_group.get(group, ()))
 
 
 def add_subgroup(group: dist.ProcessGroup, whole: dist.ProcessGroup) -> None:
-    """Make `waiters_of(whole)` include the waiters of a group that was made within `whole`."""
+    """Make `waiters_of(whole)` include the waiters of `group`."""
     if group is not whole:
         with _lock:
             _wholes[group] = weakref.ref(whole)

@@ -1,8 +1,5 @@
-"""Ranks that are threads of one process: torch.distributed without processes or sockets.
-
-For tests and notebooks. `run` starts such ranks; `seat` is the backend for members of a session.
-`hub` has the state that ranks share; `worlds` keeps torch's own state for each rank.
-"""
+"""Ranks that are threads of one process: torch.distributed without processes or sockets, for tests
+and notebooks. `run` starts such ranks; `seat` is for sessions."""
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -139,7 +136,7 @@ class _Posted(Pending):
 
 
 class _Receive(Pending):
-    """A receive. The message is copied to the tensor when the caller waits for the receive."""
+    """A receive copies the message to the tensor when the caller waits for it."""
 
     def __init__(
         self,
@@ -212,7 +209,6 @@ def open_world(hub: Hub, rank: int) -> None:
 
 
 def _create(options: Any, unused: Any) -> InMemoryGroup:
-    """Make a group for torch: the default group, or one that `new_group` asked for."""
     world = own_world()
     if world is None:
         raise InvalidSpec(

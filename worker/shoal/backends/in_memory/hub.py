@@ -1,9 +1,5 @@
-"""Collectives and messages between ranks that are threads of one process.
-
-A `Hub` is the state that the ranks of one job share; a `SharedGroup` is one group of them. The last
-rank to arrive computes for all, in the order of ranks, so results do not depend on the order of
-arrival. Every wait ends at its deadline, or at once if the job fails or a needed rank has ended.
-"""
+"""Collectives and messages between ranks that are threads of one process. The last rank to arrive
+computes for all, in the order of ranks, so results do not depend on the order of arrival."""
 
 import threading
 import time
@@ -16,10 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 MAX_UNDELIVERED = 1024
-"""Limit of undelivered messages from one rank to another; at this number, a further send waits."""
+"""Undelivered messages from one rank to another at which a further send waits."""
 
 Complete = Callable[[list[Any]], None]
-"""Computes a collective from the ranks' inputs, by rank."""
 
 
 class Hub:
@@ -30,7 +25,6 @@ class Hub:
         self.timeout_s = timeout_s
         self.changed = threading.Condition()
         self.failure = ""
-        """Reason why the job failed; empty while it has not."""
         self.ended: set[int] = set()
         self._forming: dict[tuple[str, tuple[int, ...]], list[SharedGroup]] = {}
 
@@ -47,12 +41,12 @@ class Hub:
             self.changed.notify_all()
 
     def join_group(self, name: str, ranks: Sequence[int], rank: int) -> "SharedGroup":
-        """Join the group of this name as `rank`, and return the group, the same object for each of
-        its ranks. Does not wait."""
+        """Join the group of this name as `rank`, and return it, the same object for each of its
+        ranks."""
         key = (name, tuple(ranks))
         with self.changed:
             forming = self._forming.setdefault(key, [])
-            # A rank may make another group of the same name before the other ranks made the first.
+            # A rank may make a second group of the name before the other ranks made the first.
             group = next((each for each in forming if rank not in each.joined), None)
             if group is None:
                 group = SharedGroup(self, tuple(ranks))
@@ -71,8 +65,8 @@ class Hub:
         what: str,
         timeout_s: float,
     ) -> None:
-        """Return once `done()` is True. Fails the job after `timeout_s`, or if a rank that `done`
-        waits for (`needed()`) has ended. Raises DistBackendError if the job has failed."""
+        """Return once `done()` is True. Fails the job after `timeout_s`, or if a rank in `needed()`
+        has ended. Raises DistBackendError if the job has failed."""
         deadline_s = time.monotonic() + timeout_s
         with self.changed:
             while not done():
@@ -91,8 +85,6 @@ class Hub:
 
 
 class _Call:
-    """One collective: each rank's input, then its outcome."""
-
     def __init__(self) -> None:
         self.posted: dict[int, tuple[str, Any]] = {}
         self.done = False
@@ -105,7 +97,6 @@ class SharedGroup:
     def __init__(self, hub: Hub, ranks: tuple[int, ...]) -> None:
         self.hub = hub
         self.ranks = ranks
-        """Ranks of the job, by position in the group."""
         self.joined: set[int] = set()
         self._calls: dict[int, _Call] = {}
         self._numbers: Counter[int] = Counter()
@@ -113,8 +104,6 @@ class SharedGroup:
         self._sent: Counter[tuple[int, int, int]] = Counter()
         self._expected: Counter[tuple[int, int, int]] = Counter()
         self._undelivered: Counter[tuple[int, int]] = Counter()
-
-    # --- collectives ---
 
     def post(self, rank: int, kind: str, given: Any, complete: Complete) -> _Call:
         """Add a rank's input to its next collective. The last rank computes the result. Raises
@@ -142,8 +131,8 @@ class SharedGroup:
         return call
 
     def finish(self, call: _Call, kind: str, timeout_s: float) -> None:
-        """Return once the collective is complete on all ranks. Raises DistBackendError if
-        `Hub.wait` does, and if the result could not be computed."""
+        """Return once the collective is complete on all ranks. Raises what `Hub.wait` raises, and
+        DistBackendError if the result could not be computed."""
 
         def needed() -> list[int]:
             if len(call.posted) == len(self.ranks):
@@ -163,11 +152,9 @@ class SharedGroup:
             )
             raise ValueError(f"the ranks of a group called different operations ({calls})")
 
-    # --- messages ---
-
     def send(self, source: int, to: int, tag: int, tensor: Tensor) -> None:
-        """Store a copy of the tensor for the receiver. First waits while MAX_UNDELIVERED messages
-        from this source are stored for the receiver. Raises what `Hub.wait` raises."""
+        """Store a copy of the tensor for the receiver, once fewer than MAX_UNDELIVERED are stored
+        for it. Raises what `Hub.wait` raises."""
         route = (source, to, tag)
         self.hub.wait(
             lambda: self._undelivered[source, to] < MAX_UNDELIVERED,
@@ -184,8 +171,8 @@ class SharedGroup:
             self.hub.changed.notify_all()
 
     def next_receive(self, source: int, to: int, tag: int) -> int:
-        """Count a posted receive on this route, and return the number of its message: receives
-        complete in the order in which they were posted."""
+        """Count a receive on this route, and return the number of its message: receives complete in
+        order."""
         with self.hub.changed:
             number = self._expected[source, to, tag]
             self._expected[source, to, tag] += 1
@@ -197,8 +184,8 @@ class SharedGroup:
     def receive(
         self, message_key: tuple[int, int, int, int], tensor: Tensor, timeout_s: float
     ) -> None:
-        """Wait for the message, and fill the tensor with it. Raises DistBackendError if `Hub.wait`
-        does, and if the message has another size or dtype."""
+        """Wait for the message, and fill the tensor with it. Raises what `Hub.wait` raises, and
+        DistBackendError if the message has another size or dtype."""
         source, to, _, _ = message_key
         what = f"recv from rank {self.ranks[source]}"
         self.hub.wait(

@@ -23,13 +23,12 @@ def run_in_memory(
 
     torch.distributed is initialised in each thread with a world of its own: `dist.get_rank()`,
     collectives, `new_group`, `init_device_mesh`, DDP, `fully_shard`, DTensor and pipelining work.
-    Concurrent runs share no groups, even if one run begins within another. `timeout_s` limits each
-    wait for another rank. Raises InvalidSpec if `world_size` is not 1 to 256, or `timeout_s` not
-    above 0.
+    `timeout_s` limits each wait for another rank. Raises InvalidSpec if `world_size` is not 1 to
+    256, or `timeout_s` not above 0.
 
-    A rank that raises ends the waits of all others at once. The first error is raised here, with a
-    note that names the rank. Raises DeadlineExceeded if another rank does not end within
-    `timeout_s` after that, because it waits for something other than a rank.
+    A rank that raises ends the waits of all others. The first error is raised here, with a note
+    that names the rank. Raises DeadlineExceeded if another rank does not end within `timeout_s`
+    after that.
 
     The ranks share torch's state of the process, above all its random generator. If a model has to
     be the same on all ranks, make it beforehand, and copy it in each rank.
@@ -77,8 +76,7 @@ class _Run:
         return self._results
 
     def _await_end(self) -> None:
-        """Return when all ranks have ended. Raises DeadlineExceeded if a rank has not ended
-        `timeout_s` after a failure."""
+        """Raises DeadlineExceeded if a rank has not ended `timeout_s` after a failure."""
         hub = self._hub
         with hub.changed:
             hub.changed.wait_for(lambda: hub.failure or self._num_running() == 0)

@@ -19,8 +19,7 @@ from shoal.torch_private.c10d import Store
 
 _TOKEN = "in-memory"
 _hubs: MutableMapping[str, Hub] = WeakValueDictionary()
-"""Hubs by token, not kept alive by this table: the seat of rank 0 makes a hub, and keeps it alive
-until the seat retires."""
+"""Hubs by token. The seat of rank 0 keeps its hub alive until it retires."""
 
 
 class InMemoryBackend:

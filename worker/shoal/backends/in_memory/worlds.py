@@ -1,11 +1,10 @@
-"""torch.distributed's registries of groups, one set for each thread.
+"""torch.distributed's registries of groups, one set for each thread, while any thread is a rank of
+an in-memory job.
 
-torch keeps its groups in two registries of the process: a table in Python and one in C++. While any
-thread is a rank of an in-memory job, the Python table is a proxy: a rank's thread sees its own
-table, and every other thread sees torch's table and the groups of all ranks. The C++ table is
-switched to torch's mode of one table per thread. DTensor's caches for a mesh must not be shared by
-ranks, so meshes of different worlds compare unequal. All these changes are undone when the last
-rank ends.
+torch's table in Python is a proxy: a rank's thread sees its own table, and every other thread sees
+torch's table and the groups of all ranks. The table in C++ is switched to torch's mode of one per
+thread. DTensor's caches for a mesh must not be shared by ranks, so meshes of different worlds
+compare unequal.
 """
 
 import itertools
@@ -31,7 +30,6 @@ class RankWorld:
         self.hub = hub
         self.rank = rank
         self.number = next(_numbers)
-        """Unique number among the present and past worlds of this process."""
         self.default_pg: dist.ProcessGroup | None = None
         self.group_count = 0
         self.pg_map: dict[Any, Any] = {}
@@ -43,7 +41,7 @@ class RankWorld:
         self.pg_coalesce_state: dict[Any, Any] = {}
         self.comms: list[Any] = []
         self.pg_flight_recorder_hooks: dict[Any, Any] = {}
-        """A field of torch's table since 2.14."""
+        """Field of torch's table since 2.14."""
 
 
 class _ThreadWorld(threading.local):
@@ -51,11 +49,8 @@ class _ThreadWorld(threading.local):
 
 
 class _WorldOfThread:
-    """Replacement of torch's table of groups.
-
-    A thread that is not a rank sees torch's own table and the groups of all ranks. So a thread that
-    a rank has started, for example to write a checkpoint, can use the rank's groups.
-    """
+    """Replacement of torch's table of groups. A thread that a rank has started, for example to
+    write a checkpoint, can use the rank's groups."""
 
     def __getattr__(self, name: str) -> Any:
         if _current.world is None and name in _BY_GROUP:
@@ -69,7 +64,7 @@ class _WorldOfThread:
 
 
 class _MeshWorld:
-    """Replacement of the mesh attribute with which torch tells meshes of its test threads apart."""
+    """Replacement of the attribute by which torch tells meshes of its test threads apart."""
 
     def __get__(self, mesh: Any, owner: type) -> Any:
         return self if mesh is None else mesh.__dict__["_thread_id"]
@@ -87,13 +82,13 @@ _BY_GROUP = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to
 
 
 def own_world() -> RankWorld | None:
-    """Return the world that this thread is bound to, or None."""
+    """Return this thread's world, or None."""
     return _current.world
 
 
 def bind(world: RankWorld, initialise: Callable[[], None]) -> None:
     """Make this thread a rank of the world; `initialise` makes torch's default group. Raises
-    InvalidSpec if there is a default group already."""
+    InvalidSpec if there is one already."""
     if dist.is_initialized():
         raise InvalidSpec(
             "torch.distributed has a default process group already",
@@ -118,7 +113,7 @@ def bind(world: RankWorld, initialise: Callable[[], None]) -> None:
 
 
 def unbind() -> None:
-    """Destroy the groups of this thread's world and leave it. Does nothing if there is none."""
+    """Destroy the groups of this thread's world, if any, and leave it."""
     if _current.world is None:
         return
     try:

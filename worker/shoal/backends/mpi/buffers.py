@@ -37,8 +37,8 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 class StagedTensor:
-    """A tensor's content in memory that MPI can reduce: the tensor's own memory, or a copy.
-    `deliver` divides the sum if the operation is a mean, and writes a copy back to the tensor."""
+    """A tensor's content in memory that MPI can reduce: the tensor's own, or a copy. `deliver`
+    divides the sum for a mean, and writes a copy back."""
 
     def __init__(self, tensor: Tensor, op: Any, size: int) -> None:
         if op not in _OPS or (tensor.dtype not in _TYPES and tensor.dtype not in _HALVES):
@@ -65,7 +65,7 @@ class StagedTensor:
 
 
 def deliver(staged: Sequence[StagedTensor]) -> None:
-    """Write the results of reductions to the caller's tensors."""
+    """Write the results to the caller's tensors."""
     for each in staged:
         each.deliver()
 
@@ -79,12 +79,12 @@ def _checked(tensor: Tensor) -> Tensor:
 
 
 def octets(tensor: Tensor) -> list[Any]:
-    """Return mpi4py's description of the memory of a contiguous tensor: bytes, for any dtype."""
+    """Return mpi4py's description of the memory of a contiguous tensor, as bytes."""
     return [_checked(tensor).view(-1).view(torch.uint8).numpy(), MPI.BYTE]
 
 
 def vector(whole: Tensor, parts: Sequence[Tensor]) -> list[Any]:
-    """Return mpi4py's description of parts that lie one after the other in `whole`."""
+    """Return mpi4py's description of adjacent parts of `whole`."""
     memory, kind = octets(whole)
     return [memory, [part.numel() * part.element_size() for part in parts], kind]
 
@@ -97,7 +97,7 @@ def joined(parts: Sequence[Tensor], *, fill: bool) -> Tensor:
 
 
 def split(whole: Tensor, parts: Sequence[Tensor]) -> None:
-    """Copy memory that `joined` made back to the parts."""
+    """Copy memory from `joined` back to the parts."""
     pieces = torch.split(whole, [part.numel() for part in parts])
     copy([p.view(part.shape) for p, part in zip(pieces, parts, strict=True)], parts)
 
@@ -108,7 +108,7 @@ def split_all(wholes: Sequence[Tensor], lists: Sequence[Sequence[Tensor]]) -> No
 
 
 def copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-    """Copy results to their targets, except results that MPI wrote to the target itself."""
+    """Copy results to their targets, unless MPI wrote to the target itself."""
     for source, target in zip(sources, targets, strict=True):
         if source is not target:
             target.copy_(source)

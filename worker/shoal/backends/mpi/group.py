@@ -1,7 +1,8 @@
-"""torch.distributed over MPI, by mpi4py, among the ranks that `mpiexec` started.
+"""torch.distributed over MPI, by mpi4py, among the ranks that `mpiexec` started. CPU tensors only;
+the ranks of a job are fixed.
 
 Run `mpiexec -n 4 python train.py`, with `shoal.distribute(model, optimizer)` in the script, or
-`shoal.init_mpi()` for torch.distributed alone. CPU tensors only; the ranks of a job are fixed.
+`shoal.init_mpi()` for torch.distributed alone.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,7 +32,6 @@ from shoal_proto.errors import InvalidSpec
 
 PLUGIN = "shoal_mpi"
 TIMEOUT_S = 1800.0
-"""Default limit of each wait for another rank. It equals torch's default for Gloo."""
 
 
 def init_mpi(timeout_s: float = TIMEOUT_S) -> None:
@@ -161,8 +161,7 @@ class MpiGroup(CollectiveGroup):
         deliver: Callable[[], None],
         memory: Any = None,
     ) -> "_Requested":
-        # Kept until the requests are complete: MPI writes to memory that `deliver` refers to, and
-        # reads from `memory`.
+        # MPI writes to memory that `deliver` refers to, and reads from `memory`.
         flight = self._world.launch(requests, (deliver, memory))
         return _Requested(self, what, tensors, flight, deliver)
 
@@ -193,7 +192,7 @@ class _Requested(Pending):
 
 
 class _Received(_Requested):
-    """Receive of a message. Checks its length, as MPI would accept a shorter message."""
+    """Checks the length, as MPI would accept a shorter message."""
 
     def __init__(self, group: MpiGroup, flight: Requests, received: Tensor, tensor: Tensor) -> None:
         super().__init__(group, "recv", [tensor], flight, self._deliver_checked)
@@ -220,7 +219,6 @@ _world: MpiWorld | None = None
 
 
 def _create(options: Any, unused: Any) -> MpiGroup:
-    """Make a group for torch: the default group, or one that `new_group` asked for."""
     if _world is None:
         raise InvalidSpec(f"the backend {PLUGIN} is initialised by shoal.init_mpi()")
     ranks = options.global_ranks_in_group

@@ -1,9 +1,9 @@
 """Control messages between the ranks of an MPI job, and waits with deadlines.
 
 Plain MPI waits for ever, and if one rank ends, the launcher kills the others. So every operation is
-non-blocking and polled under a deadline. A rank that fails sends its reason on a separate
-communicator, which every wait polls too. At the end of a failed job the ranks wait a moment for
-each other, so that each has raised its error before the launcher kills them.
+polled under a deadline. A rank that fails sends its reason on a separate communicator, which every
+wait polls too. Then the ranks wait for a moment, so that each has raised its error before the
+launcher kills them.
 """
 
 import atexit
@@ -19,7 +19,6 @@ import torch.distributed as dist
 from mpi4py import MPI
 
 GOODBYE_S = 5.0
-"""Time for which a failed job's ranks wait for each other before one of them aborts the job."""
 MAX_REASON_BYTES = 2048
 _FAILED, _GONE = 1, 2
 _SPINS = 200
@@ -27,7 +26,7 @@ _PAUSE_MAX_S = 0.001
 
 
 class Requests:
-    """Requests in progress, and the memory that MPI reads or writes until they are complete."""
+    """Requests in progress, and the memory that MPI uses until they are complete."""
 
     def __init__(self, requests: list[MPI.Request], memory: Any) -> None:
         self.statuses = [MPI.Status() for _ in requests]
@@ -38,8 +37,7 @@ class Requests:
         self._landed = False
 
     def is_complete(self) -> bool:
-        """Test all requests; True if they are complete, with or without an error (then see
-        `error`). Thread-safe."""
+        """Test all requests; True if they are complete, with or without an `error`. Thread-safe."""
         with self._lock:
             if not self._landed:
                 try:
@@ -89,8 +87,7 @@ class MpiWorld:
             raise dist.DistBackendError(f"{what} failed: {flight.error}") from flight.error
 
     def launch(self, requests: list[MPI.Request], memory: Any) -> Requests:
-        """Track requests that have begun. Keeps the memory until they are complete, even if no
-        caller waits for them."""
+        """Track requests that have begun, and keep the memory until they are complete."""
         flight = Requests(requests, memory)
         with self._lock:
             self._flights = [each for each in self._flights if not each.is_complete()]
@@ -141,7 +138,7 @@ class MpiWorld:
         self.fail(f"rank {self.rank} raised {kind.__name__}: {error}")
 
     def _leave(self) -> None:
-        """End a failed job at exit: MPI's finalisation would wait for the other ranks."""
+        """MPI's finalisation would wait for the other ranks."""
         self._receive_control()
         if not self.failure:
             return  # mpi4py finalises

@@ -1,4 +1,4 @@
-"""A bounded queue from one task to another."""
+"""Bounded queue between two tasks."""
 
 import asyncio
 from collections import deque
@@ -23,7 +23,7 @@ class BoundedQueue(Generic[T]):
 
     @property
     def is_over(self) -> bool:
-        """True if the queue was ended and all items are taken."""
+        """True if the queue was ended and is empty."""
         return self._is_ended and not self._items
 
     async def put(self, item: T) -> None:
@@ -33,11 +33,11 @@ class BoundedQueue(Generic[T]):
 
     @property
     def has_capacity(self) -> bool:
-        """True if there is room for one more item, or the queue was ended."""
+        """True if there is room, or the queue was ended."""
         return len(self._items) < self._max_items or self._is_ended
 
     async def await_capacity(self) -> None:
-        """Return once there is room for one more item, or the queue was ended."""
+        """Return once there is room, or the queue was ended."""
         while not self.has_capacity:
             self._taken.clear()
             await self._taken.wait()
@@ -55,8 +55,8 @@ class BoundedQueue(Generic[T]):
         self._taken.set()
 
     async def take(self, within_s: float) -> T | None:
-        """Return the next item; None if none is added within `within_s` seconds, or if the queue
-        was ended and is empty."""
+        """Return the next item; None after `within_s` seconds, or if the queue was ended and is
+        empty."""
         if not self._items and not self._is_ended:
             self._put.clear()
             try:

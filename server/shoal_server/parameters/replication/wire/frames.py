@@ -1,5 +1,7 @@
-"""Encoding and decoding of the messages between servers. Large data are sent in pieces, which have
-checksums unless they are in shared memory."""
+"""Encoding and decoding of the messages between servers.
+
+Pieces of large data have checksums unless they are in shared memory.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,13 +26,11 @@ from shoal_server.parameters.shard.record import UpdateRecord
 
 PIECE_BYTES = 2 * 1024 * 1024
 INLINE_BYTES = 128 * 1024
-"""Size up to which a gradient is part of the message that announces it."""
+"""Largest gradient within the message that announces it."""
 MAX_RECORD_BYTES = 8 * 1024**3
 PART_BYTES = 128
-"""Bound on the memory that Python takes for a piece in addition to its bytes."""
 MAX_CHUNK_BYTES = 64 * 1024 * 1024
 Arriving = pb.FollowRequest | pieces.OnlyPiece
-"""A message that is received from a stream."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +42,11 @@ class Piece:
 
     @property
     def checksum(self) -> int:
-        """CRC-32 of the data, computed on access: data in shared memory are sent without it."""
+        """CRC-32 of the data, computed on access."""
         return crc32(self.data)
 
 
 Frame = pb.FollowRequest | Piece
-"""A message that is sent on a stream."""
 
 
 def of_offer(offer: Offer) -> pb.FollowRequest:
@@ -79,8 +78,7 @@ def of_record(
     *,
     answer_may_wait: bool = False,
 ) -> Iterator[Frame]:
-    """Yield the messages that carry a push to a backup. A gradient of up to `inline_bytes` is part
-    of the first message."""
+    """Yield the messages that carry a push to a backup."""
     data = memoryview(record.data)
     message = pb.FollowRequest()
     start = message.record
@@ -119,7 +117,7 @@ def of_chunk(chunk: ImageChunk, data: pieces.Buffer) -> Iterator[Frame]:
 
 
 def of_digest(key: Key, epoch: int, digest: comparison.PieceDigest) -> pb.FollowRequest:
-    """Encode the digest of a piece of a shard, for backups to compare with."""
+    """Encode the digest of a piece of a shard."""
     job, shard_id = key
     piece = digest.piece
     message = pb.Digest(
@@ -151,7 +149,7 @@ def _pieces(data: memoryview) -> Iterator[Piece]:
 
 
 def as_message(frame: Frame) -> pb.FollowRequest:
-    """Return a frame as a message of the gRPC stream."""
+    """Return a frame for the gRPC stream."""
     if not isinstance(frame, Piece):
         return frame
     data = bytes(frame.data)
@@ -162,7 +160,7 @@ def as_message(frame: Frame) -> pb.FollowRequest:
 
 
 def checked(message: pieces.AnyPiece) -> pieces.Buffer:
-    """Return the bytes of a message. Raises ChecksumMismatch if they have changed in transit."""
+    """Return the bytes of a message. Raises ChecksumMismatch."""
     # Each access to the data of a message copies them.
     data = message.data
     verify("a piece of a shard for its backup", message.checksum, data)
@@ -175,24 +173,19 @@ class ArrivedRequest:
 
     request: Request
     push: pb.PushRecord | None = None
-    """The push record of an update, without its gradient; None for other requests, and if the data
-    were dropped."""
+    """Record of an update, without its gradient; None for other requests or dropped data."""
     header: pb.CutHeader | None = None
-    """The header of an image."""
     parts: Sequence[pieces.Buffer] = ()
-    """The data of a record or of a chunk."""
     why_dropped: str = ""
-    """The reason for which the data were dropped; empty if they were not."""
     is_borrowed: bool = False
-    """True if the sender reuses the memory of a record's data once the next request is read. To
-    keep the data for longer, use `owned`."""
+    """True if the sender soon reuses the memory of a record's data; see `owned`."""
 
     def owned(self) -> "ArrivedRequest":
         """Return the same request with copies of its data."""
         return replace(self, parts=[bytes(part) for part in self.parts], is_borrowed=False)
 
     def record(self) -> UpdateRecord:
-        """Return the update record: the push with its gradient in one buffer."""
+        """Return the push with its gradient in one buffer."""
         assert self.push is not None
         data = self.parts[0] if len(self.parts) == 1 else b"".join(self.parts)
         return UpdateRecord(self.push, data)
@@ -203,28 +196,23 @@ class _Unfinished:
     arrived: ArrivedRequest
     left_bytes: int
     memory: Memory | None
-    """The server's memory, in which the data are counted; None for a chunk, whose memory was
-    reserved before."""
+    """Memory of the server; None for a chunk, whose memory was reserved before."""
     parts: list[pieces.Buffer] = field(default_factory=list)
     held_bytes: int = 0
-    """Bytes of the parts that are reserved in `memory`."""
     uncounted_bytes: int = 0
-    """Bytes that are not reserved yet; see `_count`. Most records are complete before any bytes are
-    reserved. Data within the announcing message are never dropped: the primary relies on that."""
+    """Bytes not reserved yet. Data within the announcing message are never dropped: the primary
+    relies on that."""
     why_dropped: str = ""
     is_borrowed: bool = False
 
     def add(self, data: pieces.Buffer, *, is_lent: bool = False) -> None:
-        """Add data. Memory is reserved only as data arrive, since announced data may never be sent.
-        `is_lent`: the sender reuses the memory of the data soon. The data are copied, unless they
-        are a whole record."""
+        """Memory is reserved only as data arrive, since announced data may never be sent."""
         self.left_bytes -= len(data)
         if not data or self.why_dropped:
             return
         is_borrowed = is_lent and self.arrived.push is not None
         is_borrowed = is_borrowed and not (self.left_bytes or self.parts)
-        # A record in one piece of shared memory takes no memory of this server. It must not be
-        # dropped: its sender counts it as received.
+        # A record in shared memory must not be dropped: its sender counts it as received.
         if not is_borrowed and not self._count(len(data) + PART_BYTES):
             return
         if is_borrowed:
@@ -239,8 +227,6 @@ class _Unfinished:
             self._count(self.arrived.push.ByteSize())
 
     def _count(self, num_bytes: int) -> bool:
-        """Count more data, and reserve memory once more than INLINE_BYTES + PART_BYTES are not
-        reserved. If there is no memory, drop the data, and return False."""
         if self.memory is None:
             return True
         self.uncounted_bytes += num_bytes
@@ -256,14 +242,12 @@ class _Unfinished:
         return True
 
     def drop(self, why: str) -> None:
-        """Drop the data, and ignore data that are still to come."""
         self.parts.clear()
         self.arrived = replace(self.arrived, push=None)
         self.why_dropped = why
         self.give_back()
 
     def give_back(self) -> None:
-        """Release the reserved memory."""
         if self.memory is not None:
             self.memory.settle(self.held_bytes, is_held=False)
         self.held_bytes = 0
@@ -281,19 +265,17 @@ class _Unfinished:
 
 
 class RequestAssembler:
-    """Assembles the messages of one stream into requests. Holds the data of at most one record or
-    chunk. The memory of these data is reserved, except for a record that lies in shared memory as a
-    whole, and for the last INLINE_BYTES of any other record."""
+    """Assembles the messages of one stream into requests. Holds at most one record or chunk."""
 
     def __init__(self, memory: Memory, is_coming: Callable[[Key, int], bool]) -> None:
-        """`is_coming`: returns True if the image with that number is being received, in memory that
-        is reserved. Chunks of other images are dropped."""
+        """`is_coming`: True if the image with that number is being received. Chunks of other images
+        are dropped."""
         self._memory = memory
         self._is_coming = is_coming
         self._open: _Unfinished | None = None
 
     def close(self) -> None:
-        """Drop an incomplete record or chunk. Call this when the stream is over."""
+        """Drop an incomplete record or chunk at the stream's end."""
         if self._open is not None:
             self._open.drop("the stream is over")
 
@@ -351,7 +333,6 @@ class RequestAssembler:
 
 
 def _small(request: pb.FollowRequest, kind: str) -> ArrivedRequest:
-    """Decode a request that consists of one message."""
     if kind == "offer":
         offer = request.offer
         return ArrivedRequest(

@@ -52,7 +52,7 @@ def encode(reply: Reply) -> pb.FollowReply:
 
 
 def decode(message: pb.FollowReply) -> Reply:
-    """Decode a reply. Raises MalformedMessage if it has no known answer."""
+    """Decode a reply. Raises MalformedMessage for an unknown one."""
     key = message.job, message.shard_id
     match message.WhichOneof("answer"):
         case "received":

@@ -34,33 +34,32 @@ log = structlog.get_logger(__name__)
 
 OPEN_S = 2.0
 INLINE_BYTES = 4 * 1024
-"""Size up to which a record's data are sent within its message if there is shared memory: a message
-is copied several times."""
+"""Bound on a record's data within its message if there is shared memory."""
 
 
 Keep = Callable[[memoryview], Callable[[], None]]
-"""Function that is called with the memory in which a written record's data lie. It returns the
-function to call before that memory is used for anything else."""
+"""Called with the memory of a written record's data. Returns the function to call before that
+memory is reused."""
 
 
 class PeerStream(Protocol):
     """A stream to another server; messages of one task arrive in order. `write` and `replies` raise
-    the error that broke the stream: a ShoalError, grpc.RpcError, or an error that grpcio raises for
-    a call that is over."""
+    the error that broke the stream: a ShoalError, grpc.RpcError, or an error of grpcio for a call
+    that is over."""
 
     inline_bytes: int
-    """Size up to which a record's data are best written within its message."""
+    """Bound on a record's data within its message."""
 
     async def write(self, frame: Frame) -> None: ...
 
     def draft(self, data: memoryview) -> memoryview | None:
-        """Copy the data of a record, which may be the next one written, to shared memory. Return
-        the copy; None if that is not possible now. The copy is valid until the next draft."""
+        """Copy a record's data, perhaps the next record's, to shared memory. Return the copy, valid
+        until the next draft; None if that is not possible now."""
         ...
 
     def write_now(self, *of_record: Frame, keep: Keep) -> bool:
-        """Write a whole record without waiting, if possible. False if nothing was written. `keep`
-        is called if the record's data were copied to shared memory."""
+        """Write a whole record without waiting. False if that is not possible. `keep` is called for
+        data in shared memory."""
         ...
 
     def replies(self) -> AsyncIterator[FollowReply]:
@@ -68,8 +67,8 @@ class PeerStream(Protocol):
         ...
 
     def deliver(self, take: Callable[[FollowReply], None]) -> None:
-        """Pass replies to `take`, without a turn of the event loop if possible, while `replies` is
-        waiting. An error of `take` is raised by `replies`."""
+        """Pass replies to `take` while `replies` is waiting, if possible without a turn of the
+        event loop. `replies` raises the errors of `take`."""
         ...
 
     @property
@@ -80,8 +79,7 @@ class PeerStream(Protocol):
 
 @asynccontextmanager
 async def open_stream(address: str) -> AsyncIterator[PeerStream]:
-    """Open a stream to a server, for as long as the block runs. Raises grpc.RpcError, or
-    Unavailable if a new bulk connection breaks at once."""
+    """Open a stream to a server during the block. Raises grpc.RpcError or Unavailable."""
     async with open_aio_channel(address, SERVER_NAME, PEER_OPTIONS) as channel:
         stream = await _connect(channel, address)
         if stream is not None:
@@ -239,7 +237,6 @@ class BulkStream:
 
 
 def _placed(piece: Piece, at: int) -> bytes:
-    """Return the frame that announces a piece at offset `at` of the shared memory."""
     return bulk.header(
         FrameKind.PLACED,
         offset_bytes=piece.offset_bytes,
@@ -249,8 +246,7 @@ def _placed(piece: Piece, at: int) -> bytes:
 
 
 async def _connect(channel: grpc.aio.Channel, address: str) -> "BulkStream | None":
-    """Return a new bulk stream; None if only gRPC is possible. Raises grpc.RpcError, or Unavailable
-    if the connection breaks at once."""
+    """Return a new bulk stream; None if only gRPC is possible."""
     offer: OpenBulkReply = await ReplicationStub(channel).OpenBulk(
         OpenFollowRequest(), timeout=OPEN_S
     )

@@ -21,15 +21,11 @@ from shoal_server.serving.tasks import cancel
 log = structlog.get_logger(__name__)
 
 CALL_IS_OVER = (asyncio.InvalidStateError, grpc.aio.UsageError, grpc.aio.InternalError)
-"""Errors that grpcio raises for a write to a call that is over."""
+"""Raised by grpcio for a write to a call that is over."""
 
 
 class WatchedStream:
-    """A stream with one task that writes and one that reads. Lives on the event loop.
-
-    The other end sends answers or heartbeats at short intervals, however long its work takes. So
-    silence means that the other end is dead, or that the network is broken.
-    """
+    """A stream with one task that writes and one that reads. Lives on the event loop."""
 
     def __init__(self, stream: PeerStream, address: str, timeouts: PeerTimeouts) -> None:
         self._stream = stream
@@ -38,20 +34,20 @@ class WatchedStream:
         self._silence = Silence(timeouts)
         self._reads_to_end = False
         self.replied_s = 0.0
-        """Time of the other end's last message, by the event loop's clock; 0 before the first."""
+        """Time of the last message, by the event loop's clock; 0 before the first."""
 
     async def send_hello(self, hello: pb.Hello) -> None:
-        """Send the stream's first message, which names this server."""
+        """Send the stream's first message."""
         await self._stream.write(pb.FollowRequest(hello=hello))
 
     async def send(self, frame: frames.Frame) -> None:
-        """Send a frame. Raises the error that broke the stream; see `PeerStream`."""
+        """Send a frame. Raises what `PeerStream` raises."""
         self._silence.start_counting()
         await self._stream.write(frame)
 
     @property
     def inline_bytes(self) -> int:
-        """Size up to which a record's data are best sent within its message."""
+        """See `PeerStream.inline_bytes`."""
         return self._stream.inline_bytes
 
     def draft(self, data: memoryview) -> memoryview | None:
@@ -59,7 +55,7 @@ class WatchedStream:
         return self._stream.draft(data)
 
     def send_now(self, *of_record: frames.Frame, keep: Keep) -> bool:
-        """Send a record without waiting, if possible. True if it was sent."""
+        """Send a record without waiting. False if that is not possible."""
         if not self._stream.write_now(*of_record, keep=keep):
             return False
         self._silence.start_counting()
@@ -70,15 +66,14 @@ class WatchedStream:
         await self.send(pb.FollowRequest(beat=pb.FollowBeat()))
 
     async def replies(self) -> AsyncIterator[pb.FollowReply]:
-        """Yield the replies, except answers to heartbeats, and replies that the function given to
-        `deliver` took."""
+        """Yield the replies that `deliver` did not pass on, except answers to heartbeats."""
         async for reply in self._stream.replies():
             self._note_reply(reply)
             if reply.job:
                 yield reply
 
     def deliver(self, take: Callable[[pb.FollowReply], None]) -> None:
-        """Pass replies, except answers to heartbeats, to `take`; see `PeerStream.deliver`."""
+        """Pass replies, except answers to heartbeats, to `take`."""
 
         def noted(reply: pb.FollowReply) -> None:
             self._note_reply(reply)
@@ -89,8 +84,7 @@ class WatchedStream:
 
     @property
     def is_received(self) -> bool:
-        """True if all sent data count as received: the other process can read them even if this
-        process dies, and has announced that it will."""
+        """True if the other process will read all sent data even if this process dies now."""
         return self._reads_to_end and self._stream.is_in_memory
 
     def _note_reply(self, reply: pb.FollowReply) -> None:
@@ -99,18 +93,15 @@ class WatchedStream:
         self._silence.note_message()
 
     async def run_tasks(self, *work: Coroutine[Any, Any, None]) -> None:
-        """Run these tasks until one of them has ended; then cancel the others.
-
-        Raises a ShoalError for any error of the task, and Unavailable if the other end was silent
-        for too long.
-        """
+        """Run tasks until one ends; then cancel the others. Raises a ShoalError for an error of a
+        task, and Unavailable after too long a silence."""
         tasks = [asyncio.create_task(each) for each in (*work, self._await_silence())]
         try:
             done, _ = await asyncio.wait(tasks, return_when=FIRST_COMPLETED)
         finally:
             await cancel(*tasks)
         errors = [error for task in done if (error := task.exception()) is not None]
-        # If the writer has failed because the call is over, the reader has the reason.
+        # If the writer failed because the call is over, the reader has the reason.
         for error in sorted(errors, key=lambda error: not isinstance(error, ShoalError)):
             raise self._why(error)
 
