@@ -41,7 +41,7 @@ def distance(ours: list[list[float]], theirs: list[list[float]]) -> float:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("strategy", "back_to"),
+    ("strategy", "earliest"),
     [
         ("zero2", 1),
         pytest.param("tensor", 1, marks=pytest.mark.nightly),
@@ -49,7 +49,7 @@ def distance(ours: list[list[float]], theirs: list[list[float]]) -> float:
     ],
 )
 def test_fit_goes_on_without_a_lost_member(
-    cluster: LocalCluster, tmp_path: Path, strategy: str, back_to: int
+    cluster: LocalCluster, tmp_path: Path, strategy: str, earliest: int
 ) -> None:
     """Member b of two is killed in the midst of step 6, and a standby replaces it. Training
     continues with that step, or with the first step that no copy contains. Keras counts each step
@@ -61,7 +61,7 @@ def test_fit_goes_on_without_a_lost_member(
         strategy=strategy,
         num_members=2,
     )
-    a, c, _ = replaced_in_step_6(cluster, bodies.fit, run, tmp_path, back_to)
+    a, c, _, back_to = replaced_in_step_6(cluster, bodies.fit, run, tmp_path, earliest)
     assert [each["step"] for each in (a, c)] == [STEPS] * 2
     assert [each["iterations"] for each in (a, c)] == [STEPS] * 2
     assert [each["steps"] for each in (a, c)] == [STEPS, STEPS - back_to]

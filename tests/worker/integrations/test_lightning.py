@@ -97,9 +97,9 @@ def test_a_killed_worker_is_started_again_and_goes_on_from_the_checkpoint(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("strategy", "back_to"), [("ddp", 6), ("fsdp", 1)])
+@pytest.mark.parametrize(("strategy", "earliest"), [("ddp", 6), ("fsdp", 1)])
 def test_a_session_goes_on_without_a_lost_member(
-    cluster: LocalCluster, tmp_path: Path, strategy: str, back_to: int
+    cluster: LocalCluster, tmp_path: Path, strategy: str, earliest: int
 ) -> None:
     """Member b of two is killed in the midst of step 6, and a standby replaces it. Training
     continues with that step, or with the first step that no copy contains. Lightning counts the
@@ -111,7 +111,7 @@ def test_a_session_goes_on_without_a_lost_member(
         strategy=strategy,
         validates=strategy == "ddp",
     )
-    a, c, rank = replaced_in_step_6(cluster, lightning_bodies.train, run, tmp_path, back_to)
+    a, c, rank, _ = replaced_in_step_6(cluster, lightning_bodies.train, run, tmp_path, earliest)
     assert [each["step"] for each in (a, c)] == [ORDER.num_steps] * 2
     assert [each["trainer_steps"] for each in (a, c)] == [ORDER.num_steps] * 2
     assert [each["trainer_epochs"] for each in (a, c)] == [ORDER.num_epochs] * 2
@@ -315,7 +315,7 @@ def test_schedules_and_parts_are_those_of_one_process(
         strategy=strategy,
         scheduled=True,
     )
-    a, c, _ = replaced_in_step_6(
+    a, c, *_ = replaced_in_step_6(
         cluster, lightning_bodies.train, run, tmp_path, 6 if strategy == "ddp" else 1
     )
     alone = lightning_bodies.one_process(scheduled=True)

@@ -62,9 +62,9 @@ def test_a_member_alone_trains_as_trainer_does(session: shoal.Session) -> None:
 
 @pytest.mark.long
 @pytest.mark.sampled()
-@pytest.mark.parametrize(("strategy", "back_to"), [("ddp", 7), ("fsdp", 1)])
+@pytest.mark.parametrize(("strategy", "earliest"), [("ddp", 7), ("fsdp", 1)])
 def test_a_session_goes_on_without_a_lost_member(
-    cluster: LocalCluster, tmp_path: Path, strategy: str, back_to: int
+    cluster: LocalCluster, tmp_path: Path, strategy: str, earliest: int
 ) -> None:
     """Member b of two is killed once both have clipped their gradients of step 6, and so agreed on
     them; a third takes its place. Weights and evaluations are those of Trainer alone."""
@@ -72,7 +72,7 @@ def test_a_session_goes_on_without_a_lost_member(
         coordinator=cluster.coordinator, job=f"hf-{strategy}", member_id="", strategy=strategy
     )
     body = transformers_bodies.train_with_trainer
-    a, c, _ = replaced_in_step_6(cluster, body, run, tmp_path, back_to)
+    a, c, *_ = replaced_in_step_6(cluster, body, run, tmp_path, earliest)
     alone, plain = plain_trainer()
     for each in (a, c):
         assert each["step"] == each["trainer_steps"] == TRAINER_STEPS
