@@ -51,10 +51,8 @@ class Command:
 
 
 def installed_commands() -> dict[str, Command]:
-    """Return the sub-commands of all installed packages, by name. Each entry point of the group
-    COMMANDS_GROUP is a function with one parameter, `add`. The function calls `add` with name,
-    summary, config and run of each sub-command of its package.
-    """
+    """Return the sub-commands of all installed packages, by name. An entry point of COMMANDS_GROUP
+    is a function that calls its argument, `add`, for each sub-command of its package."""
     found: dict[str, Command] = {}
 
     def add(name: str, summary: str, config: str, run: str) -> None:
@@ -99,8 +97,8 @@ def parse(arguments: Sequence[str]) -> Callable[[], int]:
 
 
 def read_config(arguments: Sequence[str], commands: Mapping[str, Command]) -> Any:
-    """The command's config; None if the arguments are empty, or ask for help or the version: then
-    that text is printed."""
+    """The command's config; None if the arguments are empty, or ask for help or the version, which
+    is then printed."""
     app = build_app(commands)
     name, tokens = _name_of(arguments), list(arguments)
     if name in commands:
@@ -113,7 +111,7 @@ def read_config(arguments: Sequence[str], commands: Mapping[str, Command]) -> An
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code: 1 after a ShoalError or if stdout was closed, 2 for
-    bad arguments, 130 after Ctrl-C, else what the command returns (0 for success)."""
+    bad arguments, 130 after Ctrl-C, else what the command returns."""
     # gRPC's C core prints texts for its own developers. Shoal's errors already say what happened.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     # At exit the garbage collector visits all objects twice. That would take 80 ms of CPU from
@@ -134,7 +132,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _is_stdout_closed() -> bool:
-    """True if the reader of stdout has closed the pipe."""
     polled = select.poll()
     polled.register(sys.stdout.fileno(), 0)  # errors are always reported
     return bool(polled.poll(0))
@@ -169,7 +166,7 @@ def _load(reference: str) -> Any:
 
 def _end_options(app: App, tokens: list[str]) -> list[str]:
     """Put `--` before the first positional token if the command passes this token and all after it
-    to a script: a script's options are not the command's."""
+    to a script."""
     arguments = app.assemble_argument_collection()
     if not any(each.index is not None and each.token_count()[1] for each in arguments):
         return tokens
@@ -183,7 +180,7 @@ def _end_options(app: App, tokens: list[str]) -> list[str]:
 
 
 def _forget_empty_variables() -> None:
-    """Delete empty variables: a variable that is set to nothing counts as not set."""
+    """Delete empty variables of Shoal: they count as not set."""
     for name in [each for each, value in os.environ.items() if each.startswith("SHOAL_")]:
         if not os.environ[name]:
             del os.environ[name]
@@ -199,7 +196,6 @@ def _shown(default: object) -> object:
 
 
 def _sentence(error: Exception) -> str:
-    """Describe the error in the arguments in one line."""
     if isinstance(error, UnknownOptionError):
         message = " ".join(str(error).split())
         suggestion = _SUGGESTION.search(message)

@@ -30,20 +30,18 @@ from shoal_proto.v1.parameters_pb2 import (
 )
 
 LOOKS_S = 0.0003
-"""Time for which a large call through shared memory polls for an answer before its thread sleeps.
-The kernel wakes a sleeping thread on the server's processor, so that thread and server share one
-processor although another one is idle. Polling yields the processor to other threads."""
+"""Time for which a large call polls for an answer before its thread sleeps: the kernel would wake a
+sleeping thread on the server's processor, although another one is idle."""
 LARGE_BYTES = 4 * 1024 * 1024
-"""Minimum number of bytes copied into slots by a call that polls. A smaller call is answered soon
-in any case."""
+"""A call that copied fewer bytes into slots does not poll: its answer comes soon in any case."""
 
 Parsed = TypeVar("Parsed")
 Reply = TypeVar("Reply", PushReply, ShardData, LookupReply)
 
 
 class BulkConnection:
-    """Bulk connection. One thread at a time may use it; `close` may be called from any thread. An
-    error in a call ends the connection; so does an iterator that is closed before its end."""
+    """Connection for one thread at a time; any thread may call `close`. An error in a call ends the
+    connection; so does an iterator that is closed before its end."""
 
     def __init__(self, connected: socket.socket, address: str, arena: Arena | None) -> None:
         """Take ownership of the socket."""
@@ -59,7 +57,7 @@ class BulkConnection:
 
     @property
     def transport(self) -> str:
-        """Transport of tensors: `shared-memory`, `unix-socket`, `tcp` or `tls`."""
+        """Transport of tensors, as `BulkTransport.name`."""
         if self._arena is not None:
             return "shared-memory"
         if isinstance(self._socket, ssl.SSLSocket):
@@ -103,8 +101,7 @@ class BulkConnection:
         parse: Callable[[bytes], Reply],
         announced: "Callable[[Reply], Iterable[tuple[int, int]]]",
     ) -> Iterator[Reply | OnlyPiece]:
-        """`announced`: returns (part id, number of bytes that follow) for each part that a reply
-        announces."""
+        """`announced`: returns (part id, bytes that follow) for each part of a reply."""
         give_up_s = time.monotonic() + timeout_s
         self._begin()
         try:
@@ -172,7 +169,6 @@ class BulkConnection:
             if self._poll_briefly():
                 received_s = time.monotonic()
                 continue
-            # Wait: there is nothing to read, and nothing that can be sent now.
             events = select.POLLIN | (select.POLLOUT if sending.is_stuck else 0)
             waiting = select.poll()
             waiting.register(self._socket, events)
@@ -181,8 +177,7 @@ class BulkConnection:
         return frame
 
     def _poll_briefly(self) -> bool:
-        """Poll for an answer if the call is large enough. Returns True if data was read. Raises
-        Unavailable if the server has closed the connection."""
+        """Poll for an answer to a large call. Returns True if data was read."""
         arena = self._arena
         if arena is None or not self._has_processors or arena.copied_bytes < LARGE_BYTES:
             return False
@@ -194,8 +189,8 @@ class BulkConnection:
         return False
 
     def _receive(self) -> bool:
-        """Read data that has arrived. Returns True if there was any. Raises Unavailable if the
-        server has closed the connection."""
+        """Read data that has arrived; False if there is none. Raises Unavailable if the server has
+        closed the connection."""
         try:
             count = self._socket.recv_into(self._reader.space())
         except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
@@ -251,7 +246,7 @@ class BulkConnection:
                 return
             try:
                 # The shutdown wakes the other thread, which then closes the socket.
-                # `SSLSocket.shutdown` would also turn TLS off, and the other thread would read
+                # `SSLSocket.shutdown` would also turn TLS off: the other thread would read
                 # encrypted bytes.
                 socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
             except OSError:
@@ -264,7 +259,6 @@ def _announced_values(reply: ShardData) -> Iterable[tuple[int, int]]:
 
 
 def _announced_outcomes(reply: PushReply) -> Iterable[tuple[int, int]]:
-    """The shards of the outcomes, without values; then the shard whose values follow, if any."""
     announced = [(outcome.shard_id, 0) for outcome in reply.outcomes]
     if reply.HasField("version"):
         announced.append((reply.version.shard_id, reply.version.num_bytes))

@@ -24,7 +24,7 @@ DEFAULT_VALID = timedelta(hours=24)
 
 @dataclass(frozen=True, kw_only=True)
 class ListedCertificate:
-    """Certificate of the folder, as `list_certificates` returns it."""
+    """Certificate of the folder."""
 
     path: Path
     caller: Caller
@@ -55,9 +55,8 @@ class CertificateFolder:
         roles: Iterable[CertificateRole] = CertificateRole,
     ) -> None:
         """Make the authority, and a certificate for each role. `hosts`: names and addresses of
-        the coordinator. Raises InvalidSpec if there is an authority or a certificate of a role
-        already, if the folder cannot be made, if other users have access to it, or as
-        `Authority.issue` does. In none of these cases is an authority made.
+        the coordinator. Raises InvalidSpec, and makes no authority, if one of the files exists, if
+        the folder cannot be made, if other users have access to it, or as `Authority.issue` does.
         """
         if self.has_authority:
             raise InvalidSpec(
@@ -87,27 +86,27 @@ class CertificateFolder:
             _write_pair(path, certificate)
 
     def issue(self, holder: CertificateHolder) -> Path:
-        """Issue one more certificate; return its file. Raises InvalidSpec, for example if there is
-        a certificate of this name already."""
+        """Issue one more certificate; return its file. Raises InvalidSpec, for example for a taken
+        name."""
         self._check_private()
         authority, path = self._authority(), self._new_path(holder)
         _write_pair(path, authority.issue(holder))
         return path
 
     def issue_for_another_machine(self, holder: CertificateHolder) -> IssuedCertificate:
-        """Issue a certificate, and keep no file of it in this folder. Raises InvalidSpec."""
+        """Issue a certificate without a file in this folder. Raises InvalidSpec."""
         self._check_private()
         return self._authority().issue(holder)
 
     def renew(self) -> list[Path]:
-        """Issue every certificate of the folder again, with a new key and the same duration; return
-        their files. Raises InvalidSpec."""
+        """Issue every certificate again, with a new key and the same duration; return the files.
+        Raises InvalidSpec."""
         self._check_private()
         authority, done = self._authority(), []
         for path, holder in self._holders():
             issued = authority.issue(holder)
-            # Between the two writes the files do not match. A process that reads them then keeps
-            # the earlier ones, and tries again.
+            # Between the two writes key and certificate do not match. A process that reads them
+            # then keeps its earlier pair, and tries again.
             _replace(path.with_suffix(".key"), issued.key)
             _replace(path, issued.cert)
             done.append(path)
@@ -137,7 +136,6 @@ class CertificateFolder:
         return Authority(_bytes_of(self.path / CA_FILE), _bytes_of(self.path / CA_KEY_FILE))
 
     def _new_path(self, holder: CertificateHolder) -> Path:
-        """Path of a new certificate. Raises InvalidSpec for a taken name."""
         path = self.path / f"{holder.caller.name}.crt"
         for each in (path, path.with_suffix(".key")):
             if each.exists():
@@ -179,7 +177,6 @@ def _unreadable(error: OSError) -> InvalidSpec:
 
 
 def _write_new(path: Path, data: bytes) -> None:
-    """Write a new file; never replace one. Raises InvalidSpec."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except OSError as error:

@@ -85,8 +85,7 @@ def drain(config: DrainConfig) -> int:
 
 
 def _process_of(status: StatusClient, job: str, member_id: str, give_up_s: float) -> str:
-    """The public id of the member's process. Retries for a while if there is no leader yet, or the
-    coordinator is slow."""
+    """The public id of the member's process. Retries for a while if no leader answers."""
     give_up_s = min(give_up_s, time.monotonic() + ASK_WITHIN_S)
     while True:
         try:
@@ -100,9 +99,8 @@ def _process_of(status: StatusClient, job: str, member_id: str, give_up_s: float
 def _drained(
     request: DrainRequest, ask: Callable[[float], None], status: StatusClient, give_up_s: float
 ) -> Json:
-    """Ask for the drain; return the job once the process has left it. `ask` sends the request to
-    the leader; its argument is a time limit in seconds. Raises UnknownMember, and DeadlineExceeded
-    with the member's state."""
+    """Ask for the drain; return the job once the process has left it. `ask` takes a time limit in
+    seconds. Raises UnknownMember, or DeadlineExceeded with the member's state."""
     seen, asked, was_away = "no coordinator answers", False, False
     while True:
         try:

@@ -59,7 +59,6 @@ def kill(config: KillConfig) -> int:
 
 
 def _is_worker(pid: int, member_id: str) -> bool:
-    """True if the process was launched as this member."""
     try:
         variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:

@@ -97,7 +97,6 @@ def logs(config: LogsConfig) -> int:
 
 
 def _with_job(client: StatusClient, config: LogsConfig) -> LogsConfig:
-    """The config with the member's job, if only a member is named."""
     if config.of_job or config.member:
         return config
     try:
@@ -129,7 +128,6 @@ def _from_coordinator(client: StatusClient, config: LogsConfig) -> int:
 
 
 def _members(client: StatusClient, job: str) -> list[str]:
-    """Members of the job; if it has none now, the members of its newest generation."""
     detail = client.job(job)
     found = [str(each["member"]["member_id"]) for each in detail["members"]]
     if not found and detail["generations"]:
@@ -221,7 +219,6 @@ def _subject(config: LogsConfig) -> str:
 
 
 def _where(config: LogsConfig) -> str:
-    """Name of the member's host, as the end of a sentence, if the coordinator knows it."""
     try:
         with StatusClient(config.address.urls()) as client:
             host = client.member(config.job, config.member_id)["member"]["process"]["host"]
@@ -231,7 +228,7 @@ def _where(config: LogsConfig) -> str:
 
 
 def _followed(path: Path) -> Iterator[bytes]:
-    """Yield data appended after the call, also when the launcher has begun a new file."""
+    """Yield data appended after the call, also to a new file of the launcher."""
     at, inode = path.stat().st_size, path.stat().st_ino
     while True:
         time.sleep(LOOK_EACH_S)

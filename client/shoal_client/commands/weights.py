@@ -128,7 +128,6 @@ def weights(config: WeightsConfig) -> int:
 
 
 def _export(config: WeightsConfig) -> int:
-    """Export with the installed package that handles tensors."""
     found = [each for each in entry_points(group=EXPORTERS) if each.name == config.action]
     if not found:
         raise InvalidSpec(

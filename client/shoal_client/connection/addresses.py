@@ -41,7 +41,6 @@ CoordinatorAddresses = Annotated[
         help="Addresses of the coordinators.",
     ),
 ]
-"""The option --coordinator."""
 UsualCoordinators = Annotated[
     CoordinatorAddresses,
     Parameter(
@@ -49,8 +48,7 @@ UsualCoordinators = Annotated[
         " on this machine."
     ),
 ]
-"""The option --coordinator of a command that finds the user's only cluster by itself. If the option
-is not given, the value is empty, and `usual_coordinators` returns the addresses."""
+"""If the value is empty, `usual_coordinators` returns the addresses."""
 
 
 def usual_coordinators() -> tuple[str, ...]:
@@ -64,7 +62,7 @@ def usual_coordinators() -> tuple[str, ...]:
 
 def only_cluster(usual: str, option: str) -> LocalClusterRecord | None:
     """Return this user's only cluster on this machine; None if there is none, or one has the usual
-    address. Raises InvalidSpec if there are several. `option`: the option that names a cluster."""
+    address. Raises InvalidSpec, with the advice to use `option`, if there are several."""
     running = [each for each in local_clusters.running() if each.pages]
     if not running or any(usual in each.addresses for each in running):
         return None

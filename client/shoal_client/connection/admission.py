@@ -1,4 +1,4 @@
-"""Time limit for admission by a coordinator, and its environment variable."""
+"""Time limit for admission by a coordinator."""
 
 import re
 

@@ -37,13 +37,12 @@ log = structlog.get_logger(__name__)
 CLOSE_WITHIN_S = 1.0
 
 OUTLASTED = (RetryError, JobQuarantined, CertificateRefused)
-"""Errors that do not end the membership of a member that trains: there is no leader, the leader
-cannot continue the job, or this process' certificate has to be renewed."""
+"""Errors that do not end the membership of a member that trains."""
 
-# Not the module `random`: the script may have seeded `random` with the same number in every member,
-# and draws by background threads would change the numbers that the script gets.
+# Not the module `random`: the script may have seeded it with the same number in every member, and
+# draws by background threads would change the numbers that the script gets.
 chance = random.SystemRandom().random
-"""Draws a number from 0 to 1, for the pauses between attempts."""
+"""Draws a number from 0 to 1."""
 
 CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -75,8 +74,7 @@ class Method(Protocol[Reply_co]):
 
 
 class Channels:
-    """Channels to peers, by address and by the certificate that this process had when a channel was
-    opened. For one thread at a time."""
+    """Channels to peers, by address and own certificate. For one thread at a time."""
 
     def __init__(self, name: str) -> None:
         """`name`: the name that the peers' certificates must have."""
@@ -84,9 +82,8 @@ class Channels:
         self._open: dict[tuple[str, TlsMaterial | None], grpc.Channel] = {}
 
     def channel_to(self, address: str) -> grpc.Channel:
-        """The channel to the address with the present certificate. After a renewal this is a new
-        channel. The previous channel to the address stays open, since it may still carry a call.
-        """
+        """The channel to the address with the present certificate. The channel with the previous
+        certificate stays open, since it may still carry a call."""
         key = address, material()
         channel = self._open.get(key)
         if channel is None:
@@ -103,8 +100,8 @@ class Channels:
 class Coordinators:
     """The coordinators as one peer: calls go to the leader, and are retried elsewhere.
 
-    Thread-safe. `call` takes at most its `timeout_s`, retries included, and up to 3 s more to find
-    out why TLS failed (longer if the host's name has to be resolved); `persist` has no limit."""
+    Thread-safe. `call` takes at most its `timeout_s`, and up to 3 s more to find out why TLS failed
+    (longer if a host name has to be resolved); `persist` has no limit."""
 
     def __init__(self, addresses: Sequence[str]) -> None:
         if not addresses:
@@ -115,8 +112,8 @@ class Coordinators:
         self._channels = Channels(COORDINATOR_NAME)
         self._current = self._addresses[0]
         self._rotation = 0
-        """Index of the address that was chosen last in the order of `_addresses`. `_current` is
-        this address, or the leader that the coordinator at this address named."""
+        """Index of the address chosen last. `_current` is this address, or the leader that the
+        coordinator there named."""
 
     @property
     def current(self) -> str:
@@ -132,17 +129,15 @@ class Coordinators:
             return self._channels.channel_to(self._current)
 
     def on_channel(self, start: Callable[[grpc.Channel], Started]) -> Started:
-        """Return `start(self.channel())`. `start` makes a stub or starts a stream, and must not
-        block. The channel is not closed meanwhile: gRPC crashes the process if a stub is made on a
-        closed channel. Raises Unavailable after `close`."""
+        """Return `start(self.channel())`. `start` must not block. The channel stays open meanwhile:
+        a stub made on a closed channel crashes the process. Raises Unavailable after `close`."""
         with self._lock:
             return start(self.channel())
 
     def choose_next_replica(self, failed: str, error: ShoalError) -> None:
-        """Choose the coordinator to call next after a failure at `failed`: the leader that it
-        named, or else the next address. Do nothing if another coordinator was chosen meanwhile. A
-        named leader is chosen only if `failed` was not itself named: coordinators that are cut off
-        name past leaders, and two might name each other for ever."""
+        """Choose the coordinator to call after a failure at `failed`: the leader that it named, or
+        else the next address. A coordinator that was itself named cannot name another: two that are
+        cut off might name each other for ever."""
         with self._lock:
             if self._current != failed:
                 return
@@ -166,11 +161,10 @@ class Coordinators:
 
         An attempt that takes longer than `attempt_s` is repeated at another coordinator; give it
         only for a request that may be carried out twice. Raises a refusal by the server at once,
-        and CertificateRefused at once if TLS fails with every coordinator. Another RetryError or
-        CertificateRefused is raised only if no time is left for another attempt, if `gives_up()`
-        returns True after an attempt, or once the connection is closed. A DeadlineExceeded of an
-        attempt for which less than `attempt_s` was left is raised even if there is time left: a
-        server may answer with this error early.
+        and CertificateRefused once TLS has failed with every coordinator. Another RetryError or
+        CertificateRefused is raised if no time is left for another attempt, if `gives_up()` returns
+        True, or after `close`. A DeadlineExceeded of the last attempt is raised at once: a server
+        may answer with this error early.
         """
         if not (name := type(request).__name__.removesuffix("Request")).startswith("Heartbeat"):
             with tracing.span(name):
@@ -228,8 +222,7 @@ class Coordinators:
         """Repeat a call until it is answered, through outages of hours. `call` limits the time of
         each attempt itself. An error that is not in OUTLASTED is raised at once, CertificateRefused
         after SHOAL_CERTIFICATE_WAIT_S, and any error once `gives_up()` returns True or `close` was
-        called. Logs one line at the beginning of an outage, and one when the call is answered after
-        it."""
+        called."""
         back_off = BackOff()
         away_since_s: float | None = None
         certificate = CertificateWait(wait_s())
@@ -274,10 +267,9 @@ class Closable(Protocol):
 
 
 def close_channels(channels: Iterable[Closable]) -> None:
-    """Close the channels: calls in progress fail. Returns within CLOSE_WITHIN_S in any case.
-    gRPC's `close` waits for every call to end. A call never ends if KeyboardInterrupt was raised
-    between its registration and the start of the thread that serves it. A worker that is to stop
-    must not wait for such a call."""
+    """Close the channels: calls in progress fail. Returns within CLOSE_WITHIN_S. gRPC's `close`
+    waits for every call, also for one that KeyboardInterrupt kept from starting and that never
+    ends."""
     closing = [
         threading.Thread(target=channel.close, name="shoal-close", daemon=True)
         for channel in channels
@@ -293,8 +285,8 @@ def close_channels(channels: Iterable[Closable]) -> None:
 
 def own_address(coordinators: Sequence[str]) -> str:
     """The address of this machine's interface towards the first coordinator; 127.0.0.1 without
-    coordinators. Sends nothing to it. Raises InvalidSpec if its name does not resolve, or there is
-    no route to it."""
+    coordinators. Sends nothing. Raises InvalidSpec if the coordinator's name does not resolve, or
+    there is no route."""
     if not coordinators:
         return "127.0.0.1"
     host, _, port = coordinators[0].rpartition(":")

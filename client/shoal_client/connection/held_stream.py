@@ -29,12 +29,10 @@ class Stream(Protocol[Message_co]):
 
 class HeldStream:
     """Streams from the coordinators, one after another. One thread reads them; any thread may end
-    them.
-    """
+    them."""
 
     def __init__(self, first_answer_s: float) -> None:
-        """`first_answer_s`: time to wait for a stream's first message. It is doubled after each
-        stream without a message, up to MAX_FACTOR times as long."""
+        """`first_answer_s`: first limit of FirstReplyTimeout."""
         self.address = ""
         """Address of the current or last coordinator."""
         self._first_reply = FirstReplyTimeout(first_answer_s)
@@ -49,9 +47,7 @@ class HeldStream:
         handle: Callable[[M], object],
     ) -> ShoalError | None:
         """Open a stream with `start`, and pass its messages to `handle` until the stream ends or
-        `handle` raises a ShoalError. Returns the error that ended the stream; None without an
-        error.
-        """
+        `handle` raises a ShoalError. Returns the error that ended the stream, if any."""
         address = self.address = coordinators.current
         try:
             stream = coordinators.on_channel(start)
@@ -88,9 +84,9 @@ class HeldStream:
 
 
 class FirstReplyTimeout:
-    """Cancels a stream whose first reply is late: a coordinator may accept connections and not
-    answer, because its process is stopped or starved. The limit doubles with each such stream, up
-    to MAX_FACTOR times the first limit, until there is a reply."""
+    """Cancels a stream whose first reply is late: a stopped coordinator still accepts connections.
+    The limit doubles with each such stream, up to MAX_FACTOR times the first limit, until there is
+    a reply."""
 
     def __init__(self, first_s: float) -> None:
         self._first_s = first_s
@@ -116,14 +112,14 @@ class FirstReplyTimeout:
             self._timer.cancel()
 
     def record_reply(self) -> None:
-        """Record a reply: the stream has no time limit after it."""
+        """Record a reply, and end the stream's time limit."""
         if self._timer is not None:
             self._timer.cancel()
         self._limit_s = self._first_s
 
     def error(self, address: str) -> Unavailable | None:
-        """Error for the stream that just ended, if the time limit ended it; else None. With an
-        error, the next limit is doubled."""
+        """Error for the stream that just ended, if the time limit ended it. Doubles the next limit
+        in this case."""
         if not self._waited_s:
             return None
         self._limit_s = min(2 * self._limit_s, MAX_FACTOR * self._first_s)
