@@ -57,8 +57,7 @@ class DemoConfig:
 
 
 def demo(config: DemoConfig) -> int:
-    """Run the demo. Returns the exit code: 0 if both trainings are good and no process is left, 1
-    if not. Raises KeyboardInterrupt after Ctrl-C or SIGTERM."""
+    """Run the demo; return the exit code. Raises KeyboardInterrupt after Ctrl-C or SIGTERM."""
     adopt_orphans()
     signal.signal(signal.SIGINT, _interrupt)
     signal.signal(signal.SIGTERM, _interrupt)
@@ -78,8 +77,7 @@ def demo(config: DemoConfig) -> int:
 
 
 def _run(config: DemoConfig, directory: Path) -> bool:
-    """Train, end all processes and print the figures; return True if both trainings are good and
-    no process is left."""
+    """Train, end all processes and print the figures; return True if the demo succeeded."""
     console = Console()
     try:
         plans = [replace(plan, epochs=config.epochs) for plan in PLANS]
@@ -138,7 +136,6 @@ def _await_data(writer: Process, directory: Path) -> None:
 
 
 def _run_directory(chosen: Path | None) -> Path:
-    """The directory of the run: the chosen one, which must be empty, or a temporary one."""
     if chosen is None:
         return Path(tempfile.mkdtemp(prefix="shoal-demo-"))
     if chosen.exists() and any(chosen.iterdir()):

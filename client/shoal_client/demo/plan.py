@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 DATASET_SIZE = 1438
-"""Number of training images: 1,797 without the 20 % held out for the test."""
+"""1,797 images without the 20 % held out for the test."""
 MIN_ACCURACY = 0.95
 
 
@@ -51,12 +51,10 @@ class Outcome:
     """Seconds from the SIGKILL to the next step that a surviving worker completed; if synchronous,
     the next step in the generation without the killed worker."""
     pause_s: float
-    """The longest time without a step by any survivor in the two seconds after the kill, minus the
-    usual time: see `audit.pause_s`."""
+    """See `audit.pause_s`."""
     samples_lost: int
     samples_repeated: int
     replacement_steps: int
-    """Steps completed by the worker that replaced the killed one."""
 
     @property
     def good(self) -> bool:

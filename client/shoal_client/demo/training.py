@@ -37,7 +37,7 @@ class LiveProgress:
     samples: int
     steps: int
     workers: int
-    """Number of worker processes that have completed a step and were not killed."""
+    """Worker processes that have completed a step and were not killed."""
     killed: str
     """Member id of the killed worker; empty before the kill."""
 
@@ -130,8 +130,7 @@ class DemoTraining:
         return self._directory / "run.log"
 
     def _follow(self, process: Process, show: Callable[[LiveProgress], None]) -> int | None:
-        """Follow the run to its end; return the number of pushes that the parameter servers
-        applied, or None if the training is synchronous."""
+        """Follow the run to its end; return the number of applied pushes, None if synchronous."""
         tally = LiveTally(self._directory)
         deadline_s = time.monotonic() + self._plan.timeout_s
         pushes: int | None = None
@@ -216,7 +215,6 @@ class DemoTraining:
         return survivors, [each for each in others if each not in survivors]
 
     def _accuracy(self) -> float:
-        """The lowest accuracy that any worker measured of its final weights."""
         results = [json.loads(path.read_text()) for path in self._directory.glob("*.result.json")]
         if not results:
             raise self._failure("no worker wrote a result")

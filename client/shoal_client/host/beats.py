@@ -22,7 +22,7 @@ IDLE_S = 0.2
 ASKS_EVERY_S = 0.5
 """Interval at which a coordinator is asked about a worker that gets no notices itself."""
 CALL_TIMEOUT_S = 2.0
-"""Time limit of a call. A call that hangs does no harm: workers then send their own heartbeats."""
+"""A call that hangs does no harm: workers then send their own heartbeats."""
 
 
 @dataclass(kw_only=True)
@@ -30,16 +30,12 @@ class _Watched:
     slot: BeatSlot
     pid: int
     job: str
-    """Job of the launcher."""
     halted: bool = False
 
     @property
     def status_query(self) -> tuple[str, str] | None:
-        """Job to ask about, and the member that the process claims to be ("" without a claim). None
-        if the process gets notices itself: it has a claim, is neither halted nor hung, and its
-        membership has not ended. None also without a claim, unless the process was halted before it
-        joined.
-        """
+        """Job to ask about, and the claimed member ("" without a claim). None if the process gets
+        notices itself, or has no claim and was not halted before it joined."""
         claim = self.slot.claim_of(self.pid)
         if claim is None:
             return (self.job, "") if self.halted and not self.slot.has_left(self.pid) else None
@@ -60,10 +56,8 @@ class WorkerStatus:
 
 
 class HostBeats:
-    """Sends heartbeats, on its own thread, for every running process that has claimed its slot. If
-    a heartbeat is refused, the worker gets the refusal too: once the launcher's heartbeats are not
-    accepted, the worker sends its own.
-    """
+    """Sends heartbeats, on its own thread, for every running process that has claimed its slot.
+    Once the launcher's heartbeats are not accepted, the worker sends its own."""
 
     def __init__(
         self,
@@ -106,8 +100,7 @@ class HostBeats:
             self._watched.pop(pid, None)
 
     def halted(self, pid: int, halted: bool) -> None:
-        """Set whether SIGSTOP has suspended the process. No heartbeats are sent while it is
-        suspended."""
+        """Set whether SIGSTOP has suspended the process: no heartbeats are sent meanwhile."""
         with self._lock:
             if pid in self._watched:
                 self._watched[pid].halted = halted

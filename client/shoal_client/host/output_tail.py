@@ -29,7 +29,6 @@ class OutputTail:
                 self._drop(len(self._data) - self._max_bytes)
 
     def _drop(self, at_least: int) -> None:
-        """Drop `at_least` bytes from the start, and the rest of the line in which they end."""
         end = self._data.find(b"\n", at_least - 1)
         num_bytes = end + 1 if end >= 0 else at_least
         del self._data[:num_bytes]
@@ -38,8 +37,8 @@ class OutputTail:
     def part(
         self, max_bytes: int, *, after: int | None = None, before: int | None = None
     ) -> pb.OutputPart:
-        """Whole lines of at most `max_bytes` in total: the next ones after position `after`, the
-        last ones before position `before`, or the newest. A longer line is cut."""
+        """Whole lines of at most `max_bytes`: the next after position `after`, the last before
+        position `before`, or the newest. A longer line is cut."""
         with self._lock:
             oldest, stop = self._oldest, self._oldest + len(self._data)
             if after is not None:

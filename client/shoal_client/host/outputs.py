@@ -29,10 +29,9 @@ MAX_LAST_BYTES = 2 << 20
 
 
 class HostOutputs:
-    """Answers readers for all workers of a launcher within its `with` block. At the end it sends
-    the workers' last lines to the coordinator. Nothing else depends on it: if no coordinator
-    answers, the output cannot be read, and training goes on.
-    """
+    """Answers readers for all workers of a launcher within its `with` block, and then sends the
+    workers' last lines to the coordinator. Without a coordinator the output cannot be read, and
+    training goes on."""
 
     def __init__(
         self,
@@ -50,7 +49,7 @@ class HostOutputs:
         self._answered = threading.Event()
         """Set once the coordinator has answered on the stream, and so accepts last lines."""
         self._is_asking = True
-        """True while there is a stream or one is being opened."""
+        """True while a stream is open or being opened."""
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="shoal-outputs", daemon=True)
 

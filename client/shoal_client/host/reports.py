@@ -48,22 +48,17 @@ SILENT_S = 5.0
 OTHERS_WITHIN_S = 0.5
 """Time for which other coordinators may answer after one has reported that none leads yet."""
 OVER = frozenset({"lost", "stopped", "failed"})
-"""Phases in which a job cannot be joined until an operator allows it. FINISHED is not among them:
-see `HostReporter.finished`.
-"""
+"""Phases in which a job cannot be joined until an operator allows it."""
 FINISHED = "finished"
 MAX_REPORTS = 1000
-"""Maximum number of reports that wait until a coordinator answers."""
+"""Maximum number of reports that wait for a coordinator."""
 
 
 def check_reachable(coordinators: Sequence[str], timeout_s: float) -> None:
-    """Return as soon as one of the coordinators leads, or knows the leader. All are asked at once,
-    so that an unreachable host causes no wait. Coordinators that know no leader are asked again.
-    Raises Unavailable with every address and the error there: at once if no address has a listener,
-    after SILENT_S (or `timeout_s`, if that is shorter) if no coordinator answers, else after
-    `timeout_s`. Raises CertificateRefused instead if a coordinator does not accept this process'
-    certificate, or this process does not accept the coordinator's.
-    """
+    """Return as soon as one of the coordinators leads, or knows the leader. Raises Unavailable with
+    the error at every address: at once if no address has a listener, after SILENT_S at most if no
+    coordinator answers, else after `timeout_s`. Raises CertificateRefused if one side refuses the
+    other's certificate."""
     give_up_s, back_off = time.monotonic() + timeout_s, BackOff()
     while True:
         left_s = max(give_up_s - time.monotonic(), MIN_ASKED_S)
@@ -134,7 +129,6 @@ def _put_address(answers: "queue.SimpleQueue[str]", address: str, call: object) 
 
 
 def _failure_of(call: "grpc.Future[Cluster]", address: str) -> ShoalError | None:
-    """Error of the call to a coordinator; None if it leads or knows the leader."""
     try:
         call.result()
     except grpc.RpcError as error:
@@ -150,9 +144,7 @@ Report = ReportExitRequest | ReportHaltRequest
 
 class HostReporter:
     """Reports exits and halts (SIGSTOP) of this host's workers to the coordinators, in order, on
-    its own thread. Reports never stop the launcher: if no coordinator accepts a report within
-    REPORT_LIMIT_S, the report is logged and dropped.
-    """
+    its own thread. A report that is not accepted within REPORT_LIMIT_S is logged and dropped."""
 
     def __init__(self, coordinators: Sequence[str]) -> None:
         self._coordinators = Coordinators(coordinators)
@@ -161,7 +153,7 @@ class HostReporter:
         self.lost: ShoalError | None = None
         """StateLost, once an answer has reported that the job's state is lost."""
         self._phase = ""
-        """Phase of the job in the newest answer; empty before the first."""
+        """Empty before the first answer."""
         self._thread = threading.Thread(target=self._send_all, name="shoal-reports", daemon=True)
 
     def __enter__(self) -> "HostReporter":
@@ -181,7 +173,7 @@ class HostReporter:
 
     @property
     def final_phase(self) -> str:
-        """The job's phase in the newest answer, if it cannot be joined any more; else empty."""
+        """The newest phase, if the job cannot be joined any more; else empty."""
         return self._phase if self._phase in OVER else ""
 
     @property
@@ -207,8 +199,7 @@ class HostReporter:
             log.warning("host_report_dropped", member=request.member_id, reason="too many wait")
 
     def flush(self, timeout_s: float = CALL_TIMEOUT_S) -> bool:
-        """Wait until all reports so far are sent or dropped; False if that takes longer than
-        `timeout_s`."""
+        """Wait until all reports so far are sent or dropped; False after `timeout_s`."""
         sent = threading.Event()
         self._reports.put(sent)
         return sent.wait(timeout_s)

@@ -1,7 +1,5 @@
-"""Orders to stop that arrive as several signals. Slurm and systemd signal every process of a job.
-`timeout` signals a process and then its group. A launcher forwards a signal to its workers, which
-may have received it already.
-"""
+"""Orders to stop that arrive as several signals: Slurm and systemd signal every process of a job,
+`timeout` signals a process and then its group, and launchers forward signals to their workers."""
 
 import math
 import queue
@@ -15,8 +13,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 SAME_ORDER_S = 2.0
-"""Time after the first signal of an order in which another signal belongs to the same order, unless
-both are SIGINT."""
+"""Time in which a second signal repeats an order, unless both are SIGINT."""
 SIGNALS_SEEN_S = 1.0
 """Longest single wait of a main thread that handles signals: a signal that arrives just before a
 wait, or at another thread, does not end that wait."""
@@ -72,11 +69,8 @@ class StopOrders:
                 signal.signal(number, handler)
 
     def is_repeated(self, number: int) -> bool:
-        """Record a signal; True if it repeats the newest order. Otherwise the signal begins a new
-        order.
-
-        Two SIGINTs are two orders: a person has pressed Ctrl-C twice.
-        """
+        """Record a signal; True if it repeats the newest order, and begins no new one. Two SIGINTs
+        are two orders: a person has pressed Ctrl-C twice."""
         if self.is_fresh and signal.SIGTERM in (number, self._first):
             return True
         self._first, self._first_s = number, time.monotonic()

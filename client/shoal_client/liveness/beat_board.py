@@ -1,9 +1,8 @@
 """Memory shared by a launcher and its workers, so that either can send a worker's heartbeats.
 
-A trainer that holds the GIL for seconds (a compiler, a C extension, CUDA at its start) stops
-all threads of its process, including the one that sends heartbeats. So the launcher sends
-heartbeats for all workers of its host in one call. It reads their identities from this board: a
-worker may join another job than the launcher named, or join again as a new incarnation.
+A trainer that holds the GIL for seconds (a compiler, CUDA at its start) stops all threads of its
+process, also the one that sends heartbeats. So the launcher sends heartbeats for all workers of its
+host. It reads their identities from this board: a worker may join again as a new incarnation.
 
     offset  bytes  written by  what
     0       8      launcher    time of the member's last accepted heartbeat, in ns of
@@ -20,12 +19,9 @@ worker may join another job than the launcher named, or join again as a new inca
     944     8      both        how the membership ended: a `MembershipEnding`
     952     72     both        the worker's lifeline, see `shoal_client.liveness.lifeline`
 
-The worker sends its own heartbeats whenever the first field is out of date, so it survives without
-a launcher, or with one that is halted or reaches no coordinator. If no thread of a worker runs, the
-launcher sends heartbeats only for the time given as patience in the claim.
-
-The end of a membership is reported here and not by the exit code: the script may wrap the error, or
-end with another error that followed from it.
+The worker sends its own heartbeats whenever the first field is out of date, so it needs no
+launcher. The end of a membership is reported here and not by the exit code: the script may wrap the
+error, or end with another error.
 """
 
 import enum
@@ -61,7 +57,7 @@ from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.identity_pb2 import Token
 
 SLOT_BYTES = 1024
-"""Size of a slot. Names have at most 128 characters each, so the token takes less than half."""
+"""Names have at most 128 characters each, so the token takes less than half of a slot."""
 _NAME = "shoal-beats"
 _BEATEN, _STEP, _RAN, _HEAD, _MOVED, _STATUS, _CLAIM = 0, 8, 16, 24, 32, 40, 48
 _WAITS = 1
@@ -82,16 +78,15 @@ class MembershipEnding(enum.IntEnum):
     REFUSED = 2
     """A new process would be refused again."""
     FINISHED = 3
-    """Ended because the job is over."""
+    """The job is over."""
     DRAINED = 4
-    """Ended because the member was asked to leave."""
     PASSING = 5
     """A time limit passed, or a service was unavailable: a new process may succeed."""
 
     @classmethod
     def of(cls, error: ShoalError) -> "MembershipEnding":
-        """Ending for the error that ended a membership, chosen by what a new process of the same
-        member would get."""
+        """Ending for the error that ended a membership: what a new process of the member would
+        get."""
         if isinstance(error, JobFinished):
             return cls.FINISHED
         if isinstance(error, MemberDrained):
@@ -121,7 +116,7 @@ class SlotClaim:
 
 
 class BeatSlot:
-    """One worker's slot on the board. Opened by the worker, or created by the board."""
+    """One worker's slot on the board."""
 
     def __init__(self, memory: mmap.mmap, index: int) -> None:
         self._memory = memory
@@ -158,9 +153,8 @@ class BeatSlot:
 
     def claim(self, token: Token, *, heartbeat_s: float, patience_s: float) -> None:
         """Ask the launcher to send heartbeats for this process, as the member in the token. The
-        launcher stops sending them once no thread of the process has called `runs` for
-        `patience_s`: the process then counts as hung.
-        """
+        launcher stops once `record_running` was not called for `patience_s`: the process then
+        counts as hung."""
         self._put(_BEATEN, 0)
         self._put(_ENDING, MembershipEnding.UNKNOWN)
         self.record_running()
@@ -203,15 +197,15 @@ class BeatSlot:
         self._put(_STATUS, _WAITS if status.waits else since if status.own_code_since_ns else 0)
 
     def has_recent_beat(self, within_s: float) -> bool:
-        """True if the launcher's heartbeats were accepted recently, so that the member need not
-        send its own."""
+        """True if a heartbeat of the launcher was accepted in the last `within_s` seconds: the
+        member need not send its own."""
         return time.monotonic_ns() - self._get(_BEATEN) < within_s * 1e9
 
     # --- the launcher ---
 
     def claimed(self, pid: int) -> SlotClaim | None:
-        """Claim of process `pid`; None if there is none, it is being written, or the process counts
-        as hung."""
+        """Claim of process `pid`; None without a complete claim, or if the process counts as
+        hung."""
         claim = self.claim_of(pid)
         if claim is None:
             return None

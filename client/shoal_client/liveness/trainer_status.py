@@ -9,7 +9,7 @@ class TrainerStatus:
     """One report of a trainer."""
 
     moved: int = 0
-    """A count that changes as long as the bring-up makes progress."""
+    """Changes as long as the bring-up makes progress."""
     waits: bool = False
     """True if the trainer waits for other members."""
     own_code_since_ns: int = 0

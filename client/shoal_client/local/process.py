@@ -1,9 +1,8 @@
 """Child processes that do not outlive their parent, and whose end is noticed at once.
 
 Each child is started through a guard, a small Python program. It asks the kernel to kill it when
-its parent dies (PR_SET_PDEATHSIG), checks that the parent is still alive, and then becomes the
-command. So a crash or SIGKILL of the parent leaves no child. The kernel sends the signal when the
-*thread* that forked ends, so a Supervisor forks on a thread that lives as long as the Supervisor.
+its parent dies (PR_SET_PDEATHSIG), and then becomes the command. The kernel sends the signal when
+the *thread* that forked ends, so a Supervisor forks on a thread of its own.
 
 Each child leads its own process group. So a Ctrl-C in the terminal reaches only the parent, and
 killing a child also kills the child's own children.
@@ -48,16 +47,14 @@ class ChildCommand:
     """Command to run, and the destination of its output."""
 
     name: str
-    """Name of the process in logs and messages."""
     arguments: Sequence[str]
     environment: Mapping[str, str] | None = None
     """The whole environment; None: this process' own."""
     log_path: Path | None = None
-    """File to which stdout and stderr are appended."""
+    """Stdout and stderr are appended to this file."""
     sink: Callable[[str], None] | None = None
     """Called with each line of stdout and stderr, without its end, on a thread for this child.
-    Without a sink and a log_path the child writes to this process' stdout and stderr.
-    """
+    Without a sink and a log_path the child writes to this process' stdout and stderr."""
     stdin: int | None = None
     """File descriptor that the child reads; None: nothing."""
 
@@ -157,8 +154,7 @@ class Supervisor:
     """Starts children and stops all of them at the end of its `with` block.
 
     `on_exit` and `on_stop` (True: SIGSTOP has suspended the child, False: it continues) run on the
-    thread of their child, as soon as the kernel reports the event. They must return quickly.
-    """
+    thread of their child. They must return quickly.
 
     def __init__(
         self,
@@ -202,7 +198,7 @@ class Supervisor:
 
     @property
     def running(self) -> list[Process]:
-        """The children that have not exited, in the order of their start."""
+        """Children that have not exited, in the order of their start."""
         with self._lock:
             self._processes = [each for each in self._processes if each.exit_code is None]
             return list(self._processes)
@@ -213,8 +209,7 @@ class Supervisor:
             self._processes.remove(process)
 
     def close(self) -> None:
-        """Stop every child (SIGTERM, and SIGKILL after the grace time), and refuse to start
-        others."""
+        """Stop every child (SIGTERM, later SIGKILL), and refuse to start others."""
         with self._lock:
             if self._closed:
                 return

@@ -13,7 +13,7 @@ ADVICE = "If this machine is busy or its disk is slow, run the command again lat
 
 
 class StartTime:
-    """Time limit of one start. The caller supplies the clock and the CPU seconds of the part."""
+    """Time limit of one start."""
 
     def __init__(self, timeout_s: float, now_s: float) -> None:
         """`timeout_s`: maximum time without progress."""

@@ -27,7 +27,6 @@ METHODS: Mapping[type, Callable[[grpc.Channel], Method[pb.Ack]]] = {
     pb.LeaveRequest: lambda channel: MembershipStub(channel).Leave,
     pb.DrainRequest: lambda channel: MembershipStub(channel).Drain,
 }
-"""Methods by type of request."""
 
 
 def attend(request: pb.AttendRequest, joining: OngoingSpan) -> Callable[[grpc.Channel], Notices]:
