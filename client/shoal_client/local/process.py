@@ -155,6 +155,7 @@ class Supervisor:
 
     `on_exit` and `on_stop` (True: SIGSTOP has suspended the child, False: it continues) run on the
     thread of their child. They must return quickly.
+    """
 
     def __init__(
         self,
