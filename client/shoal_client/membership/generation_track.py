@@ -17,8 +17,7 @@ class PlannedChange:
 
     record: pb.GenerationRecord
     offer: int
-    """First step that was not begun yet. This step and later ones do not begin before `stop_at` is
-    known."""
+    """First step not begun yet. It does not begin before `stop_at` is known."""
     stop_at: int | None = None
 
     @property
@@ -32,22 +31,20 @@ class PlannedChange:
 
 
 class GenerationTrack:
-    """The generations of one member, as far as the member knows them. Methods return requests to
-    send to the coordinator. Each request may be sent more than once.
-    """
+    """The generations that one member knows. Methods return requests to send to the coordinator.
+    Each request may be sent more than once."""
 
     def __init__(self, identity: Identity) -> None:
         self._identity = identity
         self.generation = 0
         """Newest generation that the trainer was sent into; 0: none yet."""
         self.step = 0
-        """Number of optimizer steps in the trainer's state."""
+        """Optimizer steps in the trainer's state."""
         self.change: PlannedChange | None = None
         self.is_closing = False
-        """True if the job admits no more members, and forms no more generations."""
+        """True if the job admits no more members."""
         self.num_waiting = 0
-        """Number of members without a rank that would be in the next generation, as last
-        notified."""
+        """Members without a rank that would be in the next generation, as last notified."""
         self._proposal: pb.Proposal | None = None
         self._record: pb.GenerationRecord | None = None
         """Newest record that the trainer may enter."""
@@ -85,8 +82,6 @@ class GenerationTrack:
         """Begin the step, or return the generation to bring up instead, or the change that the
         trainer has to wait for."""
         change = self.change
-        # The offered step and later ones are not begun before all members have agreed where to stop
-        # (see `boundary`).
         if change is None or step < change.boundary or self.generation in self._broken:
             self._begun = step
             return BEGUN
@@ -97,8 +92,7 @@ class GenerationTrack:
         return BringUpGeneration(record=change.record)
 
     def enter(self, above: int) -> pb.GenerationRecord | None:
-        """Enter the generation of the newest record with a number above `above`, if there is
-        one."""
+        """Enter the generation of the newest record, if its number is above `above`."""
         record = self._record
         # A broken generation is never entered, and no generation is entered twice.
         if record is None or not self._is_new(record.roster.generation, above):
@@ -113,8 +107,8 @@ class GenerationTrack:
     def become_ready(self, roster: pb.Roster) -> pb.ReadyRequest:
         self._ready_generation = roster.generation
         if self._proposal is not None and roster.synchronous:
-            # A later leader gets this proposal again, which then has to state that this member
-            # holds the state.
+            # A later leader gets this proposal again, and must see that this member holds the
+            # state.
             self._proposal.has_state = True
             self._proposal.step = max(self._proposal.step, self.step)
         return self._ready_request(roster.generation)
@@ -167,13 +161,11 @@ class GenerationTrack:
             return None
         if self.change is None or self.change.generation != number:
             self.change = PlannedChange(record=record, offer=self._begun + 1)
-        # A repeated record gets the same offer: since the first offer, this member has begun only
-        # steps below the offered one.
+        # A repeated record gets the same offer: this member has begun only steps below it.
         return self._offer_request(self.generation, number, self.change.offer)
 
     def _offer_again(self, number: int) -> pb.OfferRequest | None:
-        """Answer a new leader, which collects the offers again, with the step at which the old
-        generation stopped."""
+        """Repeat for a new leader the step at which the old generation stopped."""
         if number == self.generation and self._crossed_at is not None:
             return self._offer_request(number, number, self._crossed_at)
         return None
@@ -199,22 +191,20 @@ class GenerationTrack:
 
     def idle_step_report(self) -> pb.SettleRequest | None:
         """Step report of a trainer that is in no generation; None if it made no report. A trainer
-        that never entered any generation is still at the step that it proposed.
-        """
+        that entered no generation is still at the step that it proposed."""
         if self._step_report is not None or self.generation or self._proposal is None:
             return self._step_report
         return self._settle_request(self._proposal.step, has_state=self._proposal.has_state)
 
     def proposed(self) -> pb.ProposeRequest | None:
-        """Proposal, repeated for a new leader, which reads the rosters from etcd but does not have
-        the members' proposals."""
+        """Proposal to repeat for a new leader, which does not have the members' proposals."""
         return self._propose_request(self._proposal) if self._proposal is not None else None
 
     def report_to_repeat(
         self,
     ) -> pb.SettleRequest | pb.ReportBrokenRequest | pb.ReadyRequest | None:
-        """Report to repeat for a new leader: the trainer's step, a failed collective, or that its
-        generation is up. The old leader may have died before it notified members of the break."""
+        """Report to repeat for a new leader: the trainer's step, a failed collective, or that the
+        generation is up."""
         if self._step_report is not None:
             return self._step_report
         if self._reported is not None and self.generation not in self._broken:

@@ -21,12 +21,11 @@ _DIGEST_BYTES = 32
 
 
 class HostFiles:
-    """Answers as files, one each, in a folder that the processes of one host share.
+    """Answers as files in a folder that the processes of one host share.
 
     A file begins with a digest of the rest, so that a truncated file is not used. A lock keeps two
-    processes from fetching the same answer. The kernel releases the lock when the process that
-    holds it ends; if SIGSTOP has suspended that process, the others wait for at most `wait_s`. If
-    the directory cannot be made, each process fetches for itself.
+    processes from fetching the same answer; the others wait for at most `wait_s`. If the directory
+    cannot be made, each process fetches for itself.
     """
 
     def __init__(self, directory: Path, closing: threading.Event, wait_s: float) -> None:
@@ -36,10 +35,8 @@ class HostFiles:
         self._wait_s = wait_s
 
     def get(self, key: str, ask: Callable[[], bytes]) -> bytes:
-        """The answer named `key`; `ask` fetches it if no process of this host has it.
-
-        Raises what `ask` raises.
-        """
+        """The answer named `key`; `ask` fetches it if no process of this host has it. Raises what
+        `ask` raises."""
         path = self._directory / hashlib.sha256(key.encode()).hexdigest()
         if (found := _read(path)) is not None:
             return found
@@ -70,7 +67,6 @@ class HostFiles:
 
 
 def _read(path: Path) -> bytes | None:
-    """The answer in a file; None if there is none, or it is not complete."""
     try:
         kept = path.read_bytes()
     except OSError:

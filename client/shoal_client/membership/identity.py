@@ -14,10 +14,10 @@ class Identity:
     incarnation: str = field(repr=False)
     """UUID of the process; a secret."""
     public_id: str
-    """Public id of the incarnation, as in rosters."""
+    """As in rosters."""
     info: pb.MemberInfo
     job_secret: str = field(default="", repr=False)
-    """Secret of the job, set by its first member; empty: none."""
+    """Set by the job's first member; empty: none."""
 
     def token(self, generation: int) -> Token:
         """The fencing token for a generation; 0: for none yet."""

@@ -11,7 +11,7 @@ UNANSWERED_LEAVE_TIMEOUT_S = 0.3
 
 
 def drained(identity: Identity, reason: str) -> MemberDrained:
-    """Error that ends the membership of a member that was asked to leave."""
+    """Error that ends the membership of a drained member."""
     return MemberDrained(f"{identity.member_id} leaves job {identity.spec.job}", seen=reason)
 
 
@@ -20,19 +20,16 @@ class LeaveState:
 
     def __init__(self) -> None:
         self.reason = ""
-        """Reason for which this member is drained; empty while it is not."""
+        """Reason for a drain of this member; empty: none."""
         self.is_noticed = False
-        """True if the leave has been logged."""
         self.no_generation_follows = False
-        """True if no further generation follows once this member has left."""
+        """True if no generation follows the leave."""
         self.is_unanswered = False
-        """True if no coordinator answered during the whole drain."""
+        """True if no coordinator answered during the drain."""
         self.has_begun = False
         self.is_acknowledged = False
-        """True if the coordinator accepted the leave."""
         self.work_done_request: pb.LeaveRequest | None = None
-        """Request in which this member announced that its work is done and it stays, or that it
-        closes the job; None: neither."""
+        """Newest request of `work_done`; None: none yet."""
         self._drained = False
 
     def request_leave(self, reason: str) -> None:
@@ -66,8 +63,8 @@ class LeaveState:
     # --- staying with the work done ---
 
     def work_done(self, event: ev.WorkDone, token: Token) -> pb.LeaveRequest:
-        """Return the request in which a member announces that its work is done and it stays, or
-        that it closes the job. New leaders get the same request."""
+        """Return the request that announces that a member's work is done and it stays, or that it
+        closes the job."""
         before = self.work_done_request or pb.LeaveRequest()
         self.work_done_request = pb.LeaveRequest(
             token=token,

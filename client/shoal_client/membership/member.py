@@ -18,27 +18,24 @@ class Member:
     """A member's configuration: its job, its identity, and the coordinators."""
 
     coordinators: Sequence[str]
-    """host:port of every coordinator."""
+    """host:port,..."""
     spec: pb.JobSpec
     member_id: str
     incarnation: str = field(repr=False)
     """UUID of the process; a secret."""
     info: pb.MemberInfo
     beat_slot: BeatSlot | None = None
-    """Slot by which this host's launcher sends heartbeats for the member. Without it the member
-    sends its own."""
+    """Slot for heartbeats by this host's launcher; None: the member sends its own."""
 
     launcher_job: str = ""
-    """Job that this host's launcher runs workers for; empty: there is no launcher, or its job is
-    unknown."""
+    """Job that this host's launcher runs workers for; empty: none, or unknown."""
     job_secret: str = field(default="", repr=False)
     """See `shoal_proto.secrets`; empty: the job has none."""
     shared_directory: Path | None = None
-    """Directory for files that the members of this host share. None: they share no files, and each
-    member fetches its rosters for itself."""
+    """Directory for files that the members of this host share; None: each member fetches its
+    rosters for itself."""
     admission_s: float = ADMISSION_S
-    """Time within which a coordinator must admit the member, so that a wrong address is
-    reported."""
+    """Time within which a coordinator must admit the member."""
 
     @property
     def identity(self) -> Identity:
@@ -65,9 +62,8 @@ class MemberHooks:
     """Steps of the complete checkpoints that this member sees; asked for if no member of the roster
     holds the job's state."""
     on_break: Callable[[int, str], None] = lambda generation, reason: None
-    """Called with the generation and the reason when a generation breaks, and when the membership
-    ends with an error (then possibly a second time for the same generation). A planned change is no
-    break."""
+    """Called with the generation and the reason when a generation breaks, or the membership ends
+    with an error. A planned change is no break."""
 
     def validate_roster(self, effect: ev.ValidateRoster) -> ev.RosterValidated:
         """The member's answer to a roster."""
@@ -90,8 +86,7 @@ _completed: set[tuple[str, str]] = set()
 
 
 class OwnJob:
-    """A member's job among the jobs that its process joins one after another, such as the folds of
-    a cross-validation."""
+    """A member's job among those that its process joins one after another."""
 
     def __init__(self, member: Member) -> None:
         self._key = (member.spec.job, member.member_id)
@@ -102,12 +97,9 @@ class OwnJob:
         _completed.add(self._key)
 
     def ending(self, error: ShoalError, *, admitted: bool) -> MembershipEnding:
-        """Ending that is reported to the launcher for this error.
-
-        `admitted`: True if the member had been admitted to the job. If the job was finished before,
-        the member was not needed, which is usually no failure. In a script with several jobs it
-        counts as a failure, so that no job is skipped unnoticed.
-        """
+        """Ending to report to the launcher. A job that was finished before the member was admitted
+        is usually no failure. In a script with several jobs it is one, so that no job is skipped
+        unnoticed."""
         ending = MembershipEnding.of(error)
         several = self._differs_from_launcher or self._key in _completed
         return (
@@ -123,8 +115,7 @@ class OwnJob:
             return failure
         finished = f"job {self._key[0]} is finished"
         if failure.what != finished:
-            # Another refusal, for example because the job was started over, has nothing to do with
-            # several jobs.
+            # Another refusal, for example because the job was started over.
             return failure
         by = "by an earlier session of this process" if again else "by others"
         fix = "Give each a name, as in shoal.join(f'fold-{k}')" if again else "Catch JobFinished"

@@ -13,12 +13,11 @@ _UNANSWERED_EVENTS = {
     pb.DrainRequest: "drain_not_taken",
     pb.HeartbeatRequest: "heartbeat_failed",
 }
-"""Events logged for calls that are given up."""
 
 
 class MemberCalls:
-    """Makes the effects that make and repeat calls, and that log one line at the beginning of an
-    outage, and one at its end."""
+    """Makes the effects that make and repeat calls, and that log the beginning and the end of an
+    outage."""
 
     def __init__(self, member_id: str) -> None:
         self._member_id = member_id
@@ -26,7 +25,6 @@ class MemberCalls:
         """True if the last heartbeat was answered."""
         self._joined_s = self._joins_within_s = 0.0
         self._is_wait_logged = False
-        """True if the wait for admission has been logged."""
 
     def new(
         self,

@@ -1,8 +1,7 @@
 """State and decisions of a member of a job, without I/O: an event and the time go in, effects come
-out. `MemberSession` submits an event on one of its threads and carries out its effects on the same
-thread, in order. The end of a call is an event again. After every event, waiting threads ask for
-their decisions again. The trainer's decisions (`begin_step`, `next_generation`, `judge_break`) are
-methods; their outcome changes with events.
+out. `MemberSession` carries out an event's effects in order, on the thread that submitted it. The
+trainer's decisions (`begin_step`, `next_generation`, `judge_break`) are methods: waiting threads
+call them again after every event.
 """
 
 from dataclasses import dataclass, replace
@@ -50,7 +49,7 @@ class OwnPause:
         return replace(self, over=True)
 
     def request(self, token: Token, now_s: float) -> pb.PauseRequest:
-        """Request that reports the pause; it shows a new leader how much of the limit is left."""
+        """Request that reports the pause, and how much of its limit has passed."""
         return pb.PauseRequest(
             token=token,
             paused=not self.over,
@@ -73,7 +72,6 @@ class MemberCore:
         self.waiting_for = "the coordinator to admit this member"
         """The coordinator's latest reason why this member is not training."""
         self.is_standby = False
-        """True if this member is on standby."""
         self.leaving = LeaveState()
         self.closed = False
         self._admitted: pb.Admitted | None = None
@@ -100,7 +98,7 @@ class MemberCore:
 
     @property
     def token(self) -> Token:
-        """The fencing token as of the generation that the trainer was last sent into."""
+        """The fencing token for the newest generation that the trainer was sent into."""
         return self.identity.token(self.track.generation)
 
     def is_idle(self, call: ev.CallLeader) -> bool:
@@ -116,7 +114,7 @@ class MemberCore:
     # --- events ---
 
     def step(self, event: ev.Event, now_s: float) -> Effects:
-        """Handle an event. The returned effects are to be carried out in order."""
+        """Handle an event; return the effects, in order."""
         effects: Effects
         match event:
             case ev.HeartbeatDue() | ev.HeartbeatRefused():
@@ -150,7 +148,6 @@ class MemberCore:
         return effects
 
     def _request_of(self, event: ev.TrainerEvent) -> ev.Request:
-        """Request of the trainer, which is repeated until it is answered."""
         match event:
             case ev.ProposalMade():
                 return self.track.propose(event.proposal)
@@ -183,7 +180,7 @@ class MemberCore:
         return self._follow(event, waited_for, now_s)
 
     def _follow(self, event: ev.NoticeReceived, waited_for: str, now_s: float) -> Effects:
-        """Act on a notice. `waited_for`: the reason in the notice before it."""
+        """`waited_for`: the reason in the notice before this one."""
         notice = event.notice
         effects: Effects = []
         match notice.WhichOneof("kind"):
@@ -291,7 +288,6 @@ class MemberCore:
         return effects + ([self._with_stream(report, now_s)] if report is not None else [])
 
     def _stream_ended(self, event: ev.StreamEnded, now_s: float) -> Effects:
-        """Find the present leader and open a new stream."""
         self.clock.set_away(now_s, away=True)
         error = event.error
         if self.closed or self.failure is not None:
@@ -316,8 +312,8 @@ class MemberCore:
         return self.identity.attend_request(self.track.generation)
 
     def _end_certificate_wait(self) -> None:
-        """Record that a coordinator has answered: if the certificate is refused later, the member
-        waits for a renewed one for the full time again."""
+        """Record that a coordinator has answered: the next wait for a certificate has its full time
+        again."""
         if self._certificate.record_acceptance():
             self.waiting_for = "the coordinator to admit this member again"
 
@@ -352,8 +348,6 @@ class MemberCore:
         return [ev.RaiseError(error=self.failure or error)]
 
     def _heartbeat(self, event: ev.HeartbeatDue | ev.HeartbeatRefused, now_s: float) -> Effects:
-        """Send a heartbeat, unless the launcher did. If a heartbeat is refused, end the
-        membership."""
         if isinstance(event, ev.HeartbeatRefused):
             if self._outlasts(event.error, now_s):
                 return []
@@ -364,8 +358,6 @@ class MemberCore:
         return [self._calls.new(request, ev.Persistence.ONCE, self.limits.lease_s, now_s)]
 
     def _pause(self, event: ev.PauseBegun | ev.PauseEnded, now_s: float) -> Effects:
-        """Report the start or end of a pause. An error that ended the membership is raised when the
-        trainer asks for its next step."""
         if isinstance(event, ev.PauseBegun):
             number = self._own_pause.number + 1 if self._own_pause is not None else 1
             self._own_pause = OwnPause(
@@ -381,9 +373,8 @@ class MemberCore:
     # --- the end ---
 
     def _outlasts(self, error: ShoalError, now_s: float) -> bool:
-        """True if the membership continues after the error: no coordinator answers, or the leader
-        cannot continue this job for now. The trainer trains on meanwhile. After a refused
-        certificate an admitted member waits for a renewed one, for a limited time."""
+        """True if the membership continues after the error. An admitted member waits for a renewed
+        certificate for a limited time."""
         if isinstance(error, CertificateRefused) and self.admitted:
             return self._certificate.record_refusal(now_s)
         quarantined = isinstance(error, JobQuarantined) and self.track.generation > 0
@@ -404,14 +395,12 @@ class MemberCore:
         return effects
 
     def _report_ending(self, error: ShoalError) -> Effects:
-        """Report an ending to the launcher, unless the member leaves by its own decision."""
         return [] if self.leaving.has_begun else [ev.ReportEnding(error=error)]
 
     def _take_drain(
         self, reason: str, *, now: bool, no_generation_follows: bool = False
     ) -> Effects:
-        """Handle a notice to leave. `now`: no other member needs this one any more.
-        `no_generation_follows`: see `LeaveState`."""
+        """`now`: no other member needs this one any more."""
         fields = {"member": self.identity.member_id, "now": now, "reason": reason}
         # The notice is sent twice: when the coordinator accepts the drain, and when the others go
         # on without this member.
@@ -478,11 +467,11 @@ class MemberCore:
         handed_over: bool = True,
         steps_before_leaving: bool = False,
     ) -> ev.StepBegun | ev.BringUpGeneration | ev.HandOver | ev.WaitUntil | ev.RaiseError:
-        """Decide whether step number `step` (0-based) may begin in the current generation.
+        """Decide if step number `step` (0-based) may begin in the current generation.
 
         `handed_over`: False if this member has yet to hand over data that the others need.
-        `steps_before_leaving`: if `leaving.no_generation_follows` is set, the member takes further
-        steps, until the members write a checkpoint.
+        `steps_before_leaving`: a drained member that no generation follows takes further steps,
+        until the members write a checkpoint.
         """
         stays = steps_before_leaving and self.leaving.no_generation_follows
         stays = stays and isinstance(self.failure, MemberDrained)
@@ -546,18 +535,15 @@ class MemberCore:
     def others_done(
         self, generation: int, give_up_s: float, away_limit_s: float, now_s: float
     ) -> ev.GenerationOver | ev.WaitUntil:
-        """Decide if this member, which has done its work, is still needed. See `WaitClock`."""
+        """Decide if this member, which has done its work, is still needed."""
         is_over = self.is_over(generation) or self.track.is_closing
         return self.clock.work_done(give_up_s, away_limit_s, now_s, is_over=is_over)
 
     def judge_break(
         self, generation: int, since_s: float, limit_s: float, now_s: float
     ) -> ev.GenerationOver | ev.WaitUntil:
-        """Decide if the generation, in which a collective failed, is over for all.
-
-        Also over if the membership has ended. While no coordinator is reached, the limit does not
-        run.
-        """
+        """Decide if the generation, in which a collective failed, is over. It also is over once the
+        membership has ended. The limit does not run while no coordinator is reached."""
         if self.track.is_broken(generation) or self.failure is not None:
             return ev.GenerationOver(over=True)
         give_up_s = self.clock.give_up_s(since_s, limit_s, now_s)

@@ -14,8 +14,6 @@ from shoal_proto.v1.identity_pb2 import Token
 
 @dataclass(frozen=True, kw_only=True)
 class NoticeReceived:
-    """A notice arrived on the stream."""
-
     notice: pb.Notice
     refusal: ShoalError | None = None
     """Error in a notice of the kind `refused`."""
@@ -27,12 +25,12 @@ class StreamEnded:
 
     error: ShoalError | None
     chance: float = 1.0
-    """Random number from 0 to 1, for the pause before the next stream."""
+    """From 0 to 1, for the pause before the next stream."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RosterValidated:
-    """Answer of this member to a roster that it was sent."""
+    """Answer of this member to a roster."""
 
     generation: int
     digest: str
@@ -49,7 +47,7 @@ class CallEnded:
     call: "CallLeader"
     error: ShoalError | None = None
     chance: float = 1.0
-    """Random number from 0 to 1, for the pause before the call is repeated."""
+    """From 0 to 1, for the pause before the next attempt."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +55,7 @@ class HeartbeatDue:
     """`heartbeat_s` have passed. The fields state the trainer's activity, as in a `Beat`."""
 
     has_recent_beat: bool = False
-    """True if the launcher's heartbeats for this member were accepted recently."""
+    """True if the launcher's heartbeats were accepted recently."""
     moved: int = 0
     waits: bool = False
     own_code_s: float = 0.0
@@ -66,8 +64,7 @@ class HeartbeatDue:
 
 @dataclass(frozen=True, kw_only=True)
 class HeartbeatRefused:
-    """The coordinator answered a heartbeat with an error, usually because it no longer knows this
-    member."""
+    """The coordinator answered a heartbeat with an error."""
 
     error: ShoalError
 
@@ -145,7 +142,7 @@ class WorkDone:
 
 @dataclass(frozen=True)
 class ThreadFailed:
-    """A thread of the membership ended with an unexpected error: the membership cannot continue."""
+    """A thread of the membership ended with an unexpected error."""
 
     error: ShoalError
 
@@ -239,7 +236,6 @@ class CallLeader:
     persistence: Persistence
     timeout_s: float
     after_s: float = 0.0
-    """Wait before the call."""
     since_s: float = 0.0
     """Time of the first attempt."""
     give_up_s: float = 0.0
@@ -317,7 +313,7 @@ class LogMessage:
     fields: Mapping[str, object]
     is_warning: bool = False
     is_detail: bool = False
-    """True for details that are useful only when searching for a fault."""
+    """True for details that help only in the search for a fault."""
 
 
 @dataclass(frozen=True, kw_only=True)
