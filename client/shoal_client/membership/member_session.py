@@ -1,7 +1,6 @@
-"""A worker's membership as its trainer uses it. `MemberCore` decides; this module has the threads,
-the calls and the clock. One thread reads the stream of notices, and reports a break at once through
-`on_break`. Another sends heartbeats, a third sends wishes to leave. The trainer's waits have time
-limits, most of which do not run while no coordinator is reached.
+"""A worker's membership as its trainer uses it: the threads, calls and clock around `MemberCore`.
+One thread reads the stream of notices, one sends heartbeats, one sends wishes to leave. The
+trainer's waits have time limits, most of which do not run while no coordinator is reached.
 """
 
 import queue
@@ -36,10 +35,10 @@ from shoal_proto.v1.identity_pb2 import Token
 log = structlog.get_logger(__name__)
 
 FIRST_ANSWER_S = 1.0
-"""Time to wait for a coordinator's first notice before another is asked; see `HeldStream`."""
+"""Time limit for a stream's first notice; see `HeldStream`."""
 LEAVE_TIMEOUT_S = 3.0
 BEATEN_WITHIN_HEARTBEATS = 1.5
-"""Age, in heartbeat intervals, up to which the launcher's heartbeat replaces the member's own."""
+"""Heartbeat intervals for which the launcher's heartbeat replaces the member's own."""
 
 Decision = TypeVar("Decision")
 
@@ -74,7 +73,6 @@ class MemberSession:
         without it."""
         self._threads = SessionThreads(lambda error: self._submit(ev.ThreadFailed(error=error)))
         self._joining = tracing.OngoingSpan("Join")
-        """Span of joining, up to the first generation."""
         self._stream = HeldStream(FIRST_ANSWER_S)
         shared: HostFiles | None = None
         if member.shared_directory is not None:
@@ -83,19 +81,15 @@ class MemberSession:
         self._rosters = Rosters(self._fetched_roster, shared)
         self._status = TrainerStatus()
         self._has_failed = False
-        """True if the trainer has ended with TrainingFailed."""
         # A SimpleQueue: its `put` may be called in a signal handler.
         self._drain_wishes: queue.SimpleQueue[str | None] = queue.SimpleQueue()
 
     # --- joining ---
 
     def join(self, timeout_s: float | None = None) -> None:
-        """Become a member.
-
-        Raises DeadlineExceeded if no coordinator admits the member within `timeout_s` (by default
-        its `admission_s`), MemberDrained if the member is asked to leave before that, or the
-        refusal, such as JobFinished, JobStopped, StateLost, InvalidSpec, ProposalConflict,
-        ProtocolMismatch or AccessDenied.
+        """Become a member. Raises DeadlineExceeded if no coordinator admits the member within
+        `timeout_s` (None: its `admission_s`), MemberDrained if the member is asked to leave before
+        that, or the refusal, such as JobFinished.
         """
         timeout_s = self._member.admission_s if timeout_s is None else timeout_s
         core = self._core
@@ -133,8 +127,8 @@ class MemberSession:
         optional_fields: Mapping[str, str] = MappingProxyType({}),
         listings: Mapping[str, bytes] = MappingProxyType({}),
     ) -> None:
-        """State what this member would train, which makes it a candidate. Raises the coordinator's
-        refusal, such as ProposalConflict or StateLost, or a RetryError at `give_up_at`.
+        """State what this member would train. Raises the coordinator's refusal, such as
+        ProposalConflict or StateLost, or a RetryError: see `give_up_at`.
 
         `optional_fields`: compared only with members that state them too. `listings`: the contents
         of fields whose values are digests, to name the first entry that differs. `stateless`:
@@ -152,12 +146,10 @@ class MemberSession:
         self._submit(ev.ProposalMade(proposal=proposal))
 
     def await_generation(self, above: int, timeout_s: float | None = None) -> pb.GenerationRecord:
-        """Wait for the next committed record with a number above `above` that includes this member.
-        Waits through aborted attempts and standby, for at most `timeout_s`. By default this is the
-        job's join limit plus ADMISSION_S, on a clock that stops while no coordinator is reached, a
-        member is paused, this member is on standby, or a bring-up makes progress. Raises the
-        coordinator's refusal (ProposalConflict, JobFinished, StateLost, Fenced ...), or
-        DeadlineExceeded with the reason for the wait.
+        """Wait, through aborted attempts and standby, for the next committed record with a number
+        above `above` that includes this member. `timeout_s` None: the job's join limit plus
+        ADMISSION_S, by the `WaitClock`. Raises the coordinator's refusal, or DeadlineExceeded with
+        the reason for the wait.
         """
         since_s = time.monotonic()
         return self._decided(
@@ -185,17 +177,15 @@ class MemberSession:
         *,
         steps_before_leaving: bool = False,
     ) -> pb.GenerationRecord | None:
-        """Ask whether step number `step` (0-based) may begin in the current generation.
+        """Begin step number `step` (0-based) of the current generation and return None; or return a
+        record, if the generation stops here by agreement: bring up the record's generation, then
+        ask again.
 
-        Returns None once the step has begun. Returns a record if the old generation stops here by
-        agreement: bring up the record's generation instead, then ask again. Waits only while the
-        members agree where to stop: if a coordinator answers, no longer than a step of the slowest
-        member. If the next generation does not include this member, calls `hand_over` once, waits
-        until that generation runs, and raises MemberDrained. Raises DeadlineExceeded if the members
-        do not agree in time, and any other error that ended the membership.
-
-        `steps_before_leaving`: if this member is to leave and no further generation follows, the
-        step still begins, so that the members can write a checkpoint.
+        Waits only while the members agree where to stop: if a coordinator answers, no longer than a
+        step of the slowest member. If the next generation does not include this member, calls
+        `hand_over` once, waits until that generation runs, and raises MemberDrained. Raises
+        DeadlineExceeded if the members do not agree in time, and any other error that ended the
+        membership. `steps_before_leaving`: see `MemberCore.begin_step`.
         """
         core = self._core
         while True:
@@ -230,10 +220,8 @@ class MemberSession:
             self._slot.report_status(status)
 
     def pause(self, reason: str, limit_s: float) -> None:
-        """Ask the other members to wait while the trainer runs its script's own code; `resume` ends
-        the pause. If no coordinator can be reached, the pause is reported later: until then no
-        limit of the other members runs either.
-        """
+        """Ask the other members to wait while the trainer runs its script's own code, until
+        `resume`. If no coordinator can be reached, the pause is reported later."""
         self._submit(ev.PauseBegun(reason=reason, limit_s=limit_s))
 
     def resume(self) -> None:
@@ -245,10 +233,9 @@ class MemberSession:
         return self._core.track.is_broken(generation)
 
     def await_break(self, generation: int, limit_s: float) -> bool:
-        """Wait for the break of a generation in which a collective failed; return True if the
-        generation is over or the membership has ended, False after `limit_s`. While no coordinator
-        is reached, `limit_s` does not run.
-        """
+        """Wait for the break of a generation in which a collective failed. True if the generation
+        is over or the membership has ended, False after `limit_s`. While no coordinator is reached,
+        `limit_s` does not run."""
         since_s = time.monotonic()
         return self._decided(
             lambda now_s: self._core.judge_break(generation, since_s, limit_s, now_s)
@@ -265,20 +252,18 @@ class MemberSession:
             return self._changed.wait_for(lambda: self._core.is_over(generation), timeout_s)
 
     def report_broken(self, error: str, *, own: bool = False, state_lost: bool = False) -> None:
-        """Report to the coordinator that a collective of the current generation failed on this
-        member. For a failed bring-up: `own` if the failure was this member's own, and `state_lost`
-        if the members together hold no complete state, and there is no checkpoint.
-        """
+        """Report that a collective of the current generation failed. For a failed bring-up: `own`
+        if the failure was this member's own, and `state_lost` if the members together hold no
+        complete state, and there is no checkpoint."""
         self._submit(ev.CollectiveFailed(error=error, own=own, state_lost=state_lost))
 
     def settle(self, step: int, *, has_state: bool, enough_for_call: int = 0) -> None:
         """Report, after a break, that the trainer has stopped with `step` optimizer steps in its
-        state.
+        state. Raises the coordinator's refusal, such as JobFinished or Fenced, or a RetryError: see
+        `give_up_at`.
 
-        `enough_for_call`: if the trainer is in a shared call, the number of the call's participants
-        that suffice to repeat it; no other member joins before that. Raises the coordinator's
-        refusal, such as JobFinished (other members completed the job meanwhile) or Fenced (this
-        member was lost), or a RetryError at `give_up_at`.
+        `enough_for_call`: in a shared call, the number of participants that suffice to repeat it;
+        no other member joins before that.
         """
         event = ev.TrainerStopped(step=step, has_state=has_state, enough_for_call=enough_for_call)
         self._submit(event)
@@ -287,10 +272,7 @@ class MemberSession:
 
     def end_work(self, reason: str, *, finished: bool = False, closes: bool = False) -> None:
         """Report that this member stays although it has no step left (`finished`), or close the job
-        to newcomers (`closes`).
-
-        Raises the coordinator's refusal, or a RetryError at `give_up_at`.
-        """
+        to newcomers (`closes`). Raises the coordinator's refusal, or a RetryError."""
         self._submit(ev.WorkDone(reason=reason, finished=finished, closes=closes))
 
     def await_others_done(self, generation: int, timeout_s: float, *, away_limit_s: float) -> bool:
@@ -302,10 +284,8 @@ class MemberSession:
         ).over
 
     def drain(self, reason: str) -> None:
-        """Ask to leave in order: the others agree to go on without this member. Returns at once and
-        takes no lock, so that a signal handler may call it. Training goes on until `begin_step`, or
-        another method that waits, raises MemberDrained.
-        """
+        """Ask to leave in order. Takes no lock, so that a signal handler may call it. Training goes
+        on until `begin_step`, or another method that waits, raises MemberDrained."""
         self._drain_wishes.put(reason)
 
     @property
@@ -320,15 +300,12 @@ class MemberSession:
 
     @property
     def no_generation_follows(self) -> bool:
-        """True if this member is to leave and no further generation follows. Cheap to call; any
-        thread."""
+        """True if this member is to leave and no generation follows. Any thread."""
         return self._core.leaving.no_generation_follows
 
     def leave(self, *, completed: bool, reason: str, timeout_s: float = LEAVE_TIMEOUT_S) -> bool:
-        """End the membership; return True if the coordinator has acknowledged the leave. If no
-        coordinator answers within `timeout_s`, that is logged: coordinators notice the leave
-        anyway.
-        """
+        """End the membership; return True if the coordinator has acknowledged the leave within
+        `timeout_s`. Coordinators notice an unanswered leave anyway."""
         if completed:
             self._own_job.completed()
         self._submit(
@@ -344,9 +321,7 @@ class MemberSession:
 
     def failed(self, error: ShoalError) -> None:
         """Handle an error that ends the trainer, but not the membership. The launcher is notified
-        if another process of the script would surely fail the same way (refused), or may succeed
-        (passing). `leave` reports a TrainingFailed to the coordinator.
-        """
+        if another process of the script would fail the same way, or may succeed."""
         self._has_failed = isinstance(error, TrainingFailed)
         ending = MembershipEnding.of(error)
         if self._slot is not None and ending in (
@@ -452,8 +427,7 @@ class MemberSession:
                 self._changed.wait(min(max(left_s, 0.0), threading.TIMEOUT_MAX))
 
     def _submit(self, event: ev.Event) -> None:
-        """Submit an event, and carry out its effects on this thread. Raises the error of a
-        `RaiseError`."""
+        """Submit an event; carry out its effects on this thread. Raises a `RaiseError`'s error."""
         due = deque(self._step(event))
         while due:
             follows = self._carry_out(due.popleft())
@@ -467,7 +441,6 @@ class MemberSession:
             return effects
 
     def _carry_out(self, effect: ev.Effect) -> ev.Event | None:
-        """Carry out an effect; return the event that follows, if any."""
         match effect:
             case ev.RaiseError():
                 raise effect.error
@@ -521,7 +494,6 @@ class MemberSession:
     # --- threads ---
 
     def _hold_stream(self, opening: ev.OpenStream) -> ev.StreamEnded | None:
-        """Read the stream until it ends, or until an effect of a notice fails."""
         if self._threads.closing.wait(opening.after_s):
             return None
         error = self._stream.hold(
@@ -564,7 +536,6 @@ class MemberSession:
                 return
 
     def _ask_for_drain(self) -> None:
-        """Send each wish to leave to the coordinator."""
         while (reason := self._drain_wishes.get()) is not None:
             self._submit(ev.DrainWanted(reason=reason))
 

@@ -7,23 +7,18 @@ from shoal_client.membership.member_events import GenerationOver, WaitUntil
 
 
 class WaitClock:
-    """Clock of waits for other members. It stops while a member is paused, while no coordinator can
-    be reached, and while this member is on standby, which has no limit. After a stop, the limit of
-    each wait begins anew.
-    """
+    """Clock of waits for other members. It stops while a member is paused, no coordinator is
+    reached, or this member is on standby. After a stop, the limit of each wait begins anew."""
 
     def __init__(self) -> None:
         self.away = True
         """True if this member has no open stream from a coordinator."""
         self.give_up_at_s = math.inf
-        """Time at which the trainer's own calls and waits end in any case."""
+        """Time at which the trainer's calls and waits end in any case."""
         self.away_since_s = math.inf
-        """Time at which this member's last stream ended; infinite while one is open, and before the
-        first."""
+        """Time at which the last stream ended; infinite while one is open, and before the first."""
         self._turned_s = -math.inf
-        """Time at which `away` was last set."""
         self._paused: Sequence[str] = ()
-        """Members that are paused."""
         self._released_s = -math.inf
         """Time at which `_paused` was last set."""
         self._is_standby = False
@@ -59,8 +54,7 @@ class WaitClock:
         return now_s if self.away else self.paused_until_s(now_s)
 
     def give_up_s(self, since_s: float, limit_s: float, now_s: float) -> float:
-        """Time at which a wait for a notice ends; infinite on standby, and while this member has no
-        open stream."""
+        """Time at which a wait for a notice ends; infinite on standby, and without a stream."""
         if self.away or self._is_standby:
             return math.inf
         held_s = max(self._turned_s, self._stood_by_s, self.paused_until_s(now_s))
@@ -69,9 +63,8 @@ class WaitClock:
     def work_done(
         self, give_up_s: float, away_limit_s: float, now_s: float, *, is_over: bool
     ) -> GenerationOver | WaitUntil:
-        """Decide if other members still need a member that has done its work. Ends with
-        `over=False` after `give_up_s`, or if no coordinator was reached for `away_limit_s`.
-        """
+        """Decide if other members still need a member that has done its work: no longer after
+        `give_up_s`, or if no coordinator was reached for `away_limit_s`."""
         until_s = min(give_up_s, self.away_since_s + away_limit_s)
         done = is_over or now_s >= until_s
         return GenerationOver(over=is_over) if done else WaitUntil(until_s=until_s)

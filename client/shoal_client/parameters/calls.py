@@ -29,8 +29,7 @@ from shoal_proto.v1.parameters_pb2 import (
 from shoal_proto.v1.parameters_pb2_grpc import ParametersStub
 
 CONNECT_AHEAD_S = 2.0
-"""Time limit of each of the two calls that may connect to a server ahead of its first call; a call
-made meanwhile waits for them."""
+"""Time limit of each call that connects to a server ahead of its first call."""
 
 
 class ParameterCalls:
@@ -144,7 +143,6 @@ class ParameterCalls:
 
 
 def _pieces(parts: Iterable[GradientPart]) -> Iterator[Piece]:
-    """The parts' data as messages of a gRPC call."""
     for part in parts:
         for offset_bytes, buffers in part.pieces(PIECE_BYTES):
             yield _piece(part.shard_id, offset_bytes, buffers)

@@ -1,8 +1,5 @@
-"""A job's parameters on its parameter servers: create, pull and push, without asyncio.
-
-Values and gradients are the caller's own buffers, one for each parameter. This module finds the
-server of each part, and repeats calls while a server is unavailable.
-"""
+"""A job's parameters on its parameter servers: create, pull and push. Values and gradients are the
+caller's own buffers, one for each parameter."""
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -44,16 +41,14 @@ class PushResult:
     versions: dict[int, int] = field(default_factory=dict)
     """Version of each shard right after this push."""
     staleness: dict[int, int] = field(default_factory=dict)
-    """Number, by shard, of updates between the version that the gradient was computed on and this
-    push."""
+    """Updates, by shard, between the version that the gradient was computed on and this push."""
     retries: int = 0
-    """Number of rounds of attempts beyond the first, plus the longest chain of redirects of each
-    round."""
+    """Rounds of attempts beyond the first, plus the longest chain of redirects of each round."""
     duplicates: int = 0
-    """Number of shards that answered a retry of a push that they had applied before."""
+    """Number of shards that had applied the push before a retry."""
     stale: dict[int, StalePush] = field(default_factory=dict)
-    """Errors by shard, of shards that refused their part as too stale: pull, compute the gradient
-    again, and push it to these shards only. The others have applied their parts."""
+    """Errors of shards that refused their part as too stale: pull, compute the gradient again, and
+    push it to these shards only."""
 
     @property
     def staleness_max(self) -> int:
@@ -71,8 +66,7 @@ class ParameterClient:
     Only temporary failures are retried, and a retry never applies a gradient twice. Raises
     RetryError when the time is over, Fenced if the member was declared lost or the job was started
     over, StateLost if a shard is lost, ChecksumMismatch for damaged data, RefusedError for a bad
-    request, InternalError before the first map. `transport`: how servers are reached (see
-    `transport_of`)."""
+    request, InternalError before the first map. `transport`: see `transport_of`."""
 
     def __init__(
         self,
@@ -102,12 +96,9 @@ class ParameterClient:
     def place(
         self, parameters: Sequence[ParameterSpec], tables: Sequence[TableSpec] = ()
     ) -> ShardMap:
-        """Return the job's shard map; make it if this is the first call for the job.
-
-        `tables` get shards too, which are not in the returned map: see
-        `shoal_client.parameters.tables`. Raises ProposalConflict or ShapeMismatch, naming the
-        parameters or tables that differ from the job's, NoServers, and InvalidSpec for a schema
-        that the coordinator does not take."""
+        """Return the job's shard map without the shards of `tables`; the first call makes it.
+        Raises ProposalConflict or ShapeMismatch for parameters or tables that differ from the
+        job's, NoServers, and InvalidSpec for a schema that the coordinator does not take."""
         request = PlaceRequest(token=self._token(), parameters=parameters, tables=tables)
         return self._job.place(request)
 
@@ -116,9 +107,9 @@ class ParameterClient:
         return self._job.fetch_map(wait_s, timeout_s)
 
     def create(self, optimizer: OptimizerSpec, values: Buffers) -> int:
-        """Give the shards their first values; return the number of shards that this call created.
-        The number is too low if an answer was lost. An existing shard is left unchanged, so any
-        member may create at any time. Raises ShapeMismatch."""
+        """Give the shards their first values; return the number of created shards, which is too low
+        if an answer was lost. Existing shards stay unchanged: any member may create at any time.
+        Raises ShapeMismatch."""
         shard_map = self._job.cached_map()
         check_buffers(shard_map, values, complete=True, writable=False)
         created: list[int] = []
@@ -135,7 +126,6 @@ class ParameterClient:
         return len(created)
 
     def _part(self, shard: Shard, sources: Sequence[Buffers]) -> GradientPart:
-        """Part of a call with the shard's bytes from each of `sources`, one after the other."""
         blocks = self._blocks[shard.shard_id]
 
         def pieces_of(piece_bytes: int) -> Pieces:
@@ -196,16 +186,14 @@ class ParameterClient:
     ) -> PushResult:
         """Apply gradients, each exactly once, and write the resulting values into `into`.
 
-        The optimizer does not change parameters without a gradient. `lr`: a learning rate for each
-        parameter group; empty: as in `create`. `bases`: the values on which the gradients were
-        computed, for servers that compensate for delay; they must not share memory with `into`.
-        `only`: ids of the shards to push to; no other shard is touched or read. `step`: the result
-        of `joint_step` for this push and a push of rows, which may be made at the same time.
-        `encoded`: data to send for some shards in place of their gradients; `gradients` still
-        states which parameters have a gradient. Raises NonFiniteGradient with the parameter's name,
-        InvalidSpec if a server does not read a codec, ShapeMismatch, and ForgottenPush if a shard
-        no longer knows whether it applied its part. After an error, some shards may have applied
-        their parts."""
+        Parameters without a gradient do not change. `lr`: a learning rate for each parameter group;
+        empty: as in `create`. `bases`: the values on which the gradients were computed, for servers
+        that compensate for delay; they must not share memory with `into`. `only`: ids of the shards
+        to push to. `step`: see `joint_step`. `encoded`: data to send for some shards in place of
+        their gradients; `gradients` still states which parameters have a gradient. Raises
+        NonFiniteGradient with the parameter's name, InvalidSpec if a server does not read a codec,
+        ShapeMismatch, and ForgottenPush if a shard no longer knows whether it applied its part.
+        After an error, some shards may have applied their parts."""
         shard_map = self._job.cached_map()
         check_buffers(shard_map, gradients, complete=False, writable=False)
         if into is not None:
@@ -289,8 +277,7 @@ class ParameterClient:
 
     @property
     def transports(self) -> Mapping[str, str]:
-        """Transport of the last pull or push, by server address: `shared-memory`, `unix-socket`,
-        `tcp`, `tls` or `grpc`."""
+        """Transport of the last pull or push, by server address: see `BulkTransport.name`."""
         return self._job.transports
 
     def wait_for_lost(self, wait_s: float) -> None:

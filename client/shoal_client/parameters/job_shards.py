@@ -105,16 +105,15 @@ class ShardPush:
     span: str
     """Name of the push in traces."""
     sequence: int
-    """The push's number, the same in every attempt."""
+    """The same in every attempt."""
     item: Callable[[Shard], PushItem]
     part: Callable[[Shard], GradientPart]
-    """Returns the data of a shard."""
     applied: Callable[[PushOutcome, int], None]
     """Called with the outcome of each shard that has applied its part, and the shard's epoch."""
     refused: Callable[[int, StalePush], None]
     """Called with each shard that has refused its part as too stale: the shard is then done."""
     receiver: Callable[[set[int]], Receiver] | None = None
-    """Makes the receiver of the values that are returned; None: no values are returned."""
+    """Makes the receiver of the values; None: no values are returned."""
     shard_ids: Collection[int] | None = None
     """Ids of the shards to push to; None: all of the map."""
     all_shard_ids: Sequence[int] = ()
@@ -166,8 +165,8 @@ class JobShards:
         table_of: Callable[[StateLost], str] = lambda lost: "",
     ) -> None:
         """`adopt` gets each map that arrives, and returns the map to use. `transport`: see
-        `transport_of`. `slot_bytes_for`: see `BulkTransport`. `table_of`: returns the name of the
-        table to which a lost shard belongs, or an empty text."""
+        `transport_of`. `slot_bytes_for`: see `BulkTransport`. `table_of`: returns a lost shard's
+        table, or an empty text."""
         self._coordinators = Coordinators(coordinators)
         self._token = token
         self._timeout_s = timeout_s
@@ -187,7 +186,7 @@ class JobShards:
         self._log = LogLimit(log)
 
     def token(self) -> Token:
-        """The caller's token for a call to a server. It names the run of the known shard map."""
+        """The caller's token, with the run of the known shard map."""
         token = self._token()
         if self._map is None or not self._map.run:
             return token
@@ -205,10 +204,9 @@ class JobShards:
         )
 
     def fetch_map(self, wait_s: float = 0.0, timeout_s: float | None = None) -> ShardMap:
-        """Fetch the newest shard map. If there is none yet, waits for up to `wait_s`, and never
-        longer than the coordinator's limit of a call; then raises DeadlineExceeded. `timeout_s`:
-        limit of the whole call; None: the sum of `wait_s` and the client's `timeout_s`. Raises
-        Fenced if the job was started over since the last map."""
+        """Fetch the newest shard map; wait up to `wait_s` for the first one, then raise
+        DeadlineExceeded. `timeout_s`: limit of the whole call; None: `wait_s` plus the client's
+        `timeout_s`. Raises Fenced if the job was started over since the last map."""
         request = GetMapRequest(token=self._token(), wait_s=wait_s)
         limit_s = self._timeout_s + wait_s if timeout_s is None else timeout_s
         return self._accept_map(
@@ -318,8 +316,7 @@ class JobShards:
     def _note(
         self, push: ShardPush, outcome: PushOutcome, epoch: int, parts: Sequence[GradientPart]
     ) -> ShoalError | None:
-        """Note the outcome of one shard; return the error with which its part was refused, unless
-        the shard is done."""
+        """Note the outcome of one shard; return the error of a refusal that does not end it."""
         if outcome.next_address:
             self._servers.connect_ahead(outcome.next_address, partial(_connect, parts))
         if outcome.HasField("error"):
@@ -348,5 +345,4 @@ class JobShards:
 
 
 def _connect(parts: Sequence[GradientPart], calls: ParameterCalls) -> None:
-    """Connect ahead of calls like the one with these parts."""
     calls.connect(max(part.num_bytes for part in parts), len(parts))
