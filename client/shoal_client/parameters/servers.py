@@ -57,28 +57,26 @@ class ShardServers(Generic[Stub]):
         timeout_s: float,
         close_stub: Callable[[Stub], None] = lambda stub: None,
     ) -> None:
-        """`stub_of` makes the stub for a server from its address and a channel to it, once for each
-        channel."""
+        """`stub_of` makes the stub for a server, once for each channel."""
         self._process = os.getpid()
         self._stub_of = stub_of
         self._close_stub = close_stub
         self._timeout_s = timeout_s
         self.lost_wait_s = 0.0
-        """Time for which a call waits, from its beginning, for servers that ended and their shards
-        to come back, both before and after the shards are declared lost."""
+        """Time, from its beginning, for which a call waits for servers that ended and for lost
+        shards."""
         self._closed = threading.Event()
         self._log = LogLimit(log)
         self._lock = threading.Lock()
         self._channels = Channels(SERVER_NAME)
         self._reached: dict[str, tuple[grpc.Channel, Stub]] = {}
-        """The newest stub to each address, with the channel that it was made on."""
+        """The newest stub to each address, with its channel."""
         self._stub_locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
-        """Lock for each address: a stub is for one thread at a time."""
+        """A stub is for one thread at a time."""
         self._ahead: dict[str, Future[None]] = {}
         """Connections that are being opened ahead of a first call, by address."""
         self._has_connected = False
-        """True once a server has answered without an error: later calls wait for the renewal of a
-        refused certificate."""
+        """True once a server has answered: later calls wait for a renewed certificate."""
         self._pool = ThreadPoolExecutor(MAX_SERVERS, thread_name_prefix="shoal-parameters")
 
     def run(
@@ -92,14 +90,12 @@ class ShardServers(Generic[Stub]):
         """Attempt until all shards of the map, or of `shard_ids`, are done; return the number of
         rounds beyond the first, plus the longest chain of redirects of each round.
 
-        Temporary failures are retried for `timeout_s`, with a newer map if the old one may be
-        outdated. Three kinds of waits have other limits: a wait for space on a full disk has none,
-        a wait for a renewed certificate, once a server has answered, SHOAL_CERTIFICATE_WAIT_S, and
-        a wait for lost shards `lost_wait_s`. The wait for shards without values ends at
-        `ready_by_s` of the monotonic clock if `timeout_s` does not end it before. A refusal that
-        names a shard's new primary is followed at once, and the map is updated. Raises the error
-        that ended the attempts; if this is a DeadlineExceeded, the last other error, if there was
-        one. Raises InvalidSpec in a forked process.
+        Temporary failures are retried for `timeout_s`. Three kinds of waits have other limits: a
+        wait for space on a full disk has none, a wait for a renewed certificate, once a server has
+        answered, SHOAL_CERTIFICATE_WAIT_S, and a wait for lost shards `lost_wait_s`. The wait for
+        shards without values ends at `ready_by_s` of the monotonic clock at the latest. Raises the
+        error that ended the attempts; instead of a DeadlineExceeded, the last other error, if any.
+        Raises InvalidSpec in a forked process.
         """
         self._check_process()
         deadline_s = time.monotonic() + self._timeout_s
@@ -145,7 +141,6 @@ class ShardServers(Generic[Stub]):
                 or _comes_back(worst, lost_deadline_s)
             )
             if not can_succeed or out_of_time or self._closed.is_set():
-                # After a timeout, raise the last other error: it says more than the timeout.
                 raise reason or worst
             retries += 1
             self._log.info("parameters_call_retried", num_shards=len(todo), reason=str(worst))
@@ -156,9 +151,8 @@ class ShardServers(Generic[Stub]):
                 self._keep_only({shard.address for shard in shard_map().shards})
 
     def _check_process(self) -> None:
-        """Raise InvalidSpec in a forked process. It shares sockets, memory and push numbers with
-        its parent: each would read the other's answers, and locks held at the fork are never
-        released."""
+        """Raise InvalidSpec in a forked process. It shares sockets and push numbers with its
+        parent, and locks held at the fork are never released."""
         if os.getpid() != self._process:
             raise InvalidSpec(
                 "the parameter client belongs to another process, from which this one was forked",
@@ -175,7 +169,7 @@ class ShardServers(Generic[Stub]):
         lost_deadline_s: float,
     ) -> float:
         """Return `deadline_s`, or a later time if an error allows a longer wait. `before`: the
-        error for which the call waited until now."""
+        error of the last round."""
         for error in errors:
             if isinstance(error, DiskFull):
                 # The call succeeds once there is space on the disk.
@@ -254,8 +248,8 @@ class ShardServers(Generic[Stub]):
         return [error for error in results if error is not None], max(redirects, default=0)
 
     def connect_ahead(self, address: str, connect: Callable[[Stub], None]) -> None:
-        """Connect, in the background, to a server that is about to be called. If `connect` fails,
-        that is logged, and the first call to the server connects."""
+        """Connect, in the background, to a server that is about to be called. A failure is only
+        logged."""
         with self._lock:
             if self._closed.is_set() or address in self._reached or address in self._ahead:
                 return
@@ -313,7 +307,6 @@ class ShardServers(Generic[Stub]):
         self._pool.shutdown(wait=False)
 
     def _keep_only(self, addresses: Collection[str]) -> None:
-        """Close the connections to all other addresses."""
         with self._lock:
             gone = [self._reached.pop(a)[1] for a in list(self._reached) if a not in addresses]
             channels = self._channels.pop_all(keep=addresses)
@@ -338,7 +331,6 @@ def most_severe(errors: Sequence[ShoalError]) -> ShoalError:
 
 
 def _comes_back(error: ShoalError, lost_deadline_s: float) -> bool:
-    """True if a shard is lost, and calls still wait for it to come back."""
     return isinstance(error, StateLost) and time.monotonic() < lost_deadline_s
 
 
@@ -365,7 +357,6 @@ def _apply_redirects(shards: Sequence[Shard], errors: Sequence[ShoalError]) -> b
 
 
 def _by_address(shards: Sequence[Shard]) -> dict[str, list[Shard]]:
-    """The shards of each server."""
     grouped: dict[str, list[Shard]] = {}
     for shard in shards:
         grouped.setdefault(shard.address, []).append(shard)

@@ -23,9 +23,8 @@ from shoal_proto.v1.parameters_pb2 import (
 
 ID_BYTES = 8
 ITEM_BYTES = 1024 * 1024
-"""Maximum bytes of values, and of ids and births, in one item of a lookup: together at most twice
-as many. Only an item of a single row may exceed this.
-"""
+"""Maximum bytes of values, and of ids and births, in one item of a lookup. Only an item of a single
+row may exceed it."""
 MIN_SLOT_BYTES = 16 * 1024
 
 Where = tuple[str, int]
@@ -40,12 +39,11 @@ class Rows:
     version: int
     epoch: int
     births: bytes
-    """Little-endian uint64 for each row: the version that created the row; 0 for a row that
-    does not exist yet and is returned with initial values.
-    """
+    """Little-endian uint64 for each row: the version that created the row; 0 for a row that does
+    not exist yet and is returned with initial values."""
     values: bytes
     step: int
-    """Number of the table's steps that the shard knew of."""
+    """The table's steps that the shard knew of."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +56,7 @@ class Gradients:
     base_version: int
     base_epoch: int
     step: int = 0
-    """Number of the table's steps, as far as the caller knows."""
+    """The table's steps that the caller knows of."""
     lr: float | None = None
     """Learning rate; None: the one in the table's spec."""
     codec: GradientCodec | None = None
@@ -82,19 +80,17 @@ class TablePushResult:
     versions: dict[Where, int] = field(default_factory=dict)
     """Version of each shard right after this push."""
     staleness: dict[Where, int] = field(default_factory=dict)
-    """Number, by shard, of updates between `Gradients.base_version` and this push."""
+    """Updates, by shard, between `Gradients.base_version` and this push."""
     fates: dict[Where, bytes] = field(default_factory=dict)
     """RowFate of each pushed row, by shard; empty: all were applied."""
     steps: dict[Where, int] = field(default_factory=dict)
-    """Number of the table's steps that each shard knows of."""
+    """The table's steps that each shard knows of."""
     retries: int = 0
-    """Number of rounds of attempts beyond the first, plus the longest chain of redirects of each
-    round."""
+    """See `PushResult`."""
     duplicates: int = 0
-    """Number of shards that answered a retry of a push that they had applied before."""
+    """See `PushResult`."""
     stale: dict[Where, StalePush] = field(default_factory=dict)
-    """Errors by shard, of shards that applied nothing: they were lost and reset after the lookup,
-    so the rows of these gradients no longer exist."""
+    """Errors of shards that applied nothing: they were lost and reset after the lookup."""
 
 
 def route(ids: Iterable[int], num_shards: int) -> "dict[int, array[int]]":
@@ -127,8 +123,8 @@ def joined(parts: Sequence[Rows]) -> Rows:
 
 
 def slot_bytes_for(num_bytes: int) -> int:
-    """Size of a slot for parts of this size, with space to spare: the number of rows of a shard
-    differs from step to step."""
+    """Size of a slot for parts of this size, with space to spare: a shard's number of rows differs
+    from step to step."""
     return max(num_bytes + num_bytes // 4, MIN_SLOT_BYTES)
 
 
@@ -139,8 +135,7 @@ def part_of(shard_id: int, rows: Gradients) -> GradientPart:
 
 
 def rows_an_item(row_bytes: int) -> int:
-    """Number of rows in one item of a lookup: as many as have ITEM_BYTES of values, or of ids and
-    births if these are larger; at least one."""
+    """Number of rows in one item of a lookup; see ITEM_BYTES."""
     return max(1, ITEM_BYTES // max(row_bytes, 2 * ID_BYTES))
 
 
@@ -227,7 +222,6 @@ class _IncomingRows:
         self._data += data
 
     def whole(self) -> Rows | None:
-        """The rows; None until all bytes have arrived."""
         if len(self._data) < self._found.num_bytes:
             return None
         births, values = self._data[: self._births_bytes], self._data[self._births_bytes :]

@@ -1,7 +1,5 @@
-"""A job's tables on its parameter servers: look up and push rows, without asyncio.
-
-Ids, births and values are little-endian bytes, sorted by shard; `route` sorts plain integers. This
-module finds the server of each shard, and repeats calls while a server is unavailable."""
+"""A job's tables on its parameter servers: look up and push rows. Ids, births and values are
+little-endian bytes, sorted by shard; `route` sorts plain integers."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -38,10 +36,7 @@ from shoal_proto.v1.tables_pb2 import TableSpec
 class TableClient:
     """One member's view of its job's tables. For one thread at a time, except `close`.
 
-    A call is bounded by `timeout_s`, retries included; `ShardServers.run` names the longer waits. A
-    retry never applies a gradient twice. Raises RetryError when the time is over, Fenced if the
-    member was declared lost or the job was started over, StateLost if a shard is lost, RefusedError
-    for a bad request."""
+    Time limits, retries and errors are those of `ParameterClient`."""
 
     def __init__(
         self,
@@ -106,7 +101,7 @@ class TableClient:
         return found
 
     def _cut(self, ids: Bytes, shard: Shard) -> Iterator[AskedRows]:
-        """The ids in items of bounded size; at least one item, which may be empty."""
+        """At least one item, which may be empty."""
         row_bytes = self._row_bytes(shard)
         size = rows_an_item(row_bytes)
         for start in range(0, max(len(ids) // ID_BYTES, 1), size):
@@ -127,10 +122,9 @@ class TableClient:
     ) -> TablePushResult:
         """Apply gradients, each exactly once.
 
-        `step`: the result of `ParameterClient.joint_step` for this push and a push of parameters.
-        Give a step to all pushes of this client, or to none. Raises NonFiniteGradient with table
-        and row, ShapeMismatch for lengths that do not fit the ids, and UnknownShard. After an
-        error, some shards may have applied their rows."""
+        `step`: see `ParameterClient.joint_step`; give a step to all pushes of this client, or to
+        none. Raises NonFiniteGradient with table and row, ShapeMismatch for lengths that do not fit
+        the ids, and UnknownShard. After an error, some shards may have applied their rows."""
         for (name, _), rows in pushed.items():
             if name in self._tables:
                 plain = row_bytes_of(self._tables[name])
@@ -170,7 +164,6 @@ class TableClient:
         return row_bytes_of(self._tables[shard.table])
 
     def _table_of(self, lost: StateLost) -> str:
-        """The name of the lost shard's table."""
         names = {str(shard.shard_id): table for (table, _), shard in self._shards.items()}
         return names.get(lost.details.get("shard", ""), "")
 
@@ -185,8 +178,7 @@ class TableClient:
 
     @property
     def transports(self) -> Mapping[str, str]:
-        """Transport of the last call about rows, by server address: `shared-memory`, `unix-socket`,
-        `tcp`, `tls` or `grpc`."""
+        """Transport of the last call about rows, by server address: see `BulkTransport.name`."""
         return self._job.transports
 
     def wait_for_lost(self, wait_s: float) -> None:
@@ -205,7 +197,6 @@ def row_bytes_of(table: TableSpec) -> int:
 
 
 def _check_lengths(table: str, rows: Gradients, row_bytes: int) -> None:
-    """Raise ShapeMismatch unless there is a birth and a gradient for each id."""
     expected_bytes = rows.num_rows * ID_BYTES, rows.num_rows * row_bytes
     if (len(rows.births), len(rows.gradients)) != expected_bytes or len(rows.ids) % ID_BYTES:
         raise ShapeMismatch(

@@ -38,9 +38,8 @@ class Clock:
         wait_s: float = 60.0,
         ended: Callable[[], ShoalError | None] = lambda: None,
     ) -> None:
-        """`wait_s`: limit on a wait for other members while a coordinator answers; the coordinator
-        removes members that make others wait too long. `ended`: returns the error that ended the
-        membership, if any; it ends every wait."""
+        """`wait_s`: limit on a wait for other members while a coordinator answers. `ended`: returns
+        the error that ended the membership, if any; it ends every wait."""
         self._coordinators = coordinators
         self._token = token
         self._bound = bound
@@ -63,10 +62,8 @@ class Clock:
 
     def begin(self) -> bool:
         """Return once a step of this member may begin; True if newer values must be pulled first.
-        No pull is needed if an earlier answer already permitted this step: then all updates that
-        the step's values must include were applied before the last pull. While no coordinator
-        answers, this call waits only if the step is the member's first (or its first after `rest`),
-        or if the last answer does not permit the step. Raises DeadlineExceeded, which names the
+        Waits, also for a coordinator, only if the step is the member's first (or its first after
+        `rest`), or if the last answer does not permit it. Raises DeadlineExceeded, which names the
         members waited for, a refusal, or the error that ended the membership.
         """
         known = self._slowest
@@ -82,15 +79,14 @@ class Clock:
         self._wait(pulled=True)
 
     def finished(self) -> None:
-        """End the round: its step's push is acknowledged, and the next step is of the next
-        round."""
+        """End the round: its step's push is acknowledged."""
         self._round += 1
 
     def rest(self) -> None:
-        """Report that this member takes no steps for now, so that no member waits for it. Further
-        calls before the next `begin` repeat the report at most once in REST_AGAIN_S. If no
-        coordinator answers within REST_WITHIN_S, this is only logged: call again, as the next
-        leader waits for members whose clocks it does not know. Raises refusals."""
+        """Report that this member takes no steps for now, so that no member waits for it. Call it
+        again until the next `begin`: a new leader waits for members whose clocks it does not know.
+        The report is repeated at most once in REST_AGAIN_S. Raises refusals; a missing answer is
+        only logged."""
         now_s = time.monotonic()
         if self._enters and now_s - self._rested_s < REST_AGAIN_S:
             return
@@ -104,7 +100,6 @@ class Clock:
             log.info("clock_not_reported", reason=str(error))
 
     def _report(self) -> None:
-        """Report the round of this member, which may begin its step at once."""
         if time.monotonic() < self._silent_until_s:
             return
         try:
@@ -135,8 +130,7 @@ class Clock:
         )
 
     def _ask(self, wait_s: float, *, pulled: bool) -> tuple[pb.AdvanceReply, float]:
-        """Return the answer, and how long the answered attempt took. Time without a coordinator is
-        not counted."""
+        """Return the answer, and the duration of the answered attempt."""
 
         def ask() -> tuple[pb.AdvanceReply, float]:
             sent_s = time.monotonic()

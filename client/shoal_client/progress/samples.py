@@ -24,13 +24,11 @@ class SampleLease:
     exhausted: bool
     """True if every sample of every epoch was completed: stop."""
     retry_after_s: float
-    """Time after which to ask again, if `range` is None and not `exhausted`: other members still
-    train on the rest."""
+    """Wait before the next request, if `range` is None and not `exhausted`."""
     reserve_max: int = 0
-    """Maximum number of samples to hold, so that enough are left for other members. 0: any
-    number."""
+    """Maximum number of samples to hold. 0: any number."""
     not_held: tuple[SampleRange, ...] = ()
-    """Leased ranges that no longer belong to this member: they must not be begun."""
+    """Leased ranges that no longer belong to this member: do not begin them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,13 +36,13 @@ class Reserve:
     """Samples that a member wants to hold for times without a coordinator."""
 
     num_samples: int
-    """Number of samples to hold in all, at least 1."""
+    """Samples to hold in all, at least 1."""
     step_samples: int
-    """Number of samples of one step: ranges are multiples of it, unless an epoch ends."""
+    """Samples of one step: ranges are multiples of it, unless an epoch ends."""
     given_back: Sequence[SampleRange] = ()
     """Leased ranges that were never begun: other members may train on them."""
     num_begun: int = 0
-    """Number of samples begun, among those held or reported as completed in this call."""
+    """Samples begun, among those held or reported as completed in this call."""
     begins_per_s: int = 0
     """Maximum number of further samples that are begun in a second."""
 
@@ -63,9 +61,7 @@ class SampleClient:
         dataset_size: int,
         num_epochs: int,
     ) -> None:
-        """`token` returns the member's current token, at each call.
-
-        `dataset_size` and `num_epochs` must be the same for every member of the job."""
+        """`dataset_size` and `num_epochs` must be the same for every member of the job."""
         self.coordinators = coordinators
         self._token = token
         self._dataset_size = dataset_size
@@ -75,12 +71,10 @@ class SampleClient:
         self._unreported: list[SampleRange] = []
         self._given_back: list[SampleRange] = []
         self._not_durable: dict[int, list[SampleRange]] = {}
-        """Reported ranges that may not be durable yet, by the sequence number of the request that
-        reported them."""
+        """Reported ranges that may not be durable yet, by the number of their request."""
         self._unanswered: samples_pb2.LeaseRequest | None = None
         self._not_held: list[SampleRange] = []
-        """Ranges that an answer said this member no longer holds, until `lease` returns them to the
-        caller."""
+        """Ranges that this member no longer holds, until `lease` has returned them."""
         self._sequence = 0
 
     @property
@@ -96,8 +90,7 @@ class SampleClient:
 
     @property
     def has_unreported(self) -> bool:
-        """True if the last request had no answer, or if ranges that were completed or given back
-        are not reported yet."""
+        """True if the last request had no answer, or if ranges are to be reported."""
         with self._lock:
             return bool(self._unanswered is not None or self._unreported or self._given_back)
 
@@ -110,18 +103,14 @@ class SampleClient:
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> SampleLease:
         """Report `completed` ranges (leased ranges, or parts of them) and lease at most
-        `num_samples` more. With a reserve, a report is repeated until it is durable, so a
-        coordinator's death loses none. Retries through a restart or failover of the coordinator for
-        `timeout_s`. Raises Fenced if this member was declared lost, ProposalConflict if the job has
-        other samples, JobQuarantined, CertificateRefused, and the last RetryError when the time is
-        over.
+        `num_samples` more. With a reserve, a report is repeated until it is durable. Raises Fenced
+        if this member was declared lost, ProposalConflict if the job has other samples,
+        JobQuarantined, CertificateRefused, and the last RetryError after `timeout_s`.
 
         After JobQuarantined, CertificateRefused or a RetryError other than Overloaded, the request
-        may have been carried out. So the next call first repeats the request, within its own
-        `timeout_s`. If a range is granted to the repeated request, the next call returns that range
-        and sends no request of its own. The ranges that were given to the next call as `completed`
-        are then reported by the call after it. If the next call's `num_samples` is 0, it gives the
-        granted range back instead, and returns no range."""
+        may have been carried out. So the next call first repeats the request. If it is granted a
+        range, that call returns the range, and reports its own `completed` ranges later. With
+        `num_samples` 0 it gives the granted range back instead."""
         with self._lock:
             done = list(completed)
             back = list(reserve.given_back) if reserve is not None else []
@@ -208,8 +197,7 @@ class SampleClient:
         reserve: Reserve | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
-        """Report completed ranges without a request for more, for example before leaving. Raises
-        what `lease` raises."""
+        """Report completed ranges without a request for more. Raises what `lease` raises."""
         self.lease(0, completed, reserve=reserve, timeout_s=timeout_s)
 
 

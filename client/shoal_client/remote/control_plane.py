@@ -1,8 +1,6 @@
 """`shoal up --hosts` and `shoal down`: a control plane on several hosts, which outlives the
-command. Each host has an etcd member and a coordinator.
-
-Each order to a host is one call of `on_host` over ssh. The certificates' authority, and a record of
-the hosts for `shoal down`, stay on this machine.
+command. Each order to a host is one call of `on_host` over ssh. The certificates' authority, and a
+record of the hosts for `shoal down`, stay on this machine.
 """
 
 import json
@@ -63,7 +61,7 @@ class HostFailure:
 
 @dataclass(frozen=True, kw_only=True)
 class ControlPlaneHosts:
-    """Hosts of a control plane, and how they are reached; kept as the record on this machine."""
+    """Hosts of a control plane; kept as the record on this machine."""
 
     names: Sequence[str]
     directory: str = ""
@@ -211,8 +209,7 @@ def start(config: ControlPlaneConfig, say: Say) -> ControlPlane:
 
 def stop(hosts: ControlPlaneHosts, say: Say) -> Sequence[str]:
     """End the parts on the hosts, and remove their data; return the hosts on which that failed. The
-    record keeps hosts that were not stopped; if there are none, the record and the certificates are
-    removed."""
+    record keeps these hosts; without any, the record and the certificates are removed."""
     answers = hosts.ask({name: hosts.order(name, STOP) for name in hosts.names}, ANSWER_S)
     failed = []
     for name, answer in answers.items():
@@ -234,8 +231,8 @@ def stop(hosts: ControlPlaneHosts, say: Say) -> Sequence[str]:
 
 
 def recorded(directory: str = "") -> ControlPlaneHosts | None:
-    """Return the hosts of the control plane that was started from this machine; None if there is
-    none. `directory`: as it was given at the start. Raises InvalidSpec for a damaged record."""
+    """Return the hosts of the control plane that was started from this machine, if there is one.
+    `directory`: as given at the start. Raises InvalidSpec for a damaged record."""
     path = ControlPlaneHosts(names=(), directory=directory).here / RECORD
     try:
         return ControlPlaneHosts(**json.loads(path.read_text()))
@@ -273,8 +270,6 @@ def _check_record(hosts: ControlPlaneHosts) -> None:
 def _usable(
     answers: Mapping[str, HostAnswer | HostFailure], verb: str = "be used"
 ) -> dict[str, HostAnswer]:
-    """Return the answers. Raises Unavailable, with the reasons, if a host has failed or has another
-    release of Shoal."""
     bad = {name: each.reason for name, each in answers.items() if isinstance(each, HostFailure)}
     good = {name: each for name, each in answers.items() if isinstance(each, HostAnswer)}
     own = version("shoal")
@@ -357,8 +352,8 @@ def _plans(
 
 
 def _make_certificates(path: Path, addresses: Sequence[str]) -> Mapping[str, str]:
-    """Make the authorities and certificates of a new control plane in a folder; return the files
-    for its hosts, without the authorities' keys."""
+    """Make the certificates of a new control plane in a folder; return the files for its hosts,
+    without the authorities' keys."""
     shutil.rmtree(path, ignore_errors=True)
     hosts = [*dict.fromkeys((*addresses, "127.0.0.1", "localhost"))]
     folder, of_etcd = CertificateFolder(path), CertificateFolder(path / ETCD_CERTIFICATES)
