@@ -3,10 +3,9 @@
     python -m shoal_client.remote.on_host               # one order on stdin, one answer on stdout
     python -m shoal_client.remote.on_host serve PATH    # the parts of this host, until SIGTERM
 
-An order is a line of JSON on stdin: it may contain private keys, and other users of the host could
-read them on a command line. `serve` is started by an order, in its own session, and outlives the
-connection. It holds a lock on the host's directory, which shows that the parts run.
-systemd-tmpfiles does not clear a locked directory.
+An order is a line of JSON on stdin: it may contain private keys, which other users of the host
+could read on a command line. `serve` outlives the connection. It holds a lock on the host's
+directory, which shows that the parts run. systemd-tmpfiles does not clear a locked directory.
 """
 
 import fcntl
@@ -69,7 +68,7 @@ class HostPlan:
     ports: Mapping[str, int]
     """`HostPorts`, by name."""
     etcd: Sequence[str]
-    """host:port of each etcd member for clients, this host's member first."""
+    """host:port for clients of each etcd member, this host's member first."""
     member: Mapping[str, object]
     """`EtcdAddresses` of this host's member, by name."""
     num_parameter_servers: int
@@ -229,7 +228,6 @@ def stop(directory: Path) -> None:
 
 
 def _ports(base: int) -> HostPorts:
-    """Return the ports to use. Raises InvalidSpec if one of those from `base` on is taken."""
     with ExitStack() as stack:
         found = []
         for number in range(4):

@@ -1,5 +1,4 @@
-"""Commands on other hosts with the system's ssh: names of hosts, the command line, and the mark of
-messages in the output."""
+"""Commands on other hosts with the system's ssh."""
 
 import ipaddress
 import re
@@ -70,8 +69,7 @@ def check_once(names: Sequence[str], expected: str) -> None:
 
 
 def parse_host_names(text: str) -> tuple[str, ...]:
-    """Return the hosts in `HOST,...`. Raises InvalidSpec for a bad host, and for a host that is
-    given twice."""
+    """Return the hosts in `HOST,...`. Raises InvalidSpec for a bad host, or one given twice."""
     names = []
     for part in (each.strip() for each in text.split(",") if each.strip()):
         name = bare_name(part) if re.fullmatch(HOST_NAME, part) else None
@@ -102,4 +100,3 @@ HostNames = Annotated[
         json_dict=False,
     ),
 ]
-"""The option --hosts of a command that starts no workers."""

@@ -13,20 +13,16 @@ from shoal_proto.v1 import weights_pb2 as pb
 
 TABLES = "shoal.tables/"
 MAX_PART_LAYOUT_BYTES = MAX_MESSAGE_BYTES - 64 * 1024
-"""Maximum size of a rank's layout. The message with the layout also has metadata, and the digest,
-size and holders of the segment."""
+"""Maximum size of a rank's layout, which leaves space for the rest of the message."""
 IDS, BIRTHS, VALUES = "ids", "births", "values"
 
 Numbers = tuple[int, ...]
 
 
 def cut_parts(cut: pb.CutTablesReply, tied: Mapping[str, str]) -> list[pb.CutPart]:
-    """The parts of a cut, in the order of its shards. The publisher's own part is that of rank 0;
-    the parts of the cut are those of ranks 1, 2, ...
-
-    `tied`: maps each further name of a parameter to the parameter's first name. Raises
-    MalformedMessage if the cut has a block of a parameter that it does not describe.
-    """
+    """The parts of a cut, in the order of its shards, for the ranks 1, 2, ...; the publisher's own
+    part is that of rank 0. `tied`: maps each further name of a parameter to the parameter's first
+    name. Raises MalformedMessage for a block of an undescribed parameter."""
     specs = {each.name: each for each in cut.parameters}
     names: dict[str, list[str]] = {name: [name] for name in specs}
     for further, first in tied.items():
@@ -95,11 +91,7 @@ def _add_run(
 
 def boxes(shape: Sequence[int], start: int, count: int) -> Iterator[tuple[Numbers, Numbers, int]]:
     """Split a run of elements of a flattened tensor into rectangular parts. Yields, in order, the
-    offsets and sizes of each part and the number of its first element.
-
-    Whole rows of the outermost dimension are one part. A partial row before or after them is split
-    in the same way.
-    """
+    offsets and sizes of each part and the number of its first element."""
     if not shape:
         yield (), (), start
         return

@@ -21,7 +21,7 @@ LEAVING_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class InstalledVersion:
-    """The version that a reader installed last (number 0: none), and the cost of fetching it."""
+    """The version that a reader installed last (number 0: none), and the cost of the fetch."""
 
     number: int = 0
     digest: bytes = b""
@@ -30,8 +30,7 @@ class InstalledVersion:
 
 
 class ReaderLeases:
-    """Leases that a reader holds on versions, renewed by its reports. Coordinators keep a leased
-    version until the lease ends. Thread-safe."""
+    """Leases that a reader holds on versions, renewed by its reports. Thread-safe."""
 
     def __init__(
         self, coordinators: Coordinators, series: str, reader: str, serves_at: str = ""
@@ -43,10 +42,9 @@ class ReaderLeases:
         """Address at which this reader serves other relays; empty: it is no relay."""
         self._lock = threading.Lock()
         self._reporting = threading.Lock()
-        """Lock held during a report. Each report has the reader's whole state, and replaces the one
-        before."""
+        """Held during a report: each report replaces the one before."""
         self._sequence = time.time_ns() // 1000
-        """Number of the last report. It is higher than in earlier processes of this reader."""
+        """Number of the last report, higher than in earlier processes of this reader."""
         self._leased: Counter[int] = Counter()
         self._gone: set[int] = set()
         self._reported: set[int] = set()
@@ -61,10 +59,9 @@ class ReaderLeases:
         self._thread.start()
 
     def take(self, number: int, timeout_s: float) -> None:
-        """Take a lease on a version. Leases are counted: call `release` once for each `take`.
-
-        Raises VersionGone if it is not kept any more, Overloaded if the series has its maximum of
-        readers or leases, another RetryError if no coordinator answers in time, and refusals."""
+        """Take a lease on a version; call `release` once for each `take`. Raises VersionGone if the
+        version is not kept any more, Overloaded if the series has its maximum of readers or leases,
+        another RetryError if no coordinator answers in time, and refusals."""
         with self._lock:
             self._leased[number] += 1
             is_held = self._until_s.get(number, 0.0) > time.monotonic()
@@ -104,8 +101,8 @@ class ReaderLeases:
             )
 
     def report(self, installed: InstalledVersion) -> None:
-        """Report an installed version to the coordinator, in the background. Raises Regressed if a
-        newer version was reported before."""
+        """Report an installed version in the background. Raises Regressed if a newer version was
+        reported before."""
         with self._lock:
             if installed.number < self.installed.number:
                 raise Regressed(
@@ -120,8 +117,7 @@ class ReaderLeases:
         self._wake.set()
 
     def close(self) -> None:
-        """End the reports, and report that this reader leaves, if a coordinator answers within
-        LEAVING_S."""
+        """End the reports, and report that this reader leaves."""
         with self._lock:
             self._is_closed = True
         self._wake.set()

@@ -50,9 +50,8 @@ class SeriesPublisher:
         options: pb.SeriesOptions | None = None,
         may_be_local: bool | None = None,
     ) -> None:
-        """`publisher`: returns the publisher's identity for each call, which is a member's current
-        token, or a script's incarnation. `may_be_local`: False to use TCP to servers on this host
-        too; None: as SHOAL_TRANSPORT says."""
+        """`publisher`: returns a member's current token, or a script's incarnation. `may_be_local`:
+        False to use TCP to servers on this host too; None: as SHOAL_TRANSPORT says."""
         self._series = series
         self._publisher = publisher
         self._rank = rank
@@ -62,7 +61,7 @@ class SeriesPublisher:
         self._stores = WeightStores(series, may_be_local=may_be_local)
         self._closing = threading.Event()
         self._lock = threading.Lock()
-        """Lock held during `Begin`: a script's lease is renewed on another thread."""
+        """Held during `Begin`: a script's lease is renewed on another thread."""
         self._epoch = 0
         self._lease_s = 0.0
         self._abandoned: list[int] = []
@@ -71,9 +70,8 @@ class SeriesPublisher:
     def begin(self, timeout_s: float = TIMEOUT_S) -> pb.BeginPublicationReply:
         """Announce a publication; return epoch, newest version and servers for the rank's segment.
 
-        There are no servers in the reply while the cluster has none. Raises StaleEpoch, SeriesHeld
-        and other refusals at once, Overloaded after CALL_S and the last other RetryError,
-        JobQuarantined or CertificateRefused once the time is over or this is closed."""
+        Raises StaleEpoch, SeriesHeld and other refusals at once, Overloaded after CALL_S, and the
+        last other RetryError, JobQuarantined or CertificateRefused after `timeout_s` or `close`."""
         give_up_s = time.monotonic() + timeout_s
         with self._lock:
             reply = self._persist(lambda: self._begin(CALL_S), give_up_s)
@@ -102,19 +100,16 @@ class SeriesPublisher:
         """Publish this rank's part. Returns the version once the parts of all ranks are committed.
 
         `layout`: this rank's tensors and slices. `publication`: a number, the same on all ranks,
-        that rises with each publication. `on_replicated`: called once, when every holder of the
-        segment has it.
-
-        `tied`, given by a single rank: the version also has the parameters and the rows of tables
-        on the job's parameter servers, as of one cut. `tied` maps each further name of a parameter
-        to the parameter's first name.
+        that rises with each publication. `tied`, given by a single rank: the version also has the
+        parameters and tables on the job's parameter servers, as of one cut. `tied` maps each
+        further name of a parameter to the parameter's first name. `on_replicated`: called once,
+        when every holder has the segment.
 
         Raises StaleEpoch if another publisher has replaced this one, SeriesHeld or another refusal,
-        PublicationAbandoned if the publication was abandoned, InvalidSpec for a reserved name or a
-        layout of more than MAX_PART_LAYOUT_BYTES, and Overloaded or NoServers if no server has had
-        space for the segment for OVERLOADED_S. Once `timeout_s` has passed or `close` was called,
-        raises other RetryErrors or ChecksumMismatch: the version may or may not be committed
-        then."""
+        PublicationAbandoned, InvalidSpec for a reserved name or a layout of more than
+        MAX_PART_LAYOUT_BYTES, and Overloaded or NoServers if no server has had space for the
+        segment for OVERLOADED_S. Raises other RetryErrors or ChecksumMismatch after `timeout_s` or
+        `close`: the version may or may not be committed then."""
         give_up_s = time.monotonic() + timeout_s
         back_off, is_replicated, full_since_s = BackOff(), False, float("inf")
         check_layout(layout)
@@ -158,7 +153,7 @@ class SeriesPublisher:
 
     def close(self) -> None:
         """Close every connection; a call in progress fails. A script's lease on the series is
-        released if a coordinator answers within 1 s; otherwise it expires."""
+        released, or expires if no coordinator answers."""
         self._closing.set()
         if self._renewing is not None:
             self._renewing.join()
@@ -190,8 +185,8 @@ class SeriesPublisher:
         segment: Segment,
         give_up_s: float,
     ) -> pb.Segment:
-        """Send the segment to its servers; return its description with its holders. Raises the
-        error of a server, NoServers, or Unavailable if a server did not get the segment."""
+        """Send the segment to its servers; return its description with its holders. Raises a
+        server's error, NoServers, or Unavailable if a server did not get the segment."""
         if not begun.servers:
             raise NoServers(
                 f"there is no parameter server for series {self._series}",
@@ -258,9 +253,7 @@ class SeriesPublisher:
     def _persist(
         self, call: Callable[[], pb.BeginPublicationReply], give_up_s: float
     ) -> pb.BeginPublicationReply:
-        """Repeat the call until a coordinator answers. Overloaded counts as an answer, and is
-        raised.
-        """
+        """Repeat the call until a coordinator answers. Overloaded is an answer, and raised."""
 
         def attempt() -> pb.BeginPublicationReply | Overloaded:
             try:
@@ -280,7 +273,6 @@ class SeriesPublisher:
     # --- the lease of a plain script ---
 
     def _renew(self) -> None:
-        """Renew the lease until the publisher is closed or refused."""
         while not self._closing.wait(self._lease_s / 3):
             try:
                 with self._lock:

@@ -36,7 +36,7 @@ log = structlog.get_logger(__name__)
 TIMEOUT_S = 600.0
 CALL_S = 10.0
 AT_ONCE = 4
-"""Number of segments that are fetched at the same time."""
+"""Segments that are fetched at the same time."""
 
 Ranges = Mapping[int, Sequence[tuple[int, int]]]
 """Wanted ranges of bytes by index of the segment, as (first byte, byte after the last)."""
@@ -53,7 +53,6 @@ class Base:
 
     record: pb.VersionRecord
     segments: Mapping[int, Segment]
-    """Segments by index."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +66,6 @@ class _Wanted:
 
     @property
     def may_be_reused(self) -> bool:
-        """True if a later fetch may reuse the memory."""
         return self.new_writer is not SegmentWriter
 
 
@@ -87,26 +85,26 @@ class SeriesReader:
     ) -> None:
         """`reader`: name of the reader in `shoal status`. `may_be_local`: False to use TCP to
         servers on this host too; None: as SHOAL_TRANSPORT says. `apply_difference`: None to fetch
-        only whole segments. `relay_at`: address of this machine at which the reader, as a relay,
-        serves fetched segments to other relays; None: it is no relay."""
+        only whole segments. `relay_at`: address at which this reader serves other relays; None: it
+        is no relay."""
         self.series = series
         self._coordinators = Coordinators(coordinators)
         self._reports = Coordinators(coordinators)
         self._may_be_local = may_be_local
         self._stores = WeightStores(series, may_be_local=may_be_local)
         self._relay = None if relay_at is None else Relay(series, relay_at)
-        """The relay; None once `lease` has closed it, on any thread."""
+        """None once `lease` has closed it, on any thread."""
         self._fetching = threading.Lock()
-        """Lock held while a relay fetches a version: it fetches one version at a time."""
+        """Held during a fetch: a relay fetches one version at a time."""
         self._watch = SeriesWatch(self._coordinators, series)
         self._leases = ReaderLeases(self._reports, series, reader, self.relay_address)
         self._apply_difference = apply_difference
         self._memory = ReusedMemory()
         self._layouts: dict[bytes, pb.Layout] = {}
         self.fetched_bytes = 0
-        """Number of bytes that arrived through sockets. Mapped memory is not counted."""
+        """Bytes that arrived through sockets. Mapped memory is not counted."""
         self.relayed_bytes = 0
-        """Number of bytes that arrived from relays, included in `fetched_bytes`."""
+        """Bytes that arrived from relays, included in `fetched_bytes`."""
 
     def view(self, timeout_s: float | None = TIMEOUT_S) -> pb.SeriesView:
         """The series as last reported by a coordinator. Raises DeadlineExceeded if none has
@@ -189,24 +187,19 @@ class SeriesReader:
     ) -> list[Segment]:
         """Fetch segments of a version (`segments`: their indexes; None: all), in this order.
 
-        The version is leased meanwhile. Returned segments are complete and verified. On a server's
-        host they are the server's memory, mapped. With `ranges`, only chunks that cover these bytes
-        need to arrive, and other bytes may read as zeros; a segment without ranges is fetched as a
-        whole. With `base`, segments that have not changed since that version are taken from it. For
-        a whole segment with few changes, a server on another host computes the difference, and only
-        the difference is fetched.
+        The version is leased meanwhile. Returned segments are verified. On a server's host they are
+        the server's memory, mapped. With `ranges`, only chunks that cover these bytes need to
+        arrive, and other bytes may read as zeros; a segment without ranges is fetched as a whole.
+        With `base`, unchanged segments are taken from it, and of segments with few changes only the
+        difference is fetched. `reuses_memory`: a later fetch reuses the memory of fetched segments
+        once nothing refers to it; for callers that copy the data, and keep at most a base.
 
-        `reuses_memory`: segments that arrive over a network are in memory that a later fetch
-        reuses once nothing refers to it. This is for callers that copy the data, and keep at most a
-        base.
-
-        A relay fetches from the relay that the coordinator has named, if any; if that relay fails,
-        it fetches the rest from servers. It keeps the fetched segments for other relays, in memory
-        that is not reused, until it has fetched another version.
+        A relay fetches from the relay that the coordinator has named, or from servers if that
+        fails. It keeps the segments for other relays until it has fetched another version.
 
         Raises VersionGone if the version is dropped meanwhile, a RetryError if it cannot be leased
-        within CALL_S, the RetryError or CorruptError of the last attempt once `timeout_s` has
-        passed, refusals at once, and InvalidSpec for `ranges` in a relay."""
+        within CALL_S, the RetryError or CorruptError of the last attempt after `timeout_s`,
+        refusals at once, and InvalidSpec for `ranges` in a relay."""
         give_up_s = time.monotonic() + timeout_s
         indices = range(len(record.segments)) if segments is None else segments
         if self._relay is not None and ranges:
@@ -241,7 +234,7 @@ class SeriesReader:
     def report(
         self, installed: int, digest: bytes, fetch_s: float = 0.0, fetch_bytes: int = 0
     ) -> None:
-        """Report in the background which version this reader serves. `digest`: digest of the
+        """Report in the background which version this reader serves, with the digest of the
         installed bytes. Raises Regressed if the version is older than the last one."""
         self._leases.report(InstalledVersion(installed, digest, fetch_s, fetch_bytes))
 
@@ -257,8 +250,8 @@ class SeriesReader:
         return self._leases.installed.number
 
     def close(self) -> None:
-        """Close every connection: waiting calls fail. Leases end now if a coordinator answers
-        within a second; otherwise they expire."""
+        """Close every connection: waiting calls fail. Leases end, or expire if no coordinator
+        answers."""
         self._watch.close()
         if (relay := self._relay) is not None:
             relay.close()
@@ -272,7 +265,7 @@ class SeriesReader:
     def _relaying(
         self, record: pb.VersionRecord, indices: Sequence[int]
     ) -> Iterator[RelaySource | None]:
-        """Pass on what is fetched within the block. Yields the relay to fetch from, or None."""
+        """Yield the relay to fetch from, or None; pass on what is fetched within the block."""
         relay = self._relay
         if relay is None:
             yield None
@@ -294,7 +287,6 @@ class SeriesReader:
         source: RelaySource | None,
         give_up_s: float,
     ) -> Segment:
-        """Fetch one segment, and pass it on if this reader is a relay."""
         segment = self._one_segment(record, wanted, base, source, give_up_s)
         if (relay := self._relay) is not None:
             relay.add(segment)
@@ -339,7 +331,7 @@ class SeriesReader:
         *,
         is_difference: bool = False,
     ) -> Segment | None:
-        """Fetch the segment from the relay; None if there is no relay, or it fails."""
+        """None if there is no relay, or it fails."""
         if source is None:
             return None
         found = source.fetch(staged, timeout_s, is_difference=is_difference)
@@ -354,8 +346,7 @@ class SeriesReader:
         source: RelaySource | None,
         give_up_s: float,
     ) -> Segment | None:
-        """Make a segment from the base's segment and a difference, and verify its digest. None: the
-        whole segment must be fetched."""
+        """None: the whole segment must be fetched."""
         index = wanted.index
         if base.record.layout_digest != record.layout_digest:
             return None
@@ -403,7 +394,7 @@ class SeriesReader:
     def _applied(
         self, old: Segment, difference: Segment, digest: bytes, writer: SegmentWriter
     ) -> Segment:
-        """Apply a difference. Raises MalformedMessage, or ChecksumMismatch for a wrong result."""
+        """Raises MalformedMessage, or ChecksumMismatch for a wrong result."""
         assert self._apply_difference is not None
         try:
             self._apply_difference(old.view(), difference.view(), writer.buffer)
@@ -421,7 +412,6 @@ class SeriesReader:
         source: RelaySource | None,
         give_up_s: float,
     ) -> Segment:
-        """Fetch one segment from the relay, or else from any server that holds it."""
         segment = record.segments[wanted.index]
         staged = self._staged(segment.digest, wanted)
         back_off = BackOff()
