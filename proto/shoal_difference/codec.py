@@ -2,10 +2,8 @@
 
 In one training step few 16-bit weights change, and most of these by one representable number. So
 for elements of 16 bits a difference has the gaps between changed positions, and the distances from
-old to new values, counted in representable numbers. Low and high bytes of the gaps are separate
-streams, and each stream is compressed by zstandard. For elements of other sizes a difference has
-the exclusive or of the bytes, in planes. NaN, infinities and both zeros are bit patterns like all
-others.
+old to new values, counted in representable numbers. For elements of other sizes a difference has
+the exclusive or of the bytes, in planes. Each stream is compressed by zstandard.
 
 A difference gives the target only from its own base: the caller verifies both by their digests.
 """
@@ -23,18 +21,17 @@ from shoal_proto.pieces import Buffer
 
 MAGIC = b"SHDIFF01"
 SPAN_BYTES = 64 * 1024 * 1024
-"""Maximum size of a span. Each span is encoded separately, which bounds the memory needed."""
+"""Each span is encoded separately, which bounds the memory needed."""
 CACHED_ELEMENTS = 256 * 1024
-"""Number of elements that are compared at a time: they fit into the processor's cache."""
+"""Elements that are compared at a time: they fit into the processor's cache."""
 LEVEL = 1
-"""Compression level of zstandard. Higher levels take several times as long for a few percent."""
+"""Higher levels take several times as long for a few percent."""
 SKIP = 65535
 """Stands for this many elements of a longer gap, which continues in the next number."""
 FAR = -128
 """Marks a distance outside of -127 to 127, which is in the stream of 16-bit distances instead."""
 NUM_SAMPLES, SAMPLE_ELEMENTS = 256, 4096
 SIZES = (1, 2, 4, 8, 16)
-"""Possible sizes of an element in bytes."""
 
 Shorts = npt.NDArray[np.uint16]
 Bytes = npt.NDArray[np.uint8]
@@ -156,7 +153,7 @@ def _spans(view: memoryview) -> Iterator[tuple[_Kind, int, list[memoryview]]]:
 
 
 def _distances(old: Bytes, new: Bytes) -> list[Buffer]:
-    """Return the four streams of a span of kind `_Kind.DISTANCES`; none if nothing changed."""
+    """None if nothing changed."""
     positions, before, after = _changes(old.view("<u2"), new.view("<u2"))
     if not len(positions):
         return []
@@ -176,7 +173,6 @@ def _distances(old: Bytes, new: Bytes) -> list[Buffer]:
 
 
 def _changes(old: Shorts, new: Shorts) -> tuple[Positions, Shorts, Shorts]:
-    """Return the positions of the changed elements, and their values before and after."""
     differs = np.empty(CACHED_ELEMENTS, np.bool_)
     found = []
     for start in range(0, len(old), CACHED_ELEMENTS):
@@ -233,7 +229,7 @@ def _ranked(values: Shorts) -> Shorts:
 
 
 def _planes(old: Bytes, new: Bytes, size: int) -> list[Buffer]:
-    """Return the streams of PLANES; none if nothing changed."""
+    """None if nothing changed."""
     changed = old ^ new
     if not changed.any():
         return []
@@ -258,7 +254,6 @@ def _bytes(buffer: Buffer) -> Bytes:
 def _decompressed(
     stream: memoryview, num_bytes: int, decompressor: zstandard.ZstdDecompressor
 ) -> Bytes:
-    """Decompress a stream, which may not be longer than its span."""
     try:
         size = zstandard.frame_content_size(stream)
         if not 0 <= size <= num_bytes:

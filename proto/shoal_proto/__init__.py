@@ -10,5 +10,4 @@ MAX_MESSAGE_BYTES = MAX_PIECE_BYTES + 1024 * 1024
 # A coordinator's answer: the shard map of a model of many parameters is larger than any request.
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
 CHUNK_BYTES = 8 * 1024 * 1024
-"""Size of a chunk of published weights, the unit of transfer and verification. The last chunk of a
-segment may be shorter."""
+"""Size of a chunk of published weights. The last chunk of a segment may be shorter."""

@@ -1,9 +1,8 @@
 """Frames of the bulk transport, which carries calls to parameter servers and relays without gRPC.
 
 A connection carries one call at a time. A call begins with the frame of its request (PUSH, PULL,
-...); its other frames follow in both directions until END or ERROR. A frame is a header of
-HEADER_BYTES and a body. The data of a piece may also lie in memory that both ends share: then only
-the header is sent.
+...); its other frames follow in both directions until END or ERROR. A frame is a header and a body.
+The data of a piece may also lie in memory that both ends share.
 """
 
 import struct
@@ -21,7 +20,7 @@ BEAT_S = 0.5
 SILENCE_S = 3.0
 """Silence after which a server counts as dead."""
 MAX_ARENA_BYTES = 192 * 1024 * 1024
-"""Maximum size of the memory that a client and a server share."""
+"""Maximum size of shared memory."""
 
 
 class FrameKind(IntEnum):
@@ -142,8 +141,7 @@ class FrameReader:
         self, allocate: Callable[[int], memoryview] = _new, *, first: FrameKind | None = None
     ) -> None:
         """`allocate` returns memory for the body of a piece or chunk, given its size. `first`: the
-        kind that the first frame must have. Before that frame the peer is not authenticated: no
-        memory is allocated for a frame of another kind."""
+        kind that the first frame must have. Before that frame the peer is not authenticated."""
         self._allocate = allocate
         self._first = first
         self._buffer = memoryview(bytearray(BUFFER_BYTES))
@@ -152,8 +150,8 @@ class FrameReader:
         self._filled_bytes = 0
 
     def space(self) -> memoryview:
-        """Return the memory for the next received bytes; never empty. May move unread bytes, so
-        that memory from earlier calls must not be written any more."""
+        """Return the memory for the next received bytes; never empty. May move unread bytes: do not
+        write to memory from earlier calls."""
         if self._frame is not None:
             return self._frame.body[self._filled_bytes :]
         if self._start == self._stop:
@@ -172,11 +170,8 @@ class FrameReader:
             self._stop += num_bytes
 
     def next(self) -> Frame | None:
-        """Read the next whole frame, and return it; None until more is received.
-
-        Raises MalformedMessage, ChecksumMismatch, or an error of `allocate`: then read no later
-        frame.
-        """
+        """Read the next whole frame; None until more is received. Raises MalformedMessage,
+        ChecksumMismatch, or an error of `allocate`: then read no later frame."""
         if self._frame is None:
             if self._stop - self._start < HEADER_BYTES:
                 return None

@@ -1,6 +1,4 @@
-"""Deflated bytes (RFC 1950), as `zlib.compress` makes them, from a peer or store that is not
-trusted.
-"""
+"""Deflated bytes (RFC 1950) from a peer or store that is not trusted."""
 
 import zlib
 

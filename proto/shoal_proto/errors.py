@@ -1,7 +1,6 @@
 """Errors that Shoal raises, sorted by what the caller should do about them.
 
-An error is data: what happened, what was seen, what was expected, how to fix it. The same class
-is raised on both sides of a call: `shoal_proto.status` transmits it.
+The same class is raised on both sides of a call: `shoal_proto.status` transmits it.
 """
 
 from collections.abc import Mapping
@@ -9,8 +8,7 @@ from typing import Any, ClassVar
 
 
 class ShoalError(Exception):
-    """The root of all errors. `str()` gives one sentence made of the parts; use the attributes in
-    code."""
+    """The root of all errors. `str()` gives one sentence; use the attributes in code."""
 
     kinds: ClassVar[dict[str, type["ShoalError"]]] = {}
     _PARTS: ClassVar = ("what", "seen", "expected", "fix", "details")
@@ -47,7 +45,7 @@ class ShoalError(Exception):
     @staticmethod
     def from_dict(parts: Mapping[str, Any]) -> "ShoalError":
         """Return the error that `to_dict` made into `parts`; an InternalError if this release does
-        not know its kind. Parts that this release does not know are ignored."""
+        not know its kind. Unknown parts are ignored."""
         kind = ShoalError.kinds.get(parts["kind"], InternalError)
         return kind(**{key: parts[key] for key in ShoalError._PARTS if key in parts})
 
@@ -98,16 +96,12 @@ class Overloaded(RetryError):
 
 
 class DiskFull(Overloaded):
-    """The disk of a server's journal is full. Durable pushes are retried until there is space,
-    however long that takes."""
+    """The disk of a server's journal is full. Durable pushes are retried until there is space."""
 
 
 class CheckpointFailed(RetryError):
     """A checkpoint could not be written in time, or not at all; training is not affected. `details`
-    has the checkpoint's path, and the rank and errno if writing failed.
-
-    The next checkpoint may succeed, once there is space or permission.
-    """
+    has the checkpoint's path, and the rank and errno if writing failed."""
 
 
 class LoadingFailed(RetryError):
@@ -116,8 +110,8 @@ class LoadingFailed(RetryError):
 
 
 class SnapshotFailed(RetryError):
-    """The snapshot was not taken: it cannot be restored, and parameters are unchanged. Files that
-    were written for it may be left if storage failed."""
+    """The snapshot was not taken; parameters are unchanged. Files that were written for it may be
+    left if storage failed."""
 
 
 class RejoinError(ShoalError):
@@ -130,8 +124,7 @@ class Fenced(RejoinError):
 
 
 class GenerationBroken(RejoinError):
-    """The generation is over or cannot go on, for example because a member was lost; its members
-    agree on the next one."""
+    """The generation is over or cannot go on, for example because a member was lost."""
 
 
 class LeaseExpired(RejoinError):
@@ -163,29 +156,24 @@ class UnsupportedOptimizer(RefusedError):
 
 
 class ProposalConflict(RefusedError):
-    """Members, or a member and its job, differ in a field that must be the same.
-
-    `details` has the values of each field that differs, each value with the members that have it.
-    """
+    """Members, or a member and its job, differ in a field that must be the same. `details` has the
+    values of each such field, each value with the members that have it."""
 
 
 class UnequalPasses(RefusedError):
     """The members made different numbers of backward passes in a step, or took different actions
-    with their optimizers. The step was not committed. `details` maps each member to what it did.
-    """
+    with their optimizers. The step was not committed. `details` maps each member to what it did."""
 
 
 class HyperparametersDiffer(RefusedError):
     """Members would apply different learning rates or other hyperparameters in a step, or the step
     was taken before with different ones. The step was not committed. `details` has the fields, and
-    each member's values.
-    """
+    each member's values."""
 
 
 class RegisteredStateDiffers(RefusedError):
     """Objects that a script registered differ between members. `details` maps each member to its
-    value at the first difference.
-    """
+    value at the first difference."""
 
 
 class SampleFailed(RefusedError):
@@ -347,10 +335,9 @@ class StateLost(CorruptError):
 class JobQuarantined(CorruptError):
     """The coordinator cannot continue this job: one of its records in etcd cannot be read, or a
     change of it could not be stored. `details` has the job and, for an unreadable record, its key.
-    Other jobs continue; `shoal repair` shows what is wrong with this one, and repairs it."""
+    `shoal repair` shows what is wrong, and repairs it."""
 
 
 class InternalError(CorruptError):
     """An unexpected error. If it came from the peer, the peer's log has the traceback. Also raised
-    in place of errors of kinds that this release does not know.
-    """
+    in place of errors of kinds that this release does not know."""

@@ -1,5 +1,5 @@
-"""Figures that a member reports about its training. The worker's report, the checks of it, the
-views, the metrics and their texts are all made from this one list."""
+"""Figures that a member reports about its training: the one list from which report, checks, views,
+metrics and texts are made."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
@@ -13,10 +13,10 @@ MAX_COUNT = 2**53 - 1
 Count = Annotated[int, Ge(0), Le(MAX_COUNT)]
 Amount = Annotated[float, Ge(0), Le(MAX_COUNT)]
 MAX_LOGGED = 32
-"""Maximum number of names of logged values in a report."""
+"""Maximum number of logged names in a report."""
 LoggedName = Annotated[str, MinLen(1), MaxLen(100)]
 MAX_COMMAND = 4000
-"""Maximum number of characters of a command line in a report."""
+"""Maximum number of characters of a command line."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Incarnations: the secret name of a process start, and its public id.
 
-Tokens are checked by their incarnation: a process that knows a member's incarnation can act as that
-member. So only the member, its launcher, the coordinator, etcd and the parameter servers have it;
-rosters, the page, logs and error messages have the public id.
+A process that knows a member's incarnation can act as that member. So only the member, its
+launcher, the coordinator, etcd and the parameter servers have it; rosters, the page, logs and error
+messages have the public id.
 """
 
 import hashlib
@@ -14,9 +14,7 @@ from uuid import UUID
 
 def new_incarnation(unix_ms: int | None = None) -> str:
     """Return a fresh UUID of version 7 (RFC 9562): 48 bits of Unix milliseconds, then random ones.
-
-    Incarnations are ordered by the time of the process start, by the host's clock.
-    """
+    Incarnations are ordered by the time of the process start, by the host's clock."""
     unix_ms = time.time_ns() // 1_000_000 if unix_ms is None else unix_ms
     random_bits = secrets.randbits(74)
     value = (unix_ms & (1 << 48) - 1) << 80 | 7 << 76 | (random_bits >> 62) << 64
@@ -25,8 +23,6 @@ def new_incarnation(unix_ms: int | None = None) -> str:
 
 @lru_cache(maxsize=16_384)
 def public_id(incarnation: str) -> str:
-    """Return 16 hexadecimal digits that identify a process start without revealing its incarnation.
-
-    74 bits of an incarnation are random, so it cannot be found by trying.
-    """
+    """Return 16 hexadecimal digits that identify a process start without revealing its incarnation:
+    74 random bits cannot be found by trying."""
     return hashlib.sha256(f"shoal incarnation\0{incarnation}".encode()).hexdigest()[:16]

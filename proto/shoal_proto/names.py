@@ -1,5 +1,4 @@
-"""Rules for names of jobs, members, servers and series, which become keys, paths and URL segments,
-for the prefix of a cluster's keys, and for URLs of storage."""
+"""Rules for names of jobs, members, servers and series, for key prefixes, and for storage URLs."""
 
 import re
 

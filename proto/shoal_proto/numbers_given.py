@@ -14,10 +14,8 @@ from shoal_proto.errors import InvalidSpec
 
 def as_index(name: str, value: Any) -> int:
     """Return the integer value of the argument `name`: a Python int, a NumPy integer, a 0-d array
-    or tensor of integers, or another object with `__index__`.
-
-    Raises InvalidSpec for anything else: True and False, floats, text, other arrays.
-    """
+    or tensor of integers, or another object with `__index__`. Raises InvalidSpec for anything else:
+    True and False, floats, text, other arrays."""
     plain = plain_number(name, value)
     if isinstance(plain, bool) or hasattr(plain, "shape"):
         raise _refusal(name, value, "an integer")
@@ -29,11 +27,8 @@ def as_index(name: str, value: Any) -> int:
 
 def as_number(name: str, value: Any) -> float:
     """Return the real value of the argument `name`: a number of Python or NumPy, a 0-d array or
-    tensor, or another object with `__float__`.
-
-    Raises InvalidSpec for True and False, NaN, text, complex numbers, other arrays, and integers
-    beyond the range of a float. Infinity passes, for callers to judge.
-    """
+    tensor, or another object with `__float__`. Infinity passes. Raises InvalidSpec for True and
+    False, NaN, text, complex numbers, other arrays, and integers beyond the range of a float."""
     plain = plain_number(name, value)
     if isinstance(plain, bool | str | bytes) or hasattr(plain, "shape"):
         raise _refusal(name, value, "a number")
@@ -47,9 +42,8 @@ def as_number(name: str, value: Any) -> float:
 
 
 def plain_number(name: str, value: Any) -> Any:
-    """Return the Python number in a scalar of another library, such as np.float32(1.5) or a 0-d
-    tensor; other values are returned unchanged. Raises InvalidSpec for a scalar without a value, as
-    on the meta device."""
+    """Return the Python number in a scalar of another library, such as a 0-d tensor; other values
+    unchanged. Raises InvalidSpec for a scalar without a value, as on the meta device."""
     if getattr(value, "shape", None) != () or not hasattr(value, "item"):
         return value
     try:
@@ -63,10 +57,8 @@ def plain_number(name: str, value: Any) -> Any:
 def convert_fields(
     config: Any, *, indices: Iterable[str] = (), numbers: Iterable[str] = ()
 ) -> None:
-    """Convert these fields of a frozen dataclass, from its `__post_init__`; None stays None.
-
-    Raises InvalidSpec if `as_index` or `as_number` does.
-    """
+    """Convert these fields of a frozen dataclass, from its `__post_init__`; None stays None. Raises
+    InvalidSpec as `as_index` and `as_number` do."""
     for names, convert in ((indices, as_index), (numbers, as_number)):
         for name in names:
             value = getattr(config, name)

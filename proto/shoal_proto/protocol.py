@@ -55,11 +55,10 @@ def user_agent(spoken: ProtocolRange) -> str:
 
 
 USER_AGENT_OPTION = ("grpc.primary_user_agent", user_agent(OWN_PROTOCOLS))
-"""Channel option; every channel between processes of Shoal has it."""
+"""Option of every channel between processes of Shoal."""
 
 
 def announced(agent: str) -> ProtocolRange | None:
-    """Return the range in the user agent of a call. None if there is none: the caller is not a
-    process of Shoal, and its requests are checked by their content."""
+    """Return the range in a call's user agent; None if the caller is not a process of Shoal."""
     found = _ANNOUNCED.search(agent)
     return ProtocolRange(int(found[1]), int(found[2])) if found else None

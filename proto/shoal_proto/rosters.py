@@ -15,10 +15,10 @@ from shoal_proto.errors import MalformedMessage
 from shoal_proto.v1.membership_pb2 import Roster
 
 LARGE_ENTRIES = 500
-"""Number of members above which a roster is fetched by its digest, not sent with each notice."""
+"""Members above which a roster is fetched by its digest, not sent with each notice."""
 MAX_UNPACKED_BYTES = 32 * 1024 * 1024
 LEVEL = 1
-"""Compression level: at a higher one incarnations do not shrink further, and the rest is small."""
+"""At a higher level incarnations do not shrink further, and the rest is small."""
 
 M = TypeVar("M", bound=Message)
 
@@ -26,9 +26,8 @@ M = TypeVar("M", bound=Message)
 def roster_digest(roster: Roster) -> str:
     """Return the SHA-256, in hex, of the roster's encoding: fields by number, map entries by key.
 
-    Protobuf leaves the order of a map's entries open unless asked for a deterministic one. Fields
-    that this release does not know are encoded last. A later release gives its new fields higher
-    numbers, so members of both releases compute the same digest.
+    Fields that this release does not know are encoded last. A later release gives its new fields
+    higher numbers, so members of both releases compute the same digest.
     """
     return hashlib.sha256(roster.SerializeToString(deterministic=True)).hexdigest()
 

@@ -1,8 +1,7 @@
 """A relay: a reader that passes segments of a series on to other relays, even while they arrive.
 
-It serves the calls with which readers fetch from a parameter server: `WeightStore.OpenBulk`, and
-SEGMENT_FETCH on a bulk connection. Segments are requested by digest, and the receiver verifies
-them, so that no reader has to trust a relay. A chunk is passed on as soon as it is verified here.
+It answers `WeightStore.OpenBulk`, and SEGMENT_FETCH on a bulk connection. Segments are requested by
+digest, and the receiver verifies them, so that no reader has to trust a relay.
 """
 
 import os
@@ -60,8 +59,8 @@ log = structlog.get_logger(__name__)
 READING = frozenset({CertificateRole.READER, CertificateRole.WORKER, CertificateRole.OPERATOR})
 """Roles that may fetch segments."""
 MAX_CONNECTIONS = 32
-"""Maximum number of connections. The coordinator lets at most two relays fetch from this one at a
-time; each fetches four segments at once."""
+"""The coordinator lets at most two relays fetch from this one at a time; each fetches four segments
+at once."""
 HELLO_S = 3.0
 IDLE_S = 10.0
 """Time without a call after which a connection is closed."""
@@ -70,8 +69,7 @@ SEND_S = 10.0
 SENT_BYTES = 1024 * 1024
 UNKNOWN_S = 0.5
 """Time to wait for a segment that this relay has not begun to fetch: it may be about to learn of
-the version. A difference to another base than this reader's never arrives.
-"""
+the version."""
 STALLED_S = 10.0
 """Time without arriving data after which readers that wait for it get an error."""
 
@@ -89,7 +87,7 @@ class _RelayedSegment:
     """A segment to pass on. Its fields are set as it arrives."""
 
     staged: StagedSegment | None = None
-    """Memory for the segment while it arrives."""
+    """Set while the segment arrives."""
     memory: _Memory | None = None
     num_bytes: int = 0
     chunk_digests: bytes = b""
@@ -97,7 +95,6 @@ class _RelayedSegment:
     is_given_up: bool = False
 
     def show_arriving(self) -> None:
-        """Make the memory of the arriving segment available, once it is allocated."""
         staged = self.staged
         if self.memory is None and staged is not None and staged.descriptor is not None:
             self.memory = _Memory(staged.descriptor)
@@ -120,7 +117,7 @@ class Relay(WeightStoreServicer):
         self._fetched: set[bytes] = set()
         """Digests of the segments that were staged or added since `version` began."""
         self._progress_s = 0.0
-        """Time at which data last arrived."""
+        """Time of the last data that arrived."""
         self._offers = BulkOffers()
         self._connections: set[socket.socket] = set()
         self._is_closed = False
@@ -256,7 +253,6 @@ class Relay(WeightStoreServicer):
         self._stack.close()
 
     def _announce(self, digest: bytes) -> _RelayedSegment:
-        """Make the entry of a segment that is being fetched visible to other readers."""
         self._fetched.add(digest)
         self._changed.notify_all()
         return self._segments.setdefault(digest, _RelayedSegment())
@@ -294,8 +290,6 @@ class Relay(WeightStoreServicer):
         _not_served(context)
 
     def _caller(self, context: grpc.ServicerContext) -> Caller:
-        """The caller that the certificate names. Raises AccessDenied if it may not read the
-        series."""
         found: Any = context.auth_context()
         caller = caller_among(found.get("x509_subject_alternative_name", ()))
         job = self._series.partition("/")[0]
@@ -420,7 +414,6 @@ class Relay(WeightStoreServicer):
             wire.send_part(memory.descriptor, start, size)
 
     def _find(self, digest: bytes) -> _RelayedSegment:
-        """Find a segment. Raises Unavailable if this reader neither has nor fetches it."""
         with self._changed:
             self._changed.wait_for(lambda: digest in self._segments or self._is_closed, UNKNOWN_S)
             entry = self._segments.get(digest)
@@ -483,8 +476,8 @@ class _Wire:
 
 
 def _listeners(host: str, stack: ExitStack) -> tuple[list[socket.socket], str]:
-    """Open the sockets that accept bulk connections: a TCP port, and an abstract Unix socket for
-    this machine. Returns both, and the name of the Unix socket."""
+    """Open a TCP port and an abstract Unix socket for bulk connections; return both, and the Unix
+    socket's name."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     remote = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
     remote.bind((host, 0))

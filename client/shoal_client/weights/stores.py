@@ -31,7 +31,7 @@ log = structlog.get_logger(__name__)
 
 OPEN_S = 3.0
 MAX_IDLE = 4
-"""Maximum number of idle connections that are kept for each server."""
+"""Idle connections that are kept for each server."""
 CHUNK_WITHIN_S = 10.0
 """Time limit for a relay to send a chunk, or a beat while it waits for a chunk itself."""
 
@@ -59,7 +59,7 @@ class WeightStores:
         self._idle: dict[str, list[SegmentConnection]] = {}
         self._in_use: set[SegmentConnection] = set()
         self._local: set[str] = set()
-        """Addresses that were found to be on this host."""
+        """Addresses on this host."""
         self._checked: set[str] = set()
 
     def put(
@@ -101,9 +101,9 @@ class WeightStores:
         raise failure
 
     def is_local(self, holders: Sequence[StoreServer]) -> bool:
-        """True if one of these servers is on this host: it shares its memory instead of sending
-        segments. Connects to each server at its first call; a server that is not reached then
-        counts as remote until a later call connects to it."""
+        """True if one of these servers is on this host, and shares its memory. Connects to each
+        server at the first call; a server that is not reached then counts as remote until a later
+        call connects to it."""
         for holder in holders:
             if holder.address not in self._checked:
                 self._checked.add(holder.address)

@@ -16,13 +16,12 @@ from shoal_proto.v1.weights_pb2_grpc import WeightSeriesStub
 log = structlog.get_logger(__name__)
 
 FIRST_ANSWER_S = 2.0
-"""Time to wait for a coordinator's first view before another is asked; see `HeldStream`."""
+"""Time limit for a stream's first view; see `HeldStream`."""
 
 
 class SeriesWatch:
     """The newest view of a series. Its version never falls, even if an outdated coordinator sends
-    an older view. Thread-safe. Calls wait, within their time limits, while there is no
-    coordinator."""
+    an older view. Thread-safe."""
 
     def __init__(self, coordinators: Coordinators, series: str) -> None:
         self._coordinators = coordinators

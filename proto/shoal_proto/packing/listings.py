@@ -1,11 +1,9 @@
 """Listings: the lines from which a digest in a proposal was computed, packed.
 
 If the digests of two members differ, the coordinator compares their listings, and names the first
-line that differs. A listing is a sequence of lines, "name: value", in the order in which they were
-hashed. Packed, the lines of 100,000 parameters of a transformer take some 10 kB: each number in a
-line is written as its difference from the number at the same position in the nearest earlier line
-with the same text around the numbers, and the result is compressed. If a listing would exceed
-MAX_LISTING_BYTES, digests of blocks of its lines are packed instead of the lines.
+line that differs. Each number in a line is written as its difference from the number at the same
+position in the nearest earlier line with the same text around the numbers; the result is
+compressed. If a listing would exceed MAX_LISTING_BYTES, digests of blocks of its lines are packed.
 """
 
 import re
@@ -17,7 +15,6 @@ from hashlib import sha256
 from shoal_proto.deflated import inflate
 
 MAX_LISTING_BYTES = 48 * 1024
-"""Maximum size of a packed listing."""
 _MAX_CODED_BYTES = 8 << 20
 _MAX_LISTED_CHARACTERS = 32 << 20
 """A listing that unpacks to more than either of these two limits is not read."""

@@ -1,8 +1,8 @@
 """Packing of many similar values, such as the addresses that ranks put into the rendezvous store.
 
 In a Gloo group of N ranks, each rank sets a value of 154 + 8 N bytes, nearly the same for all
-ranks, and reads the values of all ranks. A packed value is its difference (exclusive or) from the
-value before it, if both have the same length; all values together are deflated (RFC 1950).
+ranks, and reads all values. A packed value is its difference (exclusive or) from the value before
+it, if both have the same length; all values together are deflated (RFC 1950).
 """
 
 import zlib
@@ -44,8 +44,7 @@ def unpack(packed: bytes) -> list[bytes]:
 
 
 def _difference(value: bytes, other: bytes) -> bytes:
-    """Return the exclusive or of two values of one length, otherwise `value` itself. The function
-    is its own inverse."""
+    """Return the exclusive or of two values of one length, otherwise `value`; its own inverse."""
     size = len(value)
     if size != len(other):
         return value
