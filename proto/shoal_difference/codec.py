@@ -1,12 +1,10 @@
 """The difference between two versions of the same bytes, exact for every bit pattern.
 
 In one training step few 16-bit weights change, and most of these by one representable number. So
-for elements of 16 bits a difference has the gaps between changed positions, and the distances from
-old to new values, counted in representable numbers. For elements of other sizes a difference has
-the exclusive or of the bytes, in planes. Each stream is compressed by zstandard.
+for elements of 16 bits a difference has the gaps between changes, and the distances from old to new
+values in representable numbers. For other elements it has the exclusive or of the bytes, in planes.
 
-A difference gives the target only from its own base: the caller verifies both by their digests.
-"""
+The caller verifies base and target by their digests."""
 
 import struct
 from collections.abc import Iterable, Iterator
@@ -23,13 +21,13 @@ MAGIC = b"SHDIFF01"
 SPAN_BYTES = 64 * 1024 * 1024
 """Each span is encoded separately, which bounds the memory needed."""
 CACHED_ELEMENTS = 256 * 1024
-"""Elements that are compared at a time: they fit into the processor's cache."""
+"""These elements fit into the processor's cache."""
 LEVEL = 1
 """Higher levels take several times as long for a few percent."""
 SKIP = 65535
-"""Stands for this many elements of a longer gap, which continues in the next number."""
+"""Stands for this many elements of a gap that continues in the next number."""
 FAR = -128
-"""Marks a distance outside of -127 to 127, which is in the stream of 16-bit distances instead."""
+"""Marks a distance outside of -127 to 127, which is in the stream of 16-bit distances."""
 NUM_SAMPLES, SAMPLE_ELEMENTS = 256, 4096
 SIZES = (1, 2, 4, 8, 16)
 
@@ -40,25 +38,22 @@ Positions = npt.NDArray[np.int64]
 
 class _Kind(IntEnum):
     SAME = 0
-    """The span is the same as in the base; no streams."""
+    """Same as the base; no streams."""
     DISTANCES = 1
     """Four streams: low bytes of gaps, high bytes of gaps, distances of 8 bits, and of 16 bits."""
     PLANES = 2
-    """One stream for each byte of an element: the exclusive or of old and new."""
+    """A stream for each byte of an element: the exclusive or of old and new."""
 
 
 _SPAN = struct.Struct("<BBxxxxxxQ")
-"""Kind, number of streams, bytes of the span. The length of each stream follows."""
+"""Kind, number of streams, bytes of the span. The streams' lengths follow."""
 _LENGTH = struct.Struct("<Q")
 
 
 def encode(base: Buffer, target: Buffer, elements: Iterable[tuple[int, int]]) -> list[bytes]:
-    """Return the difference, in parts to be joined.
-
-    `elements`: runs (bytes of an element, bytes of the run) that make up both buffers. With a wrong
-    size of an element, the difference is larger, but still exact. Raises ValueError if the runs
-    together do not have the size of each buffer.
-    """
+    """Return the difference, in parts to be joined. `elements`: runs (bytes of an element, bytes of
+    the run) that make up both buffers; a wrong size of an element only makes the difference larger.
+    Raises ValueError if the runs do not have the size of each buffer."""
     old, new = _bytes(base), _bytes(target)
     compressor = zstandard.ZstdCompressor(level=LEVEL)
     parts, start = [MAGIC], 0
@@ -73,7 +68,7 @@ def encode(base: Buffer, target: Buffer, elements: Iterable[tuple[int, int]]) ->
 
 
 def changed_share(base: Buffer, target: Buffer) -> float:
-    """Estimate the fraction of 16-bit elements that differ, from samples all over the buffers."""
+    """Estimate the fraction of 16-bit elements that differ, from samples."""
     num_bytes = len(memoryview(target)) // 2 * 2
     if not num_bytes:
         return 0.0
@@ -86,10 +81,8 @@ def changed_share(base: Buffer, target: Buffer) -> float:
 
 
 def apply(base: Buffer, difference: Buffer, into: memoryview) -> None:
-    """Write the target into `into`, which is as large as the base and does not overlap it.
-
-    Raises MalformedMessage if `difference` is not a difference of buffers of this size.
-    """
+    """Write the target into `into`, which is as large as the base and does not overlap it. Raises
+    MalformedMessage if `difference` does not fit."""
     old, new = _bytes(base), _bytes(into)
     view = memoryview(difference)
     if view[: len(MAGIC)] != MAGIC:
@@ -185,7 +178,7 @@ def _changes(old: Shorts, new: Shorts) -> tuple[Positions, Shorts, Shorts]:
 
 
 def _gaps(positions: Positions) -> Shorts:
-    """Return the number of unchanged elements before each changed one, in 16 bits; see SKIP."""
+    """Return the unchanged elements before each changed one, in 16 bits; see SKIP."""
     gaps = np.diff(positions, prepend=-1) - 1
     if gaps.max() < SKIP:
         return gaps.astype("<u2")
@@ -219,7 +212,7 @@ def _apply_distances(after: Bytes, streams: list[Bytes]) -> None:
 
 def _ranked(values: Shorts) -> Shorts:
     """Map the bit patterns of 16-bit floating-point numbers to integers in the order of the
-    numbers, in two's complement: -0.0 is just below 0.0. The function is its own inverse."""
+    numbers, in two's complement: -0.0 is just below 0.0. Its own inverse."""
     signs = (values.view(np.int16) >> np.int16(15)).view(np.uint16)
     ranked: Shorts = values ^ (signs & np.uint16(0x7FFF))
     return ranked

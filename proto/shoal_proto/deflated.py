@@ -4,11 +4,11 @@ import zlib
 
 
 def inflate(packed: bytes, max_bytes: int) -> bytes:
-    """Return what was deflated. Raises ValueError if the bytes are not deflated, are cut off, or
+    """Return what was deflated. Raises ValueError if the bytes are not deflated, cut off, or
     inflate to more than `max_bytes`."""
     inflating = zlib.decompressobj()
     try:
-        # One byte more: with a full buffer the end of the bytes would not be read.
+        # With a full buffer the end of the bytes would not be read.
         data = inflating.decompress(packed, max_bytes + 1)
     except zlib.error as error:
         raise ValueError(str(error)) from error

@@ -1,9 +1,9 @@
-"""Element types, by torch's name without its prefix, with the size of one element in bytes."""
+"""Element types, by torch's name, with the size of an element in bytes."""
 
 from collections.abc import Mapping
 
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2}
-"""Element types of parameters and rows on parameter servers."""
+"""For parameters and rows."""
 
 ITEM_BYTES: Mapping[str, int] = {
     **dict.fromkeys(("bool", "uint8", "int8"), 1),
@@ -14,4 +14,4 @@ ITEM_BYTES: Mapping[str, int] = {
     **dict.fromkeys(("float64", "int64", "uint64", "complex64"), 8),
     "complex128": 16,
 }
-"""Element types of published weights."""
+"""For published weights."""

@@ -16,8 +16,8 @@ PAGE_BYTES = 4096
 
 
 def arena_bytes(largest_bytes: int, num_parts: int) -> int:
-    """Size of shared memory for about `num_parts` parts of at most `largest_bytes` each; 0 if the
-    parts are too large for shared memory."""
+    """Bytes of shared memory for about `num_parts` parts of at most `largest_bytes` each; 0 if the
+    parts are too large."""
     slot_bytes_each = _slot_bytes(largest_bytes)
     num_slots = max(NUM_SLOTS, min(num_parts, SMALL_ARENA_BYTES // slot_bytes_each))
     num_slots = min(num_slots, MAX_ARENA_BYTES // slot_bytes_each)
@@ -38,11 +38,11 @@ class Arena:
         self._free: list[int] = []
         self._taken: dict[int, int] = {}
         self.copied_bytes = 0
-        """Bytes that the current call has copied into slots."""
+        """Bytes that the current call has copied."""
         self.clear()
 
     def clear(self) -> None:
-        """Free all slots, at the beginning of a call."""
+        """Free all slots for the next call."""
         self._free = self._all[::-1]
         self._taken.clear()
         self.copied_bytes = 0
@@ -55,7 +55,7 @@ class Arena:
         return part.num_bytes <= self.slot_bytes
 
     def write_part(self, part: GradientPart) -> Iterator[bytes]:
-        """Copy a part into a free slot; yield the frames that announce it to the server."""
+        """Copy a part into a free slot; yield the frames that announce the part."""
         at = self._free.pop()
         self._taken[part.shard_id] = at
         yield bulk.header(

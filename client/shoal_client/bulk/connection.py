@@ -1,4 +1,4 @@
-"""A connection of the bulk transport to one server, for one call at a time."""
+"""A bulk connection to one server, for one call at a time."""
 
 import os
 import select
@@ -33,7 +33,7 @@ LOOKS_S = 0.0003
 """Time for which a large call polls for an answer before its thread sleeps: the kernel would wake a
 sleeping thread on the server's processor, although another one is idle."""
 LARGE_BYTES = 4 * 1024 * 1024
-"""A call that copied fewer bytes into slots does not poll: its answer comes soon in any case."""
+"""Calls that copied fewer bytes do not poll: their answers come soon anyway."""
 
 Parsed = TypeVar("Parsed")
 Reply = TypeVar("Reply", PushReply, ShardData, LookupReply)
@@ -72,24 +72,24 @@ class BulkConnection:
     def pull(
         self, request: PullRequest, parts: Iterable[GradientPart], timeout_s: float
     ) -> Iterator[ShardData | OnlyPiece]:
-        """Pull shards. `parts`: the requested shards, in the request's order. The iterator raises
-        the server's error, MalformedMessage, ChecksumMismatch, Unavailable or DeadlineExceeded. A
-        yielded piece is valid until the next one is requested."""
+        """Pull shards. `parts`: the requested shards, in order. The iterator raises the server's
+        error, MalformedMessage, Unavailable or DeadlineExceeded. A yielded piece is valid until the
+        next request."""
         opening = bulk.message(FrameKind.PULL, request.SerializeToString())
         return self._call(opening, parts, timeout_s, ShardData.FromString, _announced_values)
 
     def push(
         self, request: PushRequest, parts: Iterable[GradientPart], timeout_s: float
     ) -> Iterator[PushReply | OnlyPiece]:
-        """Push gradients or rows. Works like `pull`, but the parts hold the data to send."""
+        """Push gradients or rows, like `pull`; the parts hold the data to send."""
         opening = bulk.message(FrameKind.PUSH, request.SerializeToString())
         return self._call(opening, parts, timeout_s, PushReply.FromString, _announced_outcomes)
 
     def look_up(
         self, request: LookupRequest, parts: Iterable[GradientPart], timeout_s: float
     ) -> Iterator[LookupReply | OnlyPiece]:
-        """Look up rows of tables. Works like `pull`, but the parts hold the ids, item by item, and
-        space for the rows."""
+        """Look up rows of tables, like `pull`; the parts hold ids, item by item, and space for the
+        rows."""
         opening = bulk.message(FrameKind.LOOKUP, request.SerializeToString())
         return self._call(opening, parts, timeout_s, LookupReply.FromString, _announced_rows)
 
@@ -122,7 +122,7 @@ class BulkConnection:
                     bytes_left |= new_parts
                     changed = list(new_parts)
                 yield reply
-                # By now the caller has read the data of this reply.
+                # The caller has read this reply's data.
                 for part_id in changed:
                     if not bytes_left[part_id]:
                         sending.record_answer(part_id)
@@ -152,8 +152,7 @@ class BulkConnection:
             try:
                 sending.send_available()
             except OSError:
-                # A server that refuses a call sends the reason and closes the connection: read the
-                # reason first.
+                # A server that refuses a call sends the reason before it closes the connection.
                 if not self._receive():
                     raise
                 received_s = time.monotonic()
@@ -177,7 +176,7 @@ class BulkConnection:
         return frame
 
     def _poll_briefly(self) -> bool:
-        """Poll for an answer to a large call. Returns True if data was read."""
+        """Poll for an answer to a large call. True if data was read."""
         arena = self._arena
         if arena is None or not self._has_processors or arena.copied_bytes < LARGE_BYTES:
             return False
@@ -236,7 +235,7 @@ class BulkConnection:
         )
 
     def close(self) -> None:
-        """Close the connection; a call in progress on another thread fails."""
+        """Close the connection; a call in progress fails."""
         with self._lock:
             if self._is_closed:
                 return
@@ -245,9 +244,8 @@ class BulkConnection:
                 self._socket.close()
                 return
             try:
-                # The shutdown wakes the other thread, which then closes the socket.
-                # `SSLSocket.shutdown` would also turn TLS off: the other thread would read
-                # encrypted bytes.
+                # Wakes the other thread, which closes the socket. `SSLSocket.shutdown` would also
+                # turn TLS off, and the other thread would read encrypted bytes.
                 socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
             except OSError:
                 # The server closed first, which wakes the other thread.
@@ -270,8 +268,6 @@ def _announced_rows(reply: LookupReply) -> Iterable[tuple[int, int]]:
 
 
 class _Scratch:
-    """Memory for one piece, reused for the next."""
-
     def __init__(self) -> None:
         self._memory = memoryview(b"")
 

@@ -13,16 +13,16 @@ from shoal_proto.checksum import crc32
 from shoal_proto.pieces import Buffer
 
 LOW_WATER_BYTES = 256 * 1024
-"""More data is prepared below this amount. Data copied into shared memory counts too: the server
-begins with the first large part while the next one is copied."""
+"""Prepare more data below this amount. Data in shared memory counts: the server begins with the
+first large part while the next one is copied."""
 RECORD_BYTES = 16 * 1024
 """Maximum size of a TLS record."""
 MAX_BUFFERS = 256
-"""Buffers per call to the kernel; Linux takes at most 1024."""
+"""Per call to the kernel; Linux takes at most 1024."""
 
 
 class Sending:
-    """The frames that one call sends: its opening, its parts and the end."""
+    """The frames that one call sends."""
 
     def __init__(
         self,
@@ -48,27 +48,26 @@ class Sending:
         return bool(self._ready or self._record)
 
     def record_answer(self, shard_id: int) -> None:
-        """Record that the server has answered for the shard. A part that has not begun is then not
-        sent: the server has refused it."""
+        """Record the server's answer for the shard. If its part has not begun, the server has
+        refused the part, and nothing is sent."""
         self._answered.add(shard_id)
         if self._arena is not None:
             self._arena.release(shard_id)
 
     def send_available(self) -> None:
-        """Send until the kernel takes no more, no slot is free for the next part, or all is sent.
-        Raises OSError if the connection broke."""
+        """Send until the kernel takes no more, no slot is free, or all is sent. Raises OSError if
+        the connection broke."""
         while True:
             self._make_ready()
             if not self._ready or not self._send():
                 return
 
     def send_between_answers(self) -> None:
-        """Send like `send_available`, between two answers."""
+        """Like `send_available`, between two answers."""
         try:
             self.send_available()
         except OSError:
-            # The unsent data is kept: `send_available` raises the error again, after the answers
-            # that have been received.
+            # `send_available` raises the error again, after the received answers.
             return
 
     def _make_ready(self) -> None:
@@ -142,8 +141,7 @@ class Sending:
         return True
 
     def _send_encrypted(self, connected: ssl.SSLSocket) -> bool:
-        """OpenSSL takes one buffer at a time, and must get the same buffer again after a send that
-        would have blocked."""
+        """OpenSSL must get the same buffer again after a send that would have blocked."""
         while self._record or self._ready:
             if not self._record:
                 self._record = self._next_record()

@@ -1,7 +1,6 @@
-"""Certificates in the form that `shoal_proto.tls` reads: a URI names the holder and its role.
-Validity begins five minutes in the past, for peers with slow clocks. A certificate names no host
-unless hosts are given: peers check the role instead.
-"""
+"""Certificates in the form that `shoal_proto.tls` reads: a URI names holder and role. Validity
+begins five minutes ago, for peers with slow clocks. Hosts are named only for browsers: peers check
+the role."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -32,17 +31,15 @@ class IssuedCertificate:
 
 @dataclass(frozen=True, kw_only=True)
 class CertificateHolder:
-    """Holder of a certificate, and the certificate's duration."""
+    """Holder and duration of a certificate."""
 
     caller: Caller
     hosts: Sequence[str] = ()
-    """Names and IP addresses for clients that do not know Shoal's roles, such as browsers."""
+    """For clients that do not know Shoal's roles, such as browsers."""
     valid: timedelta
 
 
 class Authority:
-    """A certificate authority and its key."""
-
     def __init__(self, cert: bytes, key: bytes) -> None:
         """Raises InvalidSpec if `cert` or `key` is not PEM, or if they do not belong together."""
         self._cert = read(cert)

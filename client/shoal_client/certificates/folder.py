@@ -1,4 +1,4 @@
-"""An authority and the certificates that it issued, as files that only their owner can read."""
+"""An authority and its certificates, as files that only their owner can read."""
 
 import os
 import secrets
@@ -40,12 +40,12 @@ class CertificateFolder:
 
     @property
     def can_issue(self) -> bool:
-        """True if the folder has the authority's key."""
+        """True with the authority's key."""
         return (self.path / CA_KEY_FILE).exists()
 
     @property
     def has_authority(self) -> bool:
-        """True if the folder has the certificate or the key of an authority."""
+        """True with an authority's certificate or key."""
         return (self.path / CA_FILE).exists() or (self.path / CA_KEY_FILE).exists()
 
     def init(
@@ -54,10 +54,9 @@ class CertificateFolder:
         hosts: Sequence[str] = (),
         roles: Iterable[CertificateRole] = CertificateRole,
     ) -> None:
-        """Make the authority, and a certificate for each role. `hosts`: names and addresses of
-        the coordinator. Raises InvalidSpec, and makes no authority, if one of the files exists, if
-        the folder cannot be made, if other users have access to it, or as `Authority.issue` does.
-        """
+        """Make the authority, and a certificate for each role. `hosts`: of the coordinator. Raises
+        InvalidSpec, and makes no authority, if a file exists, the folder cannot be made, other
+        users have access to it, or `Authority.issue` refuses."""
         if self.has_authority:
             raise InvalidSpec(
                 "there is an authority already",
@@ -74,7 +73,7 @@ class CertificateFolder:
             ) from error
         self._check_private()
         authority, own = Authority.new(f"shoal {secrets.token_hex(4)}")
-        # Issue all certificates before writing a file, so that a refused `init` can be repeated.
+        # First, so that a refused `init` can be repeated.
         issued = {}
         for role in roles:
             named = hosts if role is CertificateRole.COORDINATOR else ()
@@ -105,8 +104,8 @@ class CertificateFolder:
         authority, done = self._authority(), []
         for path, holder in self._holders():
             issued = authority.issue(holder)
-            # Between the two writes key and certificate do not match. A process that reads them
-            # then keeps its earlier pair, and tries again.
+            # Between the two writes the pair does not match: readers keep their earlier pair, and
+            # try again.
             _replace(path.with_suffix(".key"), issued.key)
             _replace(path, issued.cert)
             done.append(path)

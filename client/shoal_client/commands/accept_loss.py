@@ -64,8 +64,8 @@ class AcceptLossConfig:
 
 
 def accept_loss(config: AcceptLossConfig) -> int:
-    """Give up the shards. Raises UnknownJob, UnknownShard, NothingLost, or InvalidSpec. A missing
-    --samples is refused before the user is asked for a confirmation."""
+    """Give up the shards. Raises UnknownJob, UnknownShard, NothingLost, or InvalidSpec; a missing
+    --samples is refused before the confirmation."""
     check_reachable(config.coordinators, ANSWER_WITHIN_S)
     coordinators = Coordinators(config.coordinators)
 

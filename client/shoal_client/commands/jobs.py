@@ -190,8 +190,7 @@ def wait(config: WaitConfig) -> int:
 
 def retry(config: RetryConfig) -> int:
     """Let workers join the job again. Raises UnknownJob, JobFinished, or InvalidSpec if the job has
-    members, or if its records were removed and `--from-scratch` was not given.
-    """
+    members, or no records and no `--from-scratch`."""
     check_reachable(config.coordinators, ANSWER_WITHIN_S)
     coordinators = Coordinators(config.coordinators)
     try:
@@ -208,8 +207,8 @@ def retry(config: RetryConfig) -> int:
 
 
 def reset_job(addresses: Sequence[str], job: str, job_secret: str = "") -> bool:
-    """Remove all data of a job; return True if there was any. Raises JobInUse while the job has
-    members, Unavailable if no coordinator answers."""
+    """Remove all data of a job; True if there was any. Raises JobInUse while the job has members,
+    Unavailable without a coordinator."""
     coordinators = Coordinators(addresses)
     try:
         request = pb.ResetJobRequest(job=job, job_secret=job_secret)
@@ -219,14 +218,13 @@ def reset_job(addresses: Sequence[str], job: str, job_secret: str = "") -> bool:
 
 
 def phase_of(addresses: Sequence[str], job: str) -> str:
-    """Return the job's phase; empty if there is no such job. Raises Unavailable if no coordinator
-    answers."""
+    """Return the job's phase; empty: no such job. Raises Unavailable without a coordinator."""
     standing = _standing_of(addresses, job)
     return standing.phase if standing is not None else ""
 
 
 def check_not_finished(addresses: Sequence[str], job: str) -> None:
-    """Raise JobFinished, StateLost or JobStopped, with advice, if the job cannot be joined."""
+    """Raise JobFinished, StateLost or JobStopped if the job cannot be joined."""
     standing = _standing_of(addresses, job)
     if standing is None:
         return

@@ -30,7 +30,7 @@ LOOK_EACH_S = 0.2
 ASK_EACH_S = 0.5
 NUM_LINES, NUM_LINES_EACH = 100, 10
 ELSEWHERE = (AccessDenied, NotLeader, Unavailable, UnknownJob, UnknownMember)
-"""Errors of the coordinator after which this host's files may still have the output."""
+"""Errors after which this host's files may still have the output."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,8 +80,8 @@ class LogsConfig:
 
 
 def logs(config: LogsConfig) -> int:
-    """Print the lines. Raises UnknownMember if there is no output, and InvalidSpec if `follow` is
-    given and the files of several members are shown."""
+    """Print the lines. Raises UnknownMember without output, and InvalidSpec if `follow` is given
+    for several files."""
     if config.directory is not None:
         return _from_files(config, config.directory)
     try:
@@ -143,7 +143,7 @@ def _members(client: StatusClient, job: str) -> list[str]:
 
 
 def _newest(client: StatusClient, job: str, member: str, number: int) -> tuple[list[str], str]:
-    """Newest lines, at most `number`, and the position after them."""
+    """Newest lines, at most `number`, and the position after."""
     page = client.output(job, member)
     if not page["is_live"]:
         _say(f"the launcher of {member} on {page['host']} has ended; it left these lines")
@@ -155,7 +155,6 @@ def _newest(client: StatusClient, job: str, member: str, number: int) -> tuple[l
 
 
 def _follow(client: StatusClient, job: str, positions: dict[str, str], *, prefixed: bool) -> None:
-    """Print new lines until the launchers of all members have ended."""
     while positions:
         time.sleep(ASK_EACH_S)
         for member, after in list(positions.items()):

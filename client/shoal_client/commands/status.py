@@ -41,10 +41,10 @@ WIDE = 100
 """Width of a terminal, in columns, from which members' hosts are shown and no table is split."""
 
 BY_ROLE = {"sni_hostname": COORDINATOR_NAME}
-"""Option of a request: the server's certificate must have a coordinator's name, not the address."""
+"""The server's certificate must have a coordinator's name, not the address."""
 
 Json = Any
-"""Decoded answer of an endpoint."""
+"""Decoded answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,8 +85,8 @@ class WhyConfig:
 
 
 def _with_scheme(url: str) -> str:
-    """Return HOST:PORT or an http URL with its scheme: https if this process has a certificate,
-    except for a cluster that this user has started on this machine."""
+    """Add the scheme to a host: https if this process has a certificate, except for a cluster of
+    this user on this machine."""
     host = url.removeprefix("http://")
     if "://" in host:
         return url
@@ -115,8 +115,7 @@ def _context() -> ssl.SSLContext | None:
 
 class StatusClient:
     """Client of the coordinators' HTTP API. `urls` are separated by commas; the leader answers.
-    Raises errors of the class that the server names. Control characters in answers are escaped, so
-    that no text acts on the terminal."""
+    Raises the error that the server names. Control characters in answers are escaped."""
 
     def __init__(self, urls: str) -> None:
         self._urls = [_with_scheme(url.strip().rstrip("/")) for url in urls.split(",")]
@@ -283,7 +282,7 @@ def status(config: StatusConfig) -> int:
 
 
 def _series_without_job(client: StatusClient, jobs: Sequence[str]) -> list[Json]:
-    """Series of published weights that belong to no job; none after a RetryError."""
+    """Series without a job; none after a RetryError."""
     try:
         found = client.weights()
     except RetryError:
@@ -297,7 +296,7 @@ def _shown_by_default(jobs: Json) -> Json:
 
 
 def _shards(client: StatusClient, job: str) -> Json:
-    """The job's shards, or the error if they cannot be read: other jobs are still shown."""
+    """The shards, or the error if they cannot be read: other jobs are still shown."""
     try:
         return {"shards": client.shards(job), "shards_error": ""}
     except (RetryError, UnknownJob):
@@ -335,8 +334,8 @@ def why(config: WhyConfig) -> int:
 
 
 def job_of_member(client: StatusClient, name: str, no_job: UnknownJob) -> str:
-    """The job of the member `name`. Raises UnknownJob if there is none. `no_job`: the coordinator's
-    error for a job of that name."""
+    """The job of the member `name`. Raises UnknownJob without one. `no_job`: the error for a job of
+    that name."""
     try:
         return client.job_of(name)
     except UnknownMember as no_member:
@@ -425,7 +424,7 @@ def _print_weights(console: Console, series: Json) -> None:
 
 
 def _print_members(console: Console, members: Json) -> None:
-    # In a narrow terminal the reasons for waits are printed below the table.
+    # In a narrow terminal the reasons are printed below the table.
     wide = console.width >= WIDE
     stale = any((entry["health"] or {}).get("staleness_steps") is not None for entry in members)
     bounded = any(entry["member"]["clock"] is not None for entry in members)
@@ -543,12 +542,12 @@ def _print_accepted_losses(console: Console, accepted: Json) -> None:
 
 
 def in_short(shard_id: int, version: int) -> str:
-    """Text of a lost shard. `version`: the version that it had at least; 0: not known."""
+    """Text of a lost shard. `version`: it had at least this one; 0: not known."""
     return f"shard {shard_id} ({f'at least version {version}' if version else 'no version known'})"
 
 
 def _server_figures(server: Json, shards: Json) -> dict[str, str]:
-    """Figures of a server by column name. `shards`: those with this server as primary."""
+    """Figures by column name. `shards`: shards with this server as primary."""
     return {
         "state": server["state"],
         "address": escape(server["address"]),

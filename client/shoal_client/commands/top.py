@@ -122,8 +122,8 @@ def _job_screen(job: Json, events: Json, height: int) -> RenderableType:
 
 
 def slowest(members: Json) -> set[str]:
-    """Ids of members whose steps take more than 1.5 times the median; none if fewer than three
-    report step times."""
+    """Ids of members whose steps take more than 1.5 times the median; none for fewer than three
+    members."""
     times = {
         entry["member"]["member_id"]: step_s
         for entry in members
@@ -144,7 +144,7 @@ def _share(value: float | None) -> str:
 
 
 def _table(*columns: str) -> Table:
-    """A table whose first column cuts long names, so that figures stay visible."""
+    """A table that cuts long names in its first column, so that figures stay visible."""
     table = table_of(*columns)
     table.columns[0].max_width, table.columns[0].overflow = NAME_WIDTH, "ellipsis"
     return table

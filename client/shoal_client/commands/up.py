@@ -43,7 +43,7 @@ HTTP_PORT = 7780
 MAX_BASE_PORT = 2**16 - 4
 CONNECTS_WITHIN_S = 3.0
 LEADS_WITHIN_S = 15.0
-"""Time to wait for a leader: an earlier coordinator that was killed leads until its lease ends."""
+"""A killed coordinator leads until its lease ends."""
 _HOSTS = Group(
     "Several hosts, over ssh",
     help="The hosts must have Shoal and an etcd program, and accept your ssh key without a"
@@ -140,7 +140,7 @@ class UpConfig:
 
 def up(config: UpConfig) -> int:
     """Run a cluster. Returns 0 after Ctrl-C or SIGTERM, or once a control plane on several hosts is
-    up; 1 if a part of the cluster does not stay up."""
+    up; 1 if a part does not stay up."""
     if config.hosts:
         return _up_on_hosts(config)
     ended: queue.SimpleQueue[str] = queue.SimpleQueue()

@@ -27,7 +27,7 @@ ANSWER_WITHIN_S = 10.0
 DIGEST_DIGITS = 12
 MAX_NUMBER = 2**63 - 1
 EXPORTERS = "shoal.weights"
-"""Group of entry points for actions that need tensors."""
+"""Entry points for actions that need tensors."""
 
 
 @dataclass(frozen=True, kw_only=True)

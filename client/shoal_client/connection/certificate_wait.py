@@ -1,5 +1,5 @@
 """Wait for a renewed certificate. A certificate may expire during training, or be renewed on one
-side first. A connected process that is then refused reads its files again, and tries again."""
+side first: a refused process tries again."""
 
 import os
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ DEFAULT_WAIT_S = 600.0
 
 
 def wait_s(environment: Mapping[str, str] | None = None) -> float:
-    """Time limit of the wait, in seconds; 0: a refused certificate ends a member at once. Raises
+    """Time limit of the wait; 0: a refused certificate ends a member at once. Raises
     InvalidSpec."""
     text = (os.environ if environment is None else environment).get(VARIABLE, "")
     try:
@@ -42,7 +42,7 @@ class CertificateWait:
         return now_s - self._since_s < self.limit_s
 
     def record_acceptance(self) -> bool:
-        """Record that a connection succeeded; True if this ends a wait."""
+        """Record a connection; True if this ends a wait."""
         was_on, self._since_s = self.is_waiting, None
         return was_on
 

@@ -1,4 +1,4 @@
-"""Connections to the coordinators: the choice of the one to call, and retries."""
+"""Connections to the coordinators: choice of the one to call, and retries."""
 
 import math
 import random
@@ -39,26 +39,26 @@ CLOSE_WITHIN_S = 1.0
 OUTLASTED = (RetryError, JobQuarantined, CertificateRefused)
 """Errors that do not end the membership of a member that trains."""
 
-# Not the module `random`: the script may have seeded it with the same number in every member, and
-# draws by background threads would change the numbers that the script gets.
+# Not `random.random`: the script may have seeded it alike in every member, and draws by background
+# threads would change the script's numbers.
 chance = random.SystemRandom().random
-"""Draws a number from 0 to 1."""
+"""From 0 to 1."""
 
 CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_ANSWER_BYTES),
     ("grpc.keepalive_time_ms", 2000),
     ("grpc.keepalive_timeout_ms", 1000),
-    # gRPC waits a minute for the answer to a ping, despite the timeout above. Members must leave a
-    # leader that hangs (SIGSTOP, a frozen machine) before its successor declares them lost.
+    # By default gRPC waits a minute for the answer to a ping. Members must leave a leader that
+    # hangs before its successor declares them lost.
     ("grpc.http2.ping_timeout_ms", 1000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
-    # gRPC's own back-off grows to minutes; a restarted coordinator should be found at once.
+    # A restarted coordinator should be found at once; gRPC's own back-off grows to minutes.
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.min_reconnect_backoff_ms", 50),
     ("grpc.max_reconnect_backoff_ms", 500),
-    # Two clients in one process must not share a connection: a test may cut one of them off.
+    # A test may cut one of two clients in a process off.
     ("grpc.use_local_subchannel_pool", 1),
     USER_AGENT_OPTION,
 )
@@ -77,13 +77,13 @@ class Channels:
     """Channels to peers, by address and own certificate. For one thread at a time."""
 
     def __init__(self, name: str) -> None:
-        """`name`: the name that the peers' certificates must have."""
+        """`name`: in the peers' certificates."""
         self._name = name
         self._open: dict[tuple[str, TlsMaterial | None], grpc.Channel] = {}
 
     def channel_to(self, address: str) -> grpc.Channel:
-        """The channel to the address with the present certificate. The channel with the previous
-        certificate stays open, since it may still carry a call."""
+        """The channel to the address with the present certificate. The previous certificate's
+        channel stays open, since it may still carry a call."""
         key = address, material()
         channel = self._open.get(key)
         if channel is None:
@@ -93,7 +93,8 @@ class Channels:
         return channel
 
     def pop_all(self, keep: Collection[str] = ()) -> list[grpc.Channel]:
-        """Remove the channels to all addresses except those in `keep`; the caller closes them."""
+        """Remove and return the channels to addresses that are not in `keep`; the caller closes
+        them."""
         return [self._open.pop(key) for key in list(self._open) if key[0] not in keep]
 
 
@@ -122,7 +123,7 @@ class Coordinators:
             return self._current
 
     def channel(self) -> grpc.Channel:
-        """The channel to the coordinator that is called next. Raises Unavailable after `close`."""
+        """Channel to the coordinator that is called next. Raises Unavailable after `close`."""
         with self._lock:
             if self._closed.is_set():
                 raise closed()
@@ -130,7 +131,7 @@ class Coordinators:
 
     def on_channel(self, start: Callable[[grpc.Channel], Started]) -> Started:
         """Return `start(self.channel())`. `start` must not block. The channel stays open meanwhile:
-        a stub made on a closed channel crashes the process. Raises Unavailable after `close`."""
+        a stub made on a closed one crashes the process. Raises Unavailable after `close`."""
         with self._lock:
             return start(self.channel())
 
@@ -219,10 +220,9 @@ class Coordinators:
         waits_for: str,
         gives_up: Callable[[], bool] = lambda: False,
     ) -> Reply_co:
-        """Repeat a call until it is answered, through outages of hours. `call` limits the time of
-        each attempt itself. An error that is not in OUTLASTED is raised at once, CertificateRefused
-        after SHOAL_CERTIFICATE_WAIT_S, and any error once `gives_up()` returns True or `close` was
-        called."""
+        """Repeat a call until it is answered, through outages of hours. `call` limits its own time.
+        An error that is not in OUTLASTED is raised at once, CertificateRefused after
+        SHOAL_CERTIFICATE_WAIT_S, and any error after `close` or once `gives_up()` is True."""
         back_off = BackOff()
         away_since_s: float | None = None
         certificate = CertificateWait(wait_s())
@@ -238,7 +238,7 @@ class Coordinators:
                 if gives_up() or self._closed.wait(back_off.pause_s(chance())):
                     raise
                 if away_since_s is None:
-                    # Not the time of the call: a coordinator may have kept it waiting for long.
+                    # Not the time of the call: a coordinator may have kept it waiting.
                     away_since_s = time.monotonic()
                     log.warning("coordinator_disconnected", waits_for=waits_for, reason=str(error))
                 continue
@@ -256,7 +256,7 @@ class Coordinators:
 
 
 def closed() -> Unavailable:
-    """Error of a call on closed connections."""
+    """Error of a call after `close`."""
     return Unavailable("the connection to the coordinator was closed")
 
 
@@ -267,9 +267,8 @@ class Closable(Protocol):
 
 
 def close_channels(channels: Iterable[Closable]) -> None:
-    """Close the channels: calls in progress fail. Returns within CLOSE_WITHIN_S. gRPC's `close`
-    waits for every call, also for one that KeyboardInterrupt kept from starting and that never
-    ends."""
+    """Close the channels within CLOSE_WITHIN_S: calls in progress fail. gRPC's `close` would wait
+    for every call, also for one that KeyboardInterrupt kept from starting, and that never ends."""
     closing = [
         threading.Thread(target=channel.close, name="shoal-close", daemon=True)
         for channel in channels
@@ -284,9 +283,9 @@ def close_channels(channels: Iterable[Closable]) -> None:
 
 
 def own_address(coordinators: Sequence[str]) -> str:
-    """The address of this machine's interface towards the first coordinator; 127.0.0.1 without
-    coordinators. Sends nothing. Raises InvalidSpec if the coordinator's name does not resolve, or
-    there is no route."""
+    """Address of this machine's interface towards the first coordinator; 127.0.0.1 without
+    coordinators. Sends nothing. Raises InvalidSpec if the name does not resolve, or there is no
+    route."""
     if not coordinators:
         return "127.0.0.1"
     host, _, port = coordinators[0].rpartition(":")

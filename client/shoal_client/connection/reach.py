@@ -1,6 +1,6 @@
-"""Check, before a generation starts, that a member reaches its peers over the network. Each member
-listens on a probe port and sends a greeting on each connection. The greeting is made from the
-member's public id, so another process on that port is not mistaken for the member."""
+"""Check, before a generation starts, that a member reaches its peers. Each member listens on a
+probe port and sends a greeting, made from its public id: another process on that port is not
+mistaken for the member."""
 
 import errno
 import hashlib
@@ -22,14 +22,14 @@ from shoal_proto.v1.membership_pb2 import STATE_ACTION_KEEP, Roster, RosterEntry
 log = structlog.get_logger(__name__)
 
 MAX_PEERS = 64
-"""Number of peers above which each member checks only some: see `ring`."""
+"""Peers above which each member checks only some: see `ring`."""
 BACKLOG = 256
 PAUSE_S = 0.1
 CHOICES = ("auto", "always", "never")
 
 
 def greeting(member_id: str, process: str) -> bytes:
-    """Greeting that a member's listener sends. `process`: the public id of its incarnation."""
+    """Greeting of a member's listener. `process`: the public id of its incarnation."""
     identity = hashlib.sha256(f"{member_id}\0{process}".encode()).hexdigest()
     return f"shoal-probe {identity}\n".encode()
 
@@ -62,7 +62,7 @@ class ProbeListener:
                 connection, _ = self._socket.accept()
             except OSError as error:
                 if not self._closing.is_set():
-                    # For example, no file descriptor is left. Connections wait in the backlog.
+                    # Connections wait in the backlog.
                     log.info("probe_not_accepted", reason=str(error))
                     self._closing.wait(PAUSE_S)
                 continue
@@ -184,8 +184,8 @@ def _connect(
 def _read_greetings(
     selector: selectors.BaseSelector, unreached: dict[str, str], give_up_s: float
 ) -> None:
-    """Read greetings until the time is over. Greetings that have arrived by then are still read:
-    this process may have been slow."""
+    """Read greetings until the time is over, and those that have arrived by then: this process may
+    have been slow."""
     while selector.get_map():
         left_s = max(0.0, give_up_s - time.monotonic())
         ready = selector.select(left_s)
@@ -203,8 +203,7 @@ def _read_greetings(
 
 
 def _progress(selector: selectors.BaseSelector, attempt: _Attempt) -> str | None:
-    """Advance one attempt; return the error, "" if the peer is reached, or None if not known
-    yet."""
+    """Advance one attempt; return the error, "" if the peer is reached, None if not known yet."""
     caller, peer = attempt.socket, attempt.peer
     if not attempt.connected:
         if code := caller.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
@@ -226,8 +225,8 @@ def _progress(selector: selectors.BaseSelector, attempt: _Attempt) -> str | None
 def _resolved(
     peers: Sequence[RosterEntry], unreached: dict[str, str], give_up_s: float
 ) -> Iterable[tuple[RosterEntry, str]]:
-    """Yield each peer with its IP address. Resolvers have time limits of their own, so they run on
-    a thread that is abandoned when the time is over."""
+    """Yield each peer with its IP address. Resolvers have their own time limits: they run on a
+    thread that is abandoned in time."""
     if not peers:
         return
     answers: queue.SimpleQueue[tuple[RosterEntry, str, str]] = queue.SimpleQueue()
@@ -236,8 +235,7 @@ def _resolved(
         for peer in peers:
             try:
                 known = socket.getaddrinfo(peer.address, None, type=socket.SOCK_STREAM)
-                # Prefer IPv4: the listener of a peer that is known by a name accepts it in any
-                # case.
+                # The listener of a peer with a name accepts IPv4 in any case.
                 best = min(known, key=lambda each: each[0] != socket.AF_INET)
                 answers.put((peer, str(best[4][0]), ""))
             except OSError as error:

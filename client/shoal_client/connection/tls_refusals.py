@@ -21,12 +21,11 @@ ATTEMPTS = 2
 _SIGNS = ("handshake", "closed", "reset", "eof", "hang", "broken pipe")
 """Words in gRPC's description of a refused handshake, but not of a port without a listener."""
 answered_plainly: set[str] = set()
-"""Addresses that have answered a call of this process without TLS. Failures there are not
-diagnosed."""
+"""Addresses that have answered without TLS. Failures there are not diagnosed."""
 
 
 def note_answer(address: str) -> None:
-    """Record that the server at host:port has answered, if this process uses no TLS."""
+    """Record that the server has answered, if this process uses no TLS."""
     if address not in answered_plainly and identity.own() is None:
         if len(answered_plainly) >= MAX_ANSWERED:
             answered_plainly.clear()
@@ -34,9 +33,8 @@ def note_answer(address: str) -> None:
 
 
 def explained(error: ShoalError, address: str, name: str) -> ShoalError:
-    """Replace an Unavailable by a CertificateRefused if a handshake shows that cause. `name`: the
-    name that the certificate at host:port must have, such as COORDINATOR_NAME. Blocks as
-    `why_refused` does."""
+    """Replace an Unavailable by a CertificateRefused if a handshake shows that cause. `name`: in
+    the server's certificate, such as COORDINATOR_NAME. Blocks as `why_refused` does."""
     if type(error) is not Unavailable or not any(s in error.seen.lower() for s in _SIGNS):
         return error
     if identity.own() is None and address in answered_plainly:
@@ -46,8 +44,8 @@ def explained(error: ShoalError, address: str, name: str) -> ShoalError:
 
 
 def why_refused(address: str, name: str) -> CertificateRefused | None:
-    """Reason why this process and the server at host:port cannot connect over TLS; None if they
-    can, or the server does not answer. Blocks for at most 3 s if the host is an IP address."""
+    """Reason why this process and the server cannot connect over TLS; None: no such reason, or no
+    answer. Blocks for at most 3 s if the host is an IP address."""
     try:
         if identity.own() is None:
             return _needs_tls(address) if _speaks_tls(address) else None
@@ -58,8 +56,8 @@ def why_refused(address: str, name: str) -> CertificateRefused | None:
 
 
 def _own_refusal(address: str, name: str) -> CertificateRefused | None:
-    """The refusal of a handshake with this process' certificate; None if the handshake succeeds.
-    Raises OSError if the server does not answer."""
+    """The refusal of a handshake with this process' certificate, if any. Raises OSError without an
+    answer."""
     context = _grpc_context()
     for _ in range(ATTEMPTS):
         with _connected(address) as plain:
@@ -94,7 +92,7 @@ def _grpc_context() -> ssl.SSLContext:
 
 
 def _speaks_tls(address: str) -> bool:
-    """True if the server speaks TLS, with any certificate. Raises OSError if it does not answer."""
+    """True if the server speaks TLS, with any certificate. Raises OSError without an answer."""
     with NO_FORK:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname = False
@@ -133,7 +131,7 @@ def _refused(address: str, seen: str) -> CertificateRefused:
 
 
 def _validity(cert: bytes) -> str:
-    # Imported here only: the import takes 30 ms, which other processes need not spend.
+    # The import takes 30 ms, which other processes need not spend.
     from cryptography.x509 import load_pem_x509_certificate  # noqa: PLC0415
 
     until = load_pem_x509_certificate(cert).not_valid_after_utc

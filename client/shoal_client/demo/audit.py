@@ -1,9 +1,6 @@
-"""Audit of a run: counts made from the files that every worker wrote, not from Shoal's reports.
-
-A worker writes a line before a step can contribute to the model (`begin`), and one when the step is
-committed. The lines are passed to the kernel before the worker goes on, so a SIGKILL loses none.
-Times are CLOCK_MONOTONIC, which all processes of a machine share.
-"""
+"""Audit of a run, from the files that every worker wrote. A worker writes a line before a step can
+contribute to the model (`begin`), and one when the step is committed. The kernel has a line before
+the worker goes on, so a SIGKILL loses none. Times are CLOCK_MONOTONIC."""
 
 import json
 from collections import Counter
@@ -47,7 +44,7 @@ class WorkerAudit:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleAudit:
-    """Counts of samples, by outcome."""
+    """Counts of samples."""
 
     lost: int
     """Samples that were never part of a committed step."""
@@ -96,9 +93,9 @@ def count_synchronous(accounts: Iterable[WorkerAudit], expected: Iterable[Sample
 def count_asynchronous(
     accounts: Iterable[WorkerAudit], expected: Iterable[Sample], pushes_applied: int | None
 ) -> SampleAudit:
-    """Count a run in which each worker's step is one push. A killed worker's last push may have
-    been applied without an acknowledgement: `pushes_applied` shows how many such pushes count. None
-    (unknown): all of them, so that no repetition is missed."""
+    """Count a run in which each worker's step is one push. A killed worker's last push may be
+    applied without an acknowledgement: `pushes_applied` shows how many are. None (unknown): all, so
+    that no repetition is missed."""
     accounts = list(accounts)
     used: Counter[Sample] = Counter()
     unanswered: list[AuditLine] = []
@@ -128,11 +125,10 @@ def _count(used: Counter[Sample], expected: Iterable[Sample], steps: int) -> Sam
 def recovery_s(
     survivors: Iterable[WorkerAudit], killed_at_s: float, *, after_generation: int | None = None
 ) -> float | None:
-    """Seconds from the kill to the next step that a survivor completed; None if there was none.
+    """Seconds from the kill to the next step that a survivor completed; None: no such step.
 
-    With `after_generation` only steps of a later generation count: a step to which the killed
-    worker had already contributed is no recovery.
-    """
+    With `after_generation` only steps of a later generation count: the killed worker may have
+    contributed to earlier ones."""
     times = [
         line.at_s
         for account in survivors
@@ -169,6 +165,6 @@ def span_s(accounts: Iterable[WorkerAudit]) -> float:
 
 
 def generation_at(accounts: Iterable[WorkerAudit], at_s: float) -> int:
-    """Newest generation in which a worker had trained by the time `at_s`; 0 if none had."""
+    """Newest generation in which a worker trained by the time `at_s`; 0: none."""
     seen = (line.generation for each in accounts for line in each.lines if line.at_s <= at_s)
     return max(seen, default=0)

@@ -1,4 +1,4 @@
-"""`shoal demo`: starts a cluster, trains twice, counts samples, and leaves no process behind."""
+"""`shoal demo`: starts a cluster, trains twice, and counts samples."""
 
 import json
 import os
@@ -77,7 +77,6 @@ def demo(config: DemoConfig) -> int:
 
 
 def _run(config: DemoConfig, directory: Path) -> bool:
-    """Train, end all processes and print the figures; return True if the demo succeeded."""
     console = Console()
     try:
         plans = [replace(plan, epochs=config.epochs) for plan in PLANS]
@@ -85,7 +84,7 @@ def _run(config: DemoConfig, directory: Path) -> bool:
         if config.json_file is not None:
             config.json_file.write_text(json.dumps([asdict(each) for each in outcomes], indent=2))
     finally:
-        # Also after a Ctrl-C. No further process is started from here on.
+        # Also after a Ctrl-C.
         _ignore_interrupts()
         left = sweep(SWEEP_S)
         for pid, command in left.items():
@@ -101,7 +100,7 @@ def train(
     """Start a cluster in the directory, and train by each plan in turn. Raises ShoalError."""
     outcomes: list[Outcome] = []
     data = directory / "digits.npz"
-    # One thread for each process: there are more processes than cores.
+    # There are more processes than cores.
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     config = LocalClusterConfig(
         directory=directory, environment=environment, restart=RestartPolicy(), tls=tls

@@ -18,7 +18,7 @@ class DemoPlan:
     synchronous: bool
     num_workers: int = 3
     kill_at: float = 0.25
-    """Fraction of the training after which a worker is killed."""
+    """Fraction of the training before the kill."""
     timeout_s: float = 240.0
 
     @property
@@ -44,9 +44,9 @@ class Outcome:
     test_accuracy: float
     """Accuracy of the final weights on the held-out images."""
     steps: int
-    """Committed optimizer steps; if asynchronous, applied pushes."""
+    """If asynchronous: applied pushes."""
     samples_per_s: float
-    """Mean over the whole training, kill and recovery included."""
+    """Kill and recovery included."""
     recovery_s: float
     """Seconds from the SIGKILL to the next step that a surviving worker completed; if synchronous,
     the next step in the generation without the killed worker."""

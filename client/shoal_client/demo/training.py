@@ -37,9 +37,9 @@ class LiveProgress:
     samples: int
     steps: int
     workers: int
-    """Worker processes that have completed a step and were not killed."""
+    """Without the killed one."""
     killed: str
-    """Member id of the killed worker; empty before the kill."""
+    """Empty before the kill."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class Kill:
 
 
 class LiveTally:
-    """Cheap counts from the growing audit files, for the progress bar and the time of the kill."""
+    """Cheap counts from the growing audit files."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -95,8 +95,7 @@ class DemoTraining:
         self._kill: Kill | None = None
 
     def run(self, show: Callable[[LiveProgress], None]) -> Outcome:
-        """Train, kill a worker, wait for the end. Raises InternalError with the end of the log on a
-        failure."""
+        """Train, kill a worker, wait for the end. Raises InternalError with the end of the log."""
         self._directory.mkdir(parents=True)
         with Supervisor(grace_s=3.0) as supervisor:
             process = supervisor.spawn(self._command())
@@ -134,7 +133,7 @@ class DemoTraining:
         tally = LiveTally(self._directory)
         deadline_s = time.monotonic() + self._plan.timeout_s
         pushes: int | None = None
-        # The files send no event, but the end of the run ends the wait at once.
+        # The files send no event; the end of the run ends the wait.
         while process.wait(TICK_S) is None:
             tally.read()
             share = tally.samples / self._plan.num_samples

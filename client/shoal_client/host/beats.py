@@ -18,9 +18,9 @@ from shoal_proto.v1 import membership_pb2 as pb
 log = structlog.get_logger(__name__)
 
 IDLE_S = 0.2
-"""Interval at which the board is read while no worker has claimed its slot."""
+"""Interval of reads of the board while no worker has claimed its slot."""
 ASKS_EVERY_S = 0.5
-"""Interval at which a coordinator is asked about a worker that gets no notices itself."""
+"""Interval of questions about a worker that gets no notices itself."""
 CALL_TIMEOUT_S = 2.0
 """A call that hangs does no harm: workers then send their own heartbeats."""
 
@@ -50,25 +50,25 @@ class WorkerStatus:
     pid: int
     job: str
     phase: str
-    """Phase of the job; empty if there is no such job."""
+    """Empty: no such job."""
     is_lost: bool
-    """True if the worker claims to be a member, and the job does not have it."""
+    """The worker claims to be a member, and the job does not have it."""
 
 
 class HostBeats:
-    """Sends heartbeats, on its own thread, for every running process that has claimed its slot.
-    Once the launcher's heartbeats are not accepted, the worker sends its own."""
+    """Sends heartbeats for every running process that has claimed its slot. If they are not
+    accepted, the worker sends its own."""
 
     def __init__(
         self,
         coordinators: Sequence[str],
         on_standing: Callable[[WorkerStatus], None] = lambda standing: None,
     ) -> None:
-        """`on_standing`: called, on the thread, with the status of workers that get no notices."""
+        """`on_standing`: gets the status of workers that get no notices."""
         self._on_standing = on_standing
         self._asks_at_s = 0.0
         self.coordinators = Coordinators(coordinators)
-        """Open within the `with` block; other parts of the launcher may use it too."""
+        """Open within the `with` block, also for other parts of the launcher."""
         self._lock = threading.Lock()
         self._watched: dict[int, _Watched] = {}
         self._closing = threading.Event()
@@ -95,7 +95,7 @@ class HostBeats:
             self._watched[pid] = _Watched(slot=slot, pid=pid, job=job)
 
     def ended(self, pid: int) -> None:
-        """Send no more heartbeats for the process: it is gone."""
+        """Send no more heartbeats for the process."""
         with self._lock:
             self._watched.pop(pid, None)
 
@@ -156,8 +156,7 @@ class HostBeats:
         self._reached = True
         for (slot, claim), answer in zip(claims, reply.replies, strict=True):
             if answer.HasField("error"):
-                # The launcher reads from the slot that the worker is fenced, even if the script
-                # never reports it.
+                # The script may never report that the worker is fenced.
                 slot.record_refused_heartbeat(claim, from_detail(answer.error))
             else:
                 slot.record_accepted_heartbeat(claim)

@@ -1,18 +1,17 @@
-"""The newest output of a worker, in its launcher's memory, for readers on other hosts."""
+"""The newest output of a worker, in its launcher's memory."""
 
 import threading
 
 from shoal_proto.v1 import outputs_pb2 as pb
 
 TAIL_BYTES = 1 << 20
-"""Bytes kept of each worker's output, across its restarts."""
+"""Bytes kept of each worker's output."""
 SLACK_BYTES = 1 << 17
-"""Excess that is allowed before old lines are dropped: dropping moves all newer lines."""
+"""Excess before old lines are dropped, which moves all newer lines."""
 
 
 class OutputTail:
-    """The newest lines of one worker. `add` is for the thread that reads the worker's output,
-    `part` for any thread."""
+    """The newest lines of one worker. `add` is for the reading thread, `part` for any thread."""
 
     def __init__(self, max_bytes: int = TAIL_BYTES) -> None:
         self._max_bytes = max_bytes

@@ -17,13 +17,12 @@ from pathlib import Path
 
 SIZE_BYTES = 72
 _MUTEX = 8
-"""Offset of the mutex, after the id of the process that holds it. The largest known
-`pthread_mutex_t` has 48 bytes (glibc on aarch64); it must be aligned to 8."""
+"""Offset after the holder's process id. `pthread_mutex_t` needs up to 48 bytes (glibc on aarch64),
+aligned to 8."""
 _PID = struct.Struct("@Q")
 _EXITING = 0x4
 """PF_EXITING: the process has begun to exit."""
 _LOOK_EVERY_S = 0.2
-"""Interval at which a launcher checks if a worker holds its lifeline."""
 
 _libc = ctypes.CDLL(None)
 
@@ -34,14 +33,14 @@ class Lifeline:
     def __init__(self, memory: mmap.mmap, offset: int) -> None:
         self._memory, self._offset = memory, offset
         start = ctypes.c_char.from_buffer(memory, offset)
-        # Keep only the address: a buffer that is referenced cannot be closed.
+        # A buffer that is referenced cannot be closed.
         self._mutex = ctypes.c_void_p(ctypes.addressof(start) + _MUTEX)
 
     # --- the worker ---
 
     def hold(self) -> bool:
-        """Hold the lock until `release` or the end of this process; False if that is impossible.
-        Must be called on the main thread: no other thread lives as long as its process."""
+        """Hold the lock until `release` or the end of this process; False if impossible. Must be
+        called on the main thread: no other thread lives as long as its process."""
         if threading.current_thread() is not threading.main_thread():
             return False
         result = _libc.pthread_mutex_trylock(self._mutex)
@@ -49,8 +48,7 @@ class Lifeline:
             _libc.pthread_mutex_consistent(self._mutex)
         elif result:
             return False
-        # Never unmap the memory, not even while the interpreter ends: the C library keeps a list of
-        # held locks in it.
+        # Never unmap the memory: the C library keeps a list of held locks in it.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._memory))
         self._holder = os.getpid()
         return True
@@ -62,8 +60,7 @@ class Lifeline:
         return holder if holder != os.getpid() and Path(f"/proc/{holder}").exists() else 0
 
     def release(self) -> None:
-        """Release the lock: the end of the process is then no death. On another thread than the
-        main one, the lock stays held."""
+        """Release the lock, so that the process' end is no death. Only the main thread can."""
         if self._holder != os.getpid():
             return
         self._holder = 0
@@ -104,8 +101,8 @@ class Lifeline:
 
 
 class ExitWatch:
-    """Calls `on_exit` with the exit code, on its own thread, as soon as a process begins to exit
-    while it holds its lifeline; not for code 0."""
+    """Calls `on_exit` with the exit code, on its own thread, once a process begins to exit while it
+    holds its lifeline; not for code 0."""
 
     def __init__(self, lifeline: Lifeline, pid: int, on_exit: Callable[[int], None]) -> None:
         self._lifeline, self._pid, self._on_exit = lifeline, pid, on_exit
@@ -128,10 +125,8 @@ class ExitWatch:
 
 
 def exit_code_of(pid: int) -> int | None:
-    """The exit code of a process that has begun to exit; -N for signal N. None if the process has
-    not begun to exit or is gone, or if the kernel shows 0: the code may be 0, or a code that this
-    user may not read.
-    """
+    """The exit code of a process that has begun to exit; -N for signal N. None if not known, also
+    for code 0."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

@@ -1,5 +1,5 @@
-"""Authentication among the parts of a local cluster, and access for this user's commands. etcd has
-an authority of its own, so that it does not accept a worker's certificate."""
+"""Authentication among the parts of a local cluster. etcd has an authority of its own, so that it
+does not accept a worker's certificate."""
 
 import threading
 import time
@@ -21,23 +21,23 @@ CERTIFICATES = "certs"
 ETCD_CERTIFICATES = "etcd"
 RENEW_EVERY = DEFAULT_VALID / 3
 LOOK_EVERY_S = 60.0
-"""Interval at which the wall clock is checked: certificates expire by it, and it runs on while the
-machine sleeps."""
+"""Certificates expire by the wall clock, which runs on while the machine sleeps: check it this
+often."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalTls:
-    """Mutual TLS between all parts, with certificates that are made in `certs` in the cluster's
-    directory. The status page is HTTP, for this user and root."""
+    """Mutual TLS between all parts, with certificates in `certs` in the cluster's directory. The
+    status page is HTTP, for this user and root."""
 
     http_tokens: Path | None = None
-    """Tokens with which other users access the status page; None: they have no access."""
+    """With these tokens other users access the status page."""
 
 
 class LocalAccess:
     """Access to a local cluster. The folder `given` has certificates for all parts, for etcd only
-    with `has_etcd`. The folder `made` is filled by `make`; this user's commands find its
-    certificates. Without a folder no part uses TLS."""
+    with `has_etcd`. `make` fills the folder `made`, which this user's commands find. Without a
+    folder no part uses TLS."""
 
     def __init__(
         self,
@@ -88,8 +88,8 @@ class LocalAccess:
         return EtcdOptions(tls=_etcd_tls(self._with_etcd))
 
     def etcd_arguments(self, existing: str) -> Sequence[str]:
-        """Arguments for access to etcd. `existing`: comma-separated addresses of an etcd that
-        another local cluster of this user started; empty: the cluster's own etcd."""
+        """Arguments for access to etcd. `existing`: addresses of an etcd that another local cluster
+        of this user started; empty: the cluster's own."""
         folder = self._with_etcd
         if existing:
             found = local_clusters.find(existing.split(","))
@@ -98,8 +98,8 @@ class LocalAccess:
 
     @property
     def coordinator_arguments(self) -> Sequence[str]:
-        """Arguments of a coordinator. Browsers need no certificate: the kernel names the user of a
-        connection."""
+        """Arguments of a coordinator. Browsers need no certificate: the kernel names a connection's
+        user."""
         if self._made is None:
             return ()
         tokens = () if self._http_tokens is None else ("--http-tokens", str(self._http_tokens))

@@ -1,11 +1,7 @@
-"""A whole cluster on this machine: etcd, coordinators, parameter servers, as processes.
+"""A whole cluster on this machine.
 
-    with LocalCluster(LocalClusterConfig(directory=Path("run"))) as cluster:
-        ...  # cluster.coordinator is host:port
-
-No part survives the end of the block, or a crash of this process. With `restart` a part that ends
-is started again. A parameter server is then empty: backups have taken over its shards.
-"""
+It does not survive the end of its `with` block, or a crash of this process. With `restart` a part
+that ends is started again, a parameter server without shards: backups have taken them over."""
 
 import json
 import os
@@ -45,12 +41,12 @@ class LocalClusterConfig:
     """Settings of a cluster on this machine."""
 
     directory: Path
-    """Directory for logs, etcd's data, certificates, snapshots and ready files; made if missing."""
+    """For logs, etcd's data, certificates, snapshots and ready files; made if missing."""
     num_parameter_servers: int = DEFAULT_NUM_SERVERS
     first_parameter_server: int = 0
-    """Number in the id of the first server; machines of one cluster have different ones."""
+    """Number of the first server's id; machines of one cluster have different ones."""
     parameters: bool = True
-    """False: coordinators serve no jobs that use parameter servers, and load no code for them."""
+    """False: coordinators serve no jobs that use parameter servers."""
     num_coordinators: int = 1
     etcd: str = ""
     """host:port,... of an existing etcd; empty: one is started."""
@@ -58,32 +54,30 @@ class LocalClusterConfig:
     """Member of the etcd at `etcd` to start on this machine, with the data of its last start. The
     other members are on other machines."""
     prefix: str = ""
-    """Prefix of every key in etcd: clusters that share an etcd have different ones."""
+    """Clusters that share an etcd have different prefixes of keys."""
     listen: str = "127.0.0.1:0"
-    """host:port of the first coordinator's gRPC service; port 0: a free port. The other
-    coordinators always take free ports."""
+    """host:port of the first coordinator; port 0: a free port. The others take free ports."""
     http: str = "127.0.0.1:0"
-    """host:port of the first coordinator's HTTP service."""
+    """host:port of the first coordinator's page."""
     advertise: str = ""
-    """Address by which other machines reach the coordinators and the parameter servers, which then
-    listen on all interfaces, with TLS. Empty: only this machine reaches them."""
+    """Address by which other machines reach the cluster: its parts listen on all interfaces, with
+    TLS. Empty: only this machine reaches them."""
     snapshot_roots: Sequence[str] = ()
     """URLs at and below which snapshots may be written. Snapshots without a URL go to `snapshots`
-    in the directory; with `etcd_member` they are refused, since servers share no directory."""
+    in the directory; with `etcd_member` they are refused."""
     start_timeout_s: float = 60.0
     """Time for a part to come up without progress; with progress, ten minutes."""
     grace_s: float = 5.0
     """Time for the parts to end before they are killed."""
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
-    """The environment of coordinators and servers; its variables for TLS are removed."""
+    """Of coordinators and servers; variables for TLS are removed."""
     tls: LocalTls | None = None
     """None: plain text on loopback, unless `certificates` is set."""
     certificates: Path | None = None
     """Folder of `shoal certs init`, instead of `tls`, also for the page. etcd uses no TLS, except
     with `etcd_member`: then it uses the certificates in `etcd` in the folder."""
     limits: Mapping[str, float] = field(default_factory=dict)
-    """Time limits of the coordinator to set, by option: {"--join-s": 600.0}. If they contradict
-    each other, the cluster does not come up."""
+    """Time limits of the coordinator, by option: {"--join-s": 600.0}."""
     restart: RestartPolicy | None = None
     """None: a part that ended is not started again."""
 
@@ -121,8 +115,8 @@ class CoordinatorAddress:
 
 
 class LocalCluster:
-    """A local cluster, which is up inside its `with` block. `on_exit` is called with each process
-    that ends, `say` with lines for the user, both on threads of the cluster."""
+    """A local cluster, up inside its `with` block. `on_exit` is called with each process that ends,
+    `say` with lines for the user, on threads of the cluster."""
 
     etcd: str
     """host:port,... of etcd."""
@@ -186,20 +180,19 @@ class LocalCluster:
 
     @property
     def failure_reason(self) -> str:
-        """Reason for which the cluster was given up, with the end of a log; empty while it is
-        up."""
+        """Reason why the cluster was given up, with the end of a log; empty while it is up."""
         return self._given_up
 
     def call_on_failure(self, call: Callable[[str], None]) -> None:
-        """Call `call` with `failure_reason` once the cluster is given up: at once if that has
-        happened already, else on a thread of the cluster."""
+        """Call `call` with `failure_reason` once the cluster is given up: at once if it was, else
+        on a thread of the cluster."""
         with self._lock:
             self._on_given_up, reason = call, self._given_up
         if reason:
             call(reason)
 
     def close(self) -> None:
-        """Stop every part; etcd last, so that the others can still release their leases."""
+        """Stop every part; etcd last, so that the others can release their leases."""
         with self._lock:
             self._closing = True
         for keeper in self._keepers.values():
@@ -258,8 +251,7 @@ class LocalCluster:
 
     def end_parameter_server(self, name: str, timeout_s: float = 60.0) -> None:
         """Ask a server to hand its shards over and to end, and wait for its end. Raises Unavailable
-        after `timeout_s`: the server then ends later. It is not started again. Does nothing if
-        there is no server of that name."""
+        after `timeout_s`: the server then ends later. Does nothing for an unknown name."""
         if name not in self._servers:
             return
         if (keeper := self._keepers.get(name)) is not None:
@@ -370,8 +362,7 @@ class LocalCluster:
         return process
 
     def _restart_server(self, name: str, failures: int) -> Process:
-        # Use any port from the second restart in a row on: another program may have taken the
-        # port, and servers are found by their ids.
+        # From the second restart on use any port: another program may have taken this one.
         address = _with_port(ANY_PORT, self._servers[name]) if failures == 1 else ANY_PORT
         process = self._start_server(name, address)
         self._servers[name] = self._await_restarted(process)["grpc"]
@@ -426,7 +417,7 @@ class LocalCluster:
             return self._supervisor.spawn(command)
 
     def _spawn(self, name: str, *arguments: str) -> Process:
-        # No part comes up without etcd; some would exit at once.
+        # Some parts would exit at once without etcd.
         self._etcd_serves.wait()
         ready_path = self._ready_path(name)
         ready_path.unlink(missing_ok=True)
@@ -453,7 +444,7 @@ class LocalCluster:
         path = self._ready_path(process.name)
         start = StartTime(self._config.start_timeout_s, process.started_s)
         while not path.exists():
-            # The wait ends at once when the process exits; the file itself sends no event.
+            # The file sends no event.
             if process.wait(0.02) is not None:
                 code = process.exit_code
                 raise self._failure(process.name, f"exited with code {code}", exit_code=code)

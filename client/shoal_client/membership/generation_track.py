@@ -31,13 +31,13 @@ class PlannedChange:
 
 
 class GenerationTrack:
-    """The generations that one member knows. Methods return requests to send to the coordinator.
-    Each request may be sent more than once."""
+    """The generations that one member knows. Methods return requests for the coordinator, which may
+    be sent more than once."""
 
     def __init__(self, identity: Identity) -> None:
         self._identity = identity
         self.generation = 0
-        """Newest generation that the trainer was sent into; 0: none yet."""
+        """Newest generation that the trainer was sent into; 0: none."""
         self.step = 0
         """Optimizer steps in the trainer's state."""
         self.change: PlannedChange | None = None
@@ -51,14 +51,14 @@ class GenerationTrack:
         self._ready_generation = 0
         self._begun = -1
         self._crossed_at: int | None = None
-        """Step at which the previous generation stopped, if the present one was planned."""
+        """Step at which the previous generation stopped, if this one was planned."""
         self._step_report: pb.SettleRequest | None = None
-        """Step report after the last break, until a generation follows."""
+        """After the last break, until a generation follows."""
         self._reported: pb.ReportBrokenRequest | None = None
-        """Report of a failed collective, until the break is notified."""
+        """Until the break is notified."""
         self._broken: dict[int, str] = {}
         self.lost: frozenset[str] = frozenset()
-        """Members that were lost in this member's generations, as far as notified."""
+        """Members lost in this member's generations, as far as notified."""
 
     def is_broken(self, generation: int) -> bool:
         """True if the generation is over, by a loss or an aborted bring-up."""
@@ -66,7 +66,7 @@ class GenerationTrack:
 
     @property
     def successor(self) -> pb.GenerationRecord | None:
-        """Record of the planned generation, once the members agreed where the present one stops."""
+        """Record of the planned generation, once members agreed where the present one stops."""
         change = self.change
         return change.record if change is not None and change.stop_at is not None else None
 
@@ -79,8 +79,8 @@ class GenerationTrack:
         return self._propose_request(proposal)
 
     def begin_step(self, step: int) -> StepBegun | BringUpGeneration | PlannedChange:
-        """Begin the step, or return the generation to bring up instead, or the change that the
-        trainer has to wait for."""
+        """Begin the step, or return the generation to bring up instead, or the change to wait
+        for."""
         change = self.change
         if change is None or step < change.boundary or self.generation in self._broken:
             self._begun = step
@@ -134,9 +134,8 @@ class GenerationTrack:
     # --- the coordinator ---
 
     def is_superseded_by(self, record: pb.GenerationRecord) -> bool:
-        """True if survivors formed a generation that replaces this member's. The old generation is
-        then over, even if the leader died before it notified any member of the break.
-        """
+        """True if survivors formed a generation that replaces this member's: the old one is over,
+        even if no break was notified."""
         roster = record.roster
         formed = roster.synchronous and not roster.planned
         in_one = self.generation > 0 and self.generation not in self._broken
@@ -165,7 +164,6 @@ class GenerationTrack:
         return self._offer_request(self.generation, number, self.change.offer)
 
     def _offer_again(self, number: int) -> pb.OfferRequest | None:
-        """Repeat for a new leader the step at which the old generation stopped."""
         if number == self.generation and self._crossed_at is not None:
             return self._offer_request(number, number, self._crossed_at)
         return None
@@ -175,7 +173,7 @@ class GenerationTrack:
             self.change = replace(self.change, stop_at=stop.step)
 
     def take_aborted(self, generation: int) -> bool:
-        """Record an aborted generation. True if it had been committed, so that it is now broken."""
+        """Record an aborted generation; True if it had been committed."""
         if self.change is not None and self.change.generation == generation:
             self.change = None
         return self._record is not None and self._record.roster.generation == generation
@@ -190,8 +188,8 @@ class GenerationTrack:
         return True
 
     def idle_step_report(self) -> pb.SettleRequest | None:
-        """Step report of a trainer that is in no generation; None if it made no report. A trainer
-        that entered no generation is still at the step that it proposed."""
+        """Step report of a trainer that is in no generation, if any. A trainer that entered none is
+        at the step that it proposed."""
         if self._step_report is not None or self.generation or self._proposal is None:
             return self._step_report
         return self._settle_request(self._proposal.step, has_state=self._proposal.has_state)
@@ -203,8 +201,8 @@ class GenerationTrack:
     def report_to_repeat(
         self,
     ) -> pb.SettleRequest | pb.ReportBrokenRequest | pb.ReadyRequest | None:
-        """Report to repeat for a new leader: the trainer's step, a failed collective, or that the
-        generation is up."""
+        """Report to repeat for a new leader: of the trainer's step, a failed collective, or
+        readiness."""
         if self._step_report is not None:
             return self._step_report
         if self._reported is not None and self.generation not in self._broken:

@@ -1,4 +1,4 @@
-"""End of a membership by the member's own decision, or an operator's."""
+"""End of a membership, wanted by the member or an operator."""
 
 from shoal_client.membership import member_events as ev
 from shoal_client.membership.identity import Identity
@@ -7,7 +7,7 @@ from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.identity_pb2 import Token
 
 UNANSWERED_LEAVE_TIMEOUT_S = 0.3
-"""Time limit of the call to leave if no coordinator answered during the whole drain."""
+"""Time limit of the call to leave after a drain without an answer."""
 
 
 def drained(identity: Identity, reason: str) -> MemberDrained:
@@ -20,7 +20,7 @@ class LeaveState:
 
     def __init__(self) -> None:
         self.reason = ""
-        """Reason for a drain of this member; empty: none."""
+        """Empty: no drain."""
         self.is_noticed = False
         self.no_generation_follows = False
         """True if no generation follows the leave."""
@@ -29,11 +29,11 @@ class LeaveState:
         self.has_begun = False
         self.is_acknowledged = False
         self.work_done_request: pb.LeaveRequest | None = None
-        """Newest request of `work_done`; None: none yet."""
+        """Newest request of `work_done`, if any."""
         self._drained = False
 
     def request_leave(self, reason: str) -> None:
-        """Set the reason to leave, unless there is one already."""
+        """Set the reason to leave, if there is none yet."""
         self.reason = self.reason or reason
 
     def begin(self, *, drained: bool) -> None:
@@ -63,8 +63,7 @@ class LeaveState:
     # --- staying with the work done ---
 
     def work_done(self, event: ev.WorkDone, token: Token) -> pb.LeaveRequest:
-        """Return the request that announces that a member's work is done and it stays, or that it
-        closes the job."""
+        """Return the request for a member that stays with its work done, or closes the job."""
         before = self.work_done_request or pb.LeaveRequest()
         self.work_done_request = pb.LeaveRequest(
             token=token,

@@ -1,4 +1,4 @@
-"""A member's configuration, and the callbacks of its session."""
+"""A member's configuration and callbacks."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,31 +15,29 @@ from shoal_proto.v1 import membership_pb2 as pb
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """A member's configuration: its job, its identity, and the coordinators."""
+    """Configuration of a member."""
 
     coordinators: Sequence[str]
-    """host:port,..."""
+    """host:port of each."""
     spec: pb.JobSpec
     member_id: str
     incarnation: str = field(repr=False)
-    """UUID of the process; a secret."""
+    """Secret UUID of the process."""
     info: pb.MemberInfo
     beat_slot: BeatSlot | None = None
-    """Slot for heartbeats by this host's launcher; None: the member sends its own."""
+    """Slot for heartbeats by the launcher; None: the member sends its own."""
 
     launcher_job: str = ""
-    """Job that this host's launcher runs workers for; empty: none, or unknown."""
+    """Job of this host's launcher; empty: none, or unknown."""
     job_secret: str = field(default="", repr=False)
     """See `shoal_proto.secrets`; empty: the job has none."""
     shared_directory: Path | None = None
-    """Directory for files that the members of this host share; None: each member fetches its
-    rosters for itself."""
+    """Directory that the members of this host share; None: each member fetches its rosters."""
     admission_s: float = ADMISSION_S
-    """Time within which a coordinator must admit the member."""
 
     @property
     def identity(self) -> Identity:
-        """Identity of the member for the coordinator."""
+        """The member's identity."""
         return Identity(
             spec=self.spec,
             member_id=self.member_id,
@@ -52,18 +50,18 @@ class Member:
 
 @dataclass(frozen=True, kw_only=True)
 class MemberHooks:
-    """Callbacks of a session to its owner. They run on the thread that reads the stream of notices;
-    only `on_break` may run on any thread of the session, the trainer's included."""
+    """Callbacks of a session to its owner, on the thread that reads the notices; `on_break` may run
+    on any thread of the session, the trainer's included."""
 
     validate: Callable[[pb.Prepare], Sequence[pb.Rejection]] = lambda prepare: ()
     find_unreachable: Callable[[pb.Prepare], Mapping[str, str]] = lambda prepare: {}
-    """Peers that this member cannot reach, each with the error."""
+    """Peers that this member cannot reach, with the error."""
     find_checkpoints: Callable[[], Sequence[int]] = lambda: ()
-    """Steps of the complete checkpoints that this member sees; asked for if no member of the roster
-    holds the job's state."""
+    """Steps of the complete checkpoints that this member sees; needed if no member has the job's
+    state."""
     on_break: Callable[[int, str], None] = lambda generation, reason: None
-    """Called with the generation and the reason when a generation breaks, or the membership ends
-    with an error. A planned change is no break."""
+    """Called when a generation breaks, or when the membership ends with an error. A planned change
+    is no break."""
 
     def validate_roster(self, effect: ev.ValidateRoster) -> ev.RosterValidated:
         """The member's answer to a roster."""
@@ -73,7 +71,7 @@ class MemberHooks:
             generation=prepare.roster.generation,
             digest=effect.digest,
             rejections=rejections,
-            # For a rejected roster the network need not be checked.
+            # The network need not be checked for a rejected roster.
             unreachable={} if rejections else self.find_unreachable(prepare),
             checkpoint_steps=self.find_checkpoints()
             if effect.from_checkpoint and not rejections
@@ -82,7 +80,7 @@ class MemberHooks:
 
 
 _completed: set[tuple[str, str]] = set()
-"""(job, member_id) of each job that this process has trained to its end."""
+"""(job, member_id) of jobs that this process has trained to their end."""
 
 
 class OwnJob:
@@ -97,9 +95,8 @@ class OwnJob:
         _completed.add(self._key)
 
     def ending(self, error: ShoalError, *, admitted: bool) -> MembershipEnding:
-        """Ending to report to the launcher. A job that was finished before the member was admitted
-        is usually no failure. In a script with several jobs it is one, so that no job is skipped
-        unnoticed."""
+        """Ending to report to the launcher. A job that was finished before the admission is usually
+        no failure. In a script with several jobs it is one: no job is skipped unnoticed."""
         ending = MembershipEnding.of(error)
         several = self._differs_from_launcher or self._key in _completed
         return (
@@ -109,7 +106,7 @@ class OwnJob:
         )
 
     def explain(self, failure: ShoalError) -> ShoalError:
-        """The error of a join, with advice for a script that joins several jobs."""
+        """The error of a join, with advice for scripts with several jobs."""
         again = self._key in _completed
         if not isinstance(failure, JobFinished) or not (again or self._differs_from_launcher):
             return failure

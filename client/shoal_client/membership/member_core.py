@@ -41,7 +41,7 @@ class OwnPause:
     limit_s: float
     since_s: float
     number: int
-    """Number of the pause within this process, from 1."""
+    """Counts the pauses of this process, from 1."""
     over: bool = False
 
     def ended(self) -> "OwnPause":
@@ -49,7 +49,7 @@ class OwnPause:
         return replace(self, over=True)
 
     def request(self, token: Token, now_s: float) -> pb.PauseRequest:
-        """Request that reports the pause, and how much of its limit has passed."""
+        """Request that reports the pause, with the elapsed part of its limit."""
         return pb.PauseRequest(
             token=token,
             paused=not self.over,
@@ -68,7 +68,7 @@ class MemberCore:
         self.track = GenerationTrack(identity)
         self.clock = WaitClock()
         self.failure: ShoalError | None = None
-        """Error that ended the membership, if any."""
+        """Error that ended the membership."""
         self.waiting_for = "the coordinator to admit this member"
         """The coordinator's latest reason why this member is not training."""
         self.is_standby = False
@@ -98,11 +98,11 @@ class MemberCore:
 
     @property
     def token(self) -> Token:
-        """The fencing token for the newest generation that the trainer was sent into."""
+        """The fencing token for the generation that the trainer was last sent into."""
         return self.identity.token(self.track.generation)
 
     def is_idle(self, call: ev.CallLeader) -> bool:
-        """True if the call is of no use any more because the membership has ended."""
+        """True if the call is of no use since the membership has ended."""
         return call.persistence in ev.FOR_MEMBERS and self.failure is not None
 
     def is_over(self, generation: int) -> bool:
@@ -134,7 +134,7 @@ class MemberCore:
                 effects = self._pause(event, now_s)
             case ev.DrainWanted():
                 self.leaving.request_leave(event.reason)
-                # Before admission no request can be sent: this one is sent on admission.
+                # The request is sent on admission.
                 effects = [self._drain_call(event.reason, now_s)] if self.admitted else []
             case ev.LeaveWanted():
                 effects = self._leave(event, now_s)
@@ -163,7 +163,7 @@ class MemberCore:
                 return self.leaving.work_done(event, self.token)
 
     def progress(self, step: int) -> None:
-        """Set the number of steps committed so far, for the heartbeats."""
+        """Set the number of committed steps."""
         self.track.step = step
 
     # --- the stream ---
@@ -216,7 +216,7 @@ class MemberCore:
 
     def _take_admitted(self, admitted: pb.Admitted, now_s: float) -> Effects:
         again, self._admitted = self.admitted, admitted
-        # The next notice names the paused members, if there are any.
+        # The next notice names the paused members.
         self.clock.pause((), now_s)
         self.track.num_waiting = 0
         limits = admitted.limits
@@ -231,7 +231,7 @@ class MemberCore:
             effects.append(ev.AskForDrain(reason=self.leaving.reason))
         if not again:
             return effects + self._calls.handle_admission(now_s)
-        # A new leader reads the roster from etcd, but does not have what members have reported.
+        # A new leader does not have what members have reported.
         pause = self._own_pause
         repeated = (
             self.track.proposed(),
@@ -283,7 +283,7 @@ class MemberCore:
                 ev.LogMessage(event="generation_broken", fields=fields, is_detail=True),
                 ev.BreakGeneration(generation=generation, reason=reason),
             ]
-        # Report for a trainer that never entered the generation that is over.
+        # For a trainer that never entered the generation that is over.
         report = self.track.idle_step_report()
         return effects + ([self._with_stream(report, now_s)] if report is not None else [])
 
@@ -312,7 +312,7 @@ class MemberCore:
         return self.identity.attend_request(self.track.generation)
 
     def _end_certificate_wait(self) -> None:
-        """Record that a coordinator has answered: the next wait for a certificate has its full time
+        """Record an answer of a coordinator: the next wait for a certificate has its full time
         again."""
         if self._certificate.record_acceptance():
             self.waiting_for = "the coordinator to admit this member again"
@@ -320,8 +320,8 @@ class MemberCore:
     # --- calls ---
 
     def _with_stream(self, request: ev.Request, now_s: float) -> ev.CallLeader:
-        # The end of the stream is not noticed during the call. So the call must be shorter than any
-        # wait for others, whose clock stops only once the end is noticed.
+        # The end of the stream is not noticed during the call. So the call is shorter than any wait
+        # for others, whose clock stops only once the end is noticed.
         timeout_s = self.limits.collective_s / 2
         return self._calls.new(request, ev.Persistence.WITH_STREAM, timeout_s, now_s)
 
@@ -373,8 +373,8 @@ class MemberCore:
     # --- the end ---
 
     def _outlasts(self, error: ShoalError, now_s: float) -> bool:
-        """True if the membership continues after the error. An admitted member waits for a renewed
-        certificate for a limited time."""
+        """True if the membership continues. An admitted member waits a limited time for a renewed
+        certificate."""
         if isinstance(error, CertificateRefused) and self.admitted:
             return self._certificate.record_refusal(now_s)
         quarantined = isinstance(error, JobQuarantined) and self.track.generation > 0
@@ -384,7 +384,7 @@ class MemberCore:
         if self.failure is not None:
             return []
         if isinstance(error, MemberDrained):
-            # The others train without this member; the notice of that has not arrived yet.
+            # The others train without this member; that notice has not arrived yet.
             return self._take_drain(error.seen, now=True)
         if isinstance(error, CertificateRefused) and self._certificate.is_waiting:
             error = self._certificate.final_error(error)
@@ -403,7 +403,7 @@ class MemberCore:
         """`now`: no other member needs this one any more."""
         fields = {"member": self.identity.member_id, "now": now, "reason": reason}
         # The notice is sent twice: when the coordinator accepts the drain, and when the others go
-        # on without this member.
+        # on.
         is_detail = self.leaving.is_noticed
         self.leaving.is_noticed = True
         effects: Effects = [
@@ -429,7 +429,7 @@ class MemberCore:
 
     def _drain_unanswered(self, call: ev.CallLeader, error: ShoalError, now_s: float) -> Effects:
         if not isinstance(error, RetryError | JobQuarantined):
-            # A leader that does not know this member yet gets the request again on admission.
+            # A leader that does not know this member yet gets the request on admission.
             return self._calls.give_up_call(call, error)
         assert isinstance(call.request, pb.DrainRequest)
         if self.closed:
@@ -437,7 +437,7 @@ class MemberCore:
         if now_s >= call.give_up_s:
             self.leaving.is_unanswered = True
             reason = f"{call.request.reason}; meanwhile {error}"
-            # No coordinator answers, so none forms a generation without this member.
+            # None forms a generation without this member.
             return self._take_drain(reason, now=True, no_generation_follows=True)
         return [self._calls.repeat_after_pause(call)]
 
@@ -467,12 +467,11 @@ class MemberCore:
         handed_over: bool = True,
         steps_before_leaving: bool = False,
     ) -> ev.StepBegun | ev.BringUpGeneration | ev.HandOver | ev.WaitUntil | ev.RaiseError:
-        """Decide if step number `step` (0-based) may begin in the current generation.
+        """Decide if step number `step` (0-based) may begin.
 
         `handed_over`: False if this member has yet to hand over data that the others need.
         `steps_before_leaving`: a drained member that no generation follows takes further steps,
-        until the members write a checkpoint.
-        """
+        until the members write a checkpoint."""
         stays = steps_before_leaving and self.leaving.no_generation_follows
         stays = stays and isinstance(self.failure, MemberDrained)
         if self.failure is not None and not stays:
@@ -499,13 +498,12 @@ class MemberCore:
 
     @property
     def _boundary_limit_s(self) -> float:
-        """Time limit for the slowest member to finish its step, and for the bring-up without this
-        member."""
+        """For the slowest member's step, and for the bring-up without this member."""
         return 2 * self.limits.collective_s + self.limits.bring_up_s
 
     def _boundary_overdue(self, change: PlannedChange) -> ShoalError:
         if change.stop_at is not None:
-            # The others have stopped too, and no coordinator reports their next generation.
+            # No coordinator reports the others' next generation.
             return drained(self.identity, "no report that the others' next generation runs")
         return DeadlineExceeded(
             "the members did not agree on a step to stop at", seen=self.waiting_for
@@ -514,9 +512,8 @@ class MemberCore:
     def next_generation(
         self, above: int, since_s: float, now_s: float, limit_s: float | None = None
     ) -> ev.BringUpGeneration | ev.WaitUntil | ev.RaiseError:
-        """The next committed record with a number above `above` that includes this member. By
-        default the wait is limited to the join limit plus ADMISSION_S, on the `WaitClock`.
-        """
+        """The next committed record above `above` that includes this member. `limit_s` None: the
+        join limit plus ADMISSION_S, on the `WaitClock`."""
         if self.failure is not None:
             return ev.RaiseError(error=self.failure)
         record = self.track.enter(above)
@@ -535,15 +532,15 @@ class MemberCore:
     def others_done(
         self, generation: int, give_up_s: float, away_limit_s: float, now_s: float
     ) -> ev.GenerationOver | ev.WaitUntil:
-        """Decide if this member, which has done its work, is still needed."""
+        """Decide if this member is still needed with its work done."""
         is_over = self.is_over(generation) or self.track.is_closing
         return self.clock.work_done(give_up_s, away_limit_s, now_s, is_over=is_over)
 
     def judge_break(
         self, generation: int, since_s: float, limit_s: float, now_s: float
     ) -> ev.GenerationOver | ev.WaitUntil:
-        """Decide if the generation, in which a collective failed, is over. It also is over once the
-        membership has ended. The limit does not run while no coordinator is reached."""
+        """Decide if a generation with a failed collective is over, or the membership. The limit
+        does not run while no coordinator is reached."""
         if self.track.is_broken(generation) or self.failure is not None:
             return ev.GenerationOver(over=True)
         give_up_s = self.clock.give_up_s(since_s, limit_s, now_s)

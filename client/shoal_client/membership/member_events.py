@@ -1,4 +1,4 @@
-"""Events that a member handles, effects that it asks for, and decisions for its trainer."""
+"""Events, effects and decisions of a member."""
 
 import enum
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from shoal_proto.v1.identity_pb2 import Token
 class NoticeReceived:
     notice: pb.Notice
     refusal: ShoalError | None = None
-    """Error in a notice of the kind `refused`."""
+    """Error in a notice `refused`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,7 @@ class StreamEnded:
 
     error: ShoalError | None
     chance: float = 1.0
-    """From 0 to 1, for the pause before the next stream."""
+    """Random number from 0 to 1, for the next pause."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,23 +36,23 @@ class RosterValidated:
     digest: str
     rejections: Sequence[pb.Rejection] = ()
     unreachable: Mapping[str, str] = field(default_factory=dict)
-    """Peers that this member cannot reach, each with the error."""
+    """Peers that this member cannot reach, with the error."""
     checkpoint_steps: Sequence[int] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class CallEnded:
-    """A call was answered (no error), refused, or got no answer in its time (RetryError)."""
+    """A call was answered, refused, or not answered in its time (RetryError)."""
 
     call: "CallLeader"
     error: ShoalError | None = None
     chance: float = 1.0
-    """From 0 to 1, for the pause before the next attempt."""
+    """Random number from 0 to 1, for the next pause."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeartbeatDue:
-    """`heartbeat_s` have passed. The fields state the trainer's activity, as in a `Beat`."""
+    """`heartbeat_s` have passed. The fields are those of a `Beat`."""
 
     has_recent_beat: bool = False
     """True if the launcher's heartbeats were accepted recently."""
@@ -75,7 +75,7 @@ class HeartbeatRefused:
 @dataclass(frozen=True, kw_only=True)
 class JoinWanted:
     within_s: float = 0.0
-    """Time limit of the wait for admission, for the log."""
+    """Limit of the wait for admission, for the log."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +99,7 @@ class CollectiveFailed:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerStopped:
-    """Report after a break: the number of optimizer steps in the trainer's state."""
+    """Report after a break: the optimizer steps in the trainer's state."""
 
     step: int
     has_state: bool
@@ -128,12 +128,12 @@ class LeaveWanted:
     reason: str
     timeout_s: float
     failed: bool = False
-    """True if the training has ended without a usable result."""
+    """True if training has ended without a usable result."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkDone:
-    """The member stays, without a step left (`finished`), or closes the job to newcomers."""
+    """The member stays without a step left (`finished`), or closes the job to newcomers."""
 
     reason: str
     finished: bool = False
@@ -175,7 +175,7 @@ Event = (
 
 
 TrainerEvent = ProposalMade | GenerationBroughtUp | TrainerStopped | CollectiveFailed | WorkDone
-"""Events of the trainer that are repeated until they are answered."""
+"""Repeated until answered."""
 
 
 def heartbeat_request(event: HeartbeatDue, token: Token, step: int) -> pb.HeartbeatRequest:
@@ -195,24 +195,23 @@ def heartbeat_request(event: HeartbeatDue, token: Token, step: int) -> pb.Heartb
 
 
 class Persistence(enum.Enum):
-    """Handling of an unanswered call. A refused call is not repeated, unless the refusal is a
+    """Handling of an unanswered call. A refused call is repeated only after a
     CertificateRefused."""
 
     UNTIL_ANSWERED = enum.auto()
-    """Repeated until `give_up_s`: the trainer waits meanwhile, and the call is idempotent."""
+    """Repeated until `give_up_s`, while the trainer waits. The call is idempotent."""
     WITH_STREAM = enum.auto()
-    """Not repeated: the stream whose notice caused the call is closed, and a notice on the next
-    stream causes it again."""
+    """Not repeated: the stream is closed, and a notice on the next stream causes the call again."""
     FOR_A_TIME = enum.auto()
-    """A request to drain: repeated until `give_up_s`; then the member leaves without an answer."""
+    """A request to drain: repeated until `give_up_s`; then the member leaves."""
     ONCE = enum.auto()
-    """Logged and dropped: a new leader gets the report again, or the next call includes it."""
+    """Logged and dropped: a later call replaces it."""
     LAST = enum.auto()
     """The call to leave. Not repeated: the coordinator notices the leave by itself."""
 
 
 FOR_MEMBERS = (Persistence.UNTIL_ANSWERED, Persistence.WITH_STREAM)
-"""Kinds of calls that are of no use once the membership has ended."""
+"""Calls of no use once the membership has ended."""
 
 Request = (
     pb.ProposeRequest
@@ -230,7 +229,7 @@ Request = (
 
 @dataclass(frozen=True, kw_only=True)
 class CallLeader:
-    """One call to the leader, within `timeout_s`; its end is an event, `CallEnded`."""
+    """One call to the leader; its end is an event, `CallEnded`."""
 
     request: Request
     persistence: Persistence
@@ -256,7 +255,7 @@ class CancelStream:
 
 @dataclass(frozen=True, kw_only=True)
 class FindLeader:
-    """Choose another coordinator: the current one has failed with this error."""
+    """Choose another coordinator after this error."""
 
     error: ShoalError
 
@@ -268,7 +267,7 @@ class ValidateRoster:
     prepare: pb.Prepare
     digest: str
     from_checkpoint: bool
-    """True if no member of the roster holds the job's state."""
+    """True if no member of the roster has the job's state."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -302,7 +301,7 @@ class UnclaimBeats:
 
 @dataclass(frozen=True, kw_only=True)
 class ReportEnding:
-    """Report the error that ended the membership to the launcher, even if the script handles it."""
+    """Report the error that ended the membership to the launcher."""
 
     error: ShoalError
 
@@ -313,12 +312,11 @@ class LogMessage:
     fields: Mapping[str, object]
     is_warning: bool = False
     is_detail: bool = False
-    """True for details that help only in the search for a fault."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RaiseError:
-    """End the trainer's call with this error; the effects after it are discarded."""
+    """End the trainer's call with this error; later effects are discarded."""
 
     error: ShoalError
 
@@ -356,7 +354,7 @@ class BringUpGeneration:
 
 @dataclass(frozen=True)
 class HandOver:
-    """The others go on without this member: hand over the data that they need, then ask again."""
+    """Hand over the data that the others need, then ask again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -368,7 +366,7 @@ class WaitUntil:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationOver:
-    """Result of a wait: `over` is True if the generation is over."""
+    """Result of a wait."""
 
     over: bool
 

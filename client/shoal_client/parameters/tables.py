@@ -1,5 +1,5 @@
 """A job's tables on its parameter servers: look up and push rows. Ids, births and values are
-little-endian bytes, sorted by shard; `route` sorts plain integers."""
+little-endian bytes, sorted by shard."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -34,9 +34,8 @@ from shoal_proto.v1.tables_pb2 import TableSpec
 
 
 class TableClient:
-    """One member's view of its job's tables. For one thread at a time, except `close`.
-
-    Time limits, retries and errors are those of `ParameterClient`."""
+    """One member's view of its job's tables. For one thread at a time, except `close`. Time limits,
+    retries and errors are those of `ParameterClient`."""
 
     def __init__(
         self,
@@ -62,7 +61,7 @@ class TableClient:
         self._sequence = 0
 
     def fetch_map(self, wait_s: float = 0.0, *, timeout_s: float | None = None) -> ShardMap:
-        """Fetch the newest shard map; see `JobShards.fetch_map`."""
+        """See `JobShards.fetch_map`."""
         return self._job.fetch_map(wait_s, timeout_s)
 
     def _adopt(self, received: ShardMap) -> ShardMap:
@@ -71,8 +70,8 @@ class TableClient:
         return received
 
     def look_up(self, wanted: Mapping[Where, Bytes]) -> dict[Where, Rows]:
-        """Return the rows of the wanted ids (bytes of int64), by shard, in the order of the ids.
-        Creates no rows. Raises UnknownShard."""
+        """Return the rows of the wanted ids (bytes of int64), by shard, in the ids' order. Creates
+        no rows. Raises UnknownShard."""
         found: dict[Where, Rows] = {}
 
         def attempt(
@@ -101,7 +100,6 @@ class TableClient:
         return found
 
     def _cut(self, ids: Bytes, shard: Shard) -> Iterator[AskedRows]:
-        """At least one item, which may be empty."""
         row_bytes = self._row_bytes(shard)
         size = rows_an_item(row_bytes)
         for start in range(0, max(len(ids) // ID_BYTES, 1), size):
@@ -122,9 +120,9 @@ class TableClient:
     ) -> TablePushResult:
         """Apply gradients, each exactly once.
 
-        `step`: see `ParameterClient.joint_step`; give a step to all pushes of this client, or to
-        none. Raises NonFiniteGradient with table and row, ShapeMismatch for lengths that do not fit
-        the ids, and UnknownShard. After an error, some shards may have applied their rows."""
+        `step`: see `ParameterClient.joint_step`; for all pushes of this client, or none. Raises
+        NonFiniteGradient with table and row, ShapeMismatch for lengths that do not fit the ids, and
+        UnknownShard. After an error, some shards may have applied their rows."""
         for (name, _), rows in pushed.items():
             if name in self._tables:
                 plain = row_bytes_of(self._tables[name])
@@ -178,16 +176,15 @@ class TableClient:
 
     @property
     def transports(self) -> Mapping[str, str]:
-        """Transport of the last call about rows, by server address: see `BulkTransport.name`."""
+        """Transport by server address: see `BulkTransport.name`."""
         return self._job.transports
 
     def wait_for_lost(self, wait_s: float) -> None:
-        """Make later calls wait for lost shards to come back; after `wait_s` they raise
-        StateLost."""
+        """Make later calls wait for lost shards; after `wait_s` they raise StateLost."""
         self._job.wait_for_lost(wait_s)
 
     def close(self) -> None:
-        """Close every connection; a call in progress on another thread fails."""
+        """Close every connection; a call in progress fails."""
         self._job.close()
 
 

@@ -1,1 +1,1 @@
-"""A member's progress in its job: its leased samples, and its clock."""
+"""A member's progress in its job: its samples, and its clock."""

@@ -1,4 +1,4 @@
-"""A worker's client of the sample ledger: it leases ranges, and reports completed ranges."""
+"""A worker's client of the sample ledger."""
 
 import threading
 import time
@@ -20,15 +20,15 @@ class SampleLease:
     """The coordinator's answer to a lease request."""
 
     range: SampleRange | None
-    """Range to train on next; it may be shorter than requested. None: nothing now."""
+    """May be shorter than requested. None: nothing now."""
     exhausted: bool
-    """True if every sample of every epoch was completed: stop."""
+    """True if every sample of every epoch was completed."""
     retry_after_s: float
     """Wait before the next request, if `range` is None and not `exhausted`."""
     reserve_max: int = 0
-    """Maximum number of samples to hold. 0: any number."""
+    """Samples to hold at most; 0: any number."""
     not_held: tuple[SampleRange, ...] = ()
-    """Leased ranges that no longer belong to this member: do not begin them."""
+    """Ranges that no longer belong to this member: do not begin them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,20 +38,20 @@ class Reserve:
     num_samples: int
     """Samples to hold in all, at least 1."""
     step_samples: int
-    """Samples of one step: ranges are multiples of it, unless an epoch ends."""
+    """Samples of a step: ranges are multiples of it, unless an epoch ends."""
     given_back: Sequence[SampleRange] = ()
-    """Leased ranges that were never begun: other members may train on them."""
+    """Ranges that were never begun: other members may train on them."""
     num_begun: int = 0
-    """Samples begun, among those held or reported as completed in this call."""
+    """Samples begun, among those held or completed in this call."""
     begins_per_s: int = 0
-    """Maximum number of further samples that are begun in a second."""
+    """Maximum rate of further begun samples."""
 
 
 class SampleClient:
-    """Leases samples of one job for one member. Thread-safe: calls are made one after the other.
+    """Leases samples of one job for one member. Thread-safe.
 
-    Leased ranges are held until they are reported as completed or given back. The first call gives
-    back all ranges that another client of the same process had leased."""
+    Ranges are held until they are completed or given back. The first call gives back what another
+    client of this process held."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class SampleClient:
         dataset_size: int,
         num_epochs: int,
     ) -> None:
-        """`dataset_size` and `num_epochs` must be the same for every member of the job."""
+        """`dataset_size` and `num_epochs`: the same for all members."""
         self.coordinators = coordinators
         self._token = token
         self._dataset_size = dataset_size
@@ -71,10 +71,10 @@ class SampleClient:
         self._unreported: list[SampleRange] = []
         self._given_back: list[SampleRange] = []
         self._not_durable: dict[int, list[SampleRange]] = {}
-        """Reported ranges that may not be durable yet, by the number of their request."""
+        """By the number of the request that reported the ranges."""
         self._unanswered: samples_pb2.LeaseRequest | None = None
         self._not_held: list[SampleRange] = []
-        """Ranges that this member no longer holds, until `lease` has returned them."""
+        """Ranges to return in the next answer of `lease`."""
         self._sequence = 0
 
     @property
@@ -84,13 +84,13 @@ class SampleClient:
 
     @property
     def held(self) -> tuple[SampleRange, ...]:
-        """Ranges leased and neither reported as completed nor given back, in order."""
+        """Ranges neither reported as completed nor given back, in order."""
         with self._lock:
             return tuple(self._held)
 
     @property
     def has_unreported(self) -> bool:
-        """True if the last request had no answer, or if ranges are to be reported."""
+        """True if the last request had no answer, or ranges are to be reported."""
         with self._lock:
             return bool(self._unanswered is not None or self._unreported or self._given_back)
 
@@ -107,10 +107,9 @@ class SampleClient:
         if this member was declared lost, ProposalConflict if the job has other samples,
         JobQuarantined, CertificateRefused, and the last RetryError after `timeout_s`.
 
-        After JobQuarantined, CertificateRefused or a RetryError other than Overloaded, the request
-        may have been carried out. So the next call first repeats the request. If it is granted a
-        range, that call returns the range, and reports its own `completed` ranges later. With
-        `num_samples` 0 it gives the granted range back instead."""
+        The request may have been carried out in the last three cases, except for Overloaded. So the
+        next call repeats it first. If a range is granted then, the call returns this range, and
+        reports its own `completed` ranges later; with `num_samples` 0 it gives the range back."""
         with self._lock:
             done = list(completed)
             back = list(reserve.given_back) if reserve is not None else []
@@ -119,10 +118,10 @@ class SampleClient:
             self._held = subtract_ranges(self._held, [*done, *back])
             answer = None
             if self._unanswered is not None:
-                # The request may have been carried out: a retry gets the first answer.
+                # A retry gets the first answer.
                 answer = self._call(self._unanswered, timeout_s)
                 if answer.range is not None and not num_samples:
-                    # The caller would not know of the range, and nobody would train on it.
+                    # The caller would not know of the range.
                     self._held = subtract_ranges(self._held, [answer.range])
                     self._given_back = joined([*self._given_back, answer.range])
             if answer is None or not (answer.exhausted or (answer.range and num_samples)):
@@ -137,7 +136,7 @@ class SampleClient:
                 lambda channel: SamplesStub(channel).Lease, request, timeout_s=timeout_s
             )
         except Overloaded:
-            # The request had no effect, and would be refused again.
+            # Without effect; it would be refused again.
             self._unanswered = None
             self._unreported = joined([*map(_range, request.completed), *self._unreported])
             self._given_back = joined([*map(_range, request.given_back), *self._given_back])
@@ -166,7 +165,7 @@ class SampleClient:
         )
 
     def _request(self, num_samples: int, reserve: Reserve | None) -> samples_pb2.LeaseRequest:
-        # The clock keeps the number rising across several `SampleClient`s of one process.
+        # Rising across several `SampleClient`s of one process.
         self._sequence = max(self._sequence + 1, time.monotonic_ns())
         request = samples_pb2.LeaseRequest(
             token=self._token(),
@@ -197,7 +196,7 @@ class SampleClient:
         reserve: Reserve | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
-        """Report completed ranges without a request for more. Raises what `lease` raises."""
+        """Report completed ranges only. Raises what `lease` raises."""
         self.lease(0, completed, reserve=reserve, timeout_s=timeout_s)
 
 

@@ -4,7 +4,7 @@ from shoal_proto.v1.shards_pb2 import Shard, ShardMap
 
 
 def without_tables(shard_map: ShardMap) -> ShardMap:
-    """The same map with the shards of parameters only."""
+    """The map with the shards of parameters only."""
     if not shard_map.tables:
         return shard_map
     dense = ShardMap()
@@ -27,5 +27,5 @@ def keep_addresses(shard_map: ShardMap, last: ShardMap | None) -> None:
 
 
 def of_tables(shard_map: ShardMap) -> dict[tuple[str, int], Shard]:
-    """The shards of tables, by name of the table and index of the shard in it."""
+    """The shards of tables, by table and index in it."""
     return {(shard.table, shard.table_index): shard for shard in shard_map.shards if shard.table}

@@ -1,4 +1,4 @@
-"""Publication of one rank's part: the segment to servers, its description to the coordinator."""
+"""Publication of one rank's part."""
 
 import threading
 import time
@@ -27,17 +27,17 @@ log = structlog.get_logger(__name__)
 
 TIMEOUT_S = 600.0
 OVERLOADED_S = 10.0
-"""Time for which a publication is retried while servers have no space: leases may end meanwhile."""
+"""Retry this long while servers have no space: leases may end meanwhile."""
 CALL_S = 10.0
 PART_S = 30.0
-"""Time for which one call that adds a part waits for the other ranks; then the call is repeated."""
+"""One call that adds a part waits this long for the other ranks."""
 CUT_S = 90.0
-"""Time limit of a cut, which waits for steps in progress and for servers to copy their shards."""
+"""A cut waits for steps in progress and for servers to copy their shards."""
 MAX_ABANDONED = 64
 
 
 class SeriesPublisher:
-    """Publisher of one rank's parts of a series. For one thread at a time, except `close`."""
+    """Publisher of one rank's parts, for one thread at a time, except `close`."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class SeriesPublisher:
         may_be_local: bool | None = None,
     ) -> None:
         """`publisher`: returns a member's current token, or a script's incarnation. `may_be_local`:
-        False to use TCP to servers on this host too; None: as SHOAL_TRANSPORT says."""
+        see `WeightStores`."""
         self._series = series
         self._publisher = publisher
         self._rank = rank
@@ -69,7 +69,6 @@ class SeriesPublisher:
 
     def begin(self, timeout_s: float = TIMEOUT_S) -> pb.BeginPublicationReply:
         """Announce a publication; return epoch, newest version and servers for the rank's segment.
-
         Raises StaleEpoch, SeriesHeld and other refusals at once, Overloaded after CALL_S, and the
         last other RetryError, JobQuarantined or CertificateRefused after `timeout_s` or `close`."""
         give_up_s = time.monotonic() + timeout_s
@@ -99,17 +98,16 @@ class SeriesPublisher:
     ) -> pb.VersionRecord:
         """Publish this rank's part. Returns the version once the parts of all ranks are committed.
 
-        `layout`: this rank's tensors and slices. `publication`: a number, the same on all ranks,
-        that rises with each publication. `tied`, given by a single rank: the version also has the
-        parameters and tables on the job's parameter servers, as of one cut. `tied` maps each
-        further name of a parameter to the parameter's first name. `on_replicated`: called once,
-        when every holder has the segment.
+        `publication`: a number, the same on all ranks, that rises with each publication. `tied`,
+        given by a single rank: the version also has the parameters and tables on the job's
+        parameter servers, as of one cut; `tied` maps each further name of a parameter to its first.
+        `on_replicated`: called once, when every holder has the segment.
 
         Raises StaleEpoch if another publisher has replaced this one, SeriesHeld or another refusal,
         PublicationAbandoned, InvalidSpec for a reserved name or a layout of more than
-        MAX_PART_LAYOUT_BYTES, and Overloaded or NoServers if no server has had space for the
-        segment for OVERLOADED_S. Raises other RetryErrors or ChecksumMismatch after `timeout_s` or
-        `close`: the version may or may not be committed then."""
+        MAX_PART_LAYOUT_BYTES, and Overloaded or NoServers after OVERLOADED_S without space for the
+        segment. Raises other RetryErrors or ChecksumMismatch after `timeout_s` or `close`: the
+        version may or may not be committed then."""
         give_up_s = time.monotonic() + timeout_s
         back_off, is_replicated, full_since_s = BackOff(), False, float("inf")
         check_layout(layout)
@@ -128,7 +126,7 @@ class SeriesPublisher:
                 part.epoch = begun.epoch
                 part.segment.CopyFrom(self._send_segment(begun, publication, segment, give_up_s))
                 if tied is not None and not part.cut_parts:
-                    # Add the cut once: a part that is sent again must be the same.
+                    # A part that is sent again must be the same.
                     self._add_cut(part, tied, give_up_s)
                 if not is_replicated:
                     is_replicated = True
@@ -152,8 +150,8 @@ class SeriesPublisher:
                     raise
 
     def close(self) -> None:
-        """Close every connection; a call in progress fails. A script's lease on the series is
-        released, or expires if no coordinator answers."""
+        """Close every connection; a call in progress fails. A script's lease is released, or
+        expires without a coordinator."""
         self._closing.set()
         if self._renewing is not None:
             self._renewing.join()
@@ -253,7 +251,7 @@ class SeriesPublisher:
     def _persist(
         self, call: Callable[[], pb.BeginPublicationReply], give_up_s: float
     ) -> pb.BeginPublicationReply:
-        """Repeat the call until a coordinator answers. Overloaded is an answer, and raised."""
+        """Repeat the call until a coordinator answers. Overloaded counts as an answer."""
 
         def attempt() -> pb.BeginPublicationReply | Overloaded:
             try:
@@ -280,7 +278,7 @@ class SeriesPublisher:
             except OUTLASTED as error:
                 log.warning("publisher_lease_not_renewed", series=self._series, reason=str(error))
             except ShoalError as error:
-                # The next publication is refused for the same reason.
+                # The next publication is refused too.
                 log.error("publisher_lease_lost", series=self._series, reason=str(error))
                 return
 
