@@ -43,7 +43,7 @@ class Command:
     called."""
 
     summary: str
-    """Its line in `shoal --help`."""
+    """Line in `shoal --help`."""
     config: str
     """The dataclass whose fields are the options."""
     run: str

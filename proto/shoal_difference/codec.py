@@ -21,7 +21,7 @@ MAGIC = b"SHDIFF01"
 SPAN_BYTES = 64 * 1024 * 1024
 """Each span is encoded separately, which bounds the memory needed."""
 CACHED_ELEMENTS = 256 * 1024
-"""These elements fit into the processor's cache."""
+"""Elements that fit into the processor's cache."""
 LEVEL = 1
 """Higher levels take several times as long for a few percent."""
 SKIP = 65535

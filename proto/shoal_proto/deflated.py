@@ -4,7 +4,7 @@ import zlib
 
 
 def inflate(packed: bytes, max_bytes: int) -> bytes:
-    """Return what was deflated. Raises ValueError if the bytes are not deflated, cut off, or
+    """Return what was deflated. Raises ValueError if the bytes are not deflated, are cut off, or
     inflate to more than `max_bytes`."""
     inflating = zlib.decompressobj()
     try:

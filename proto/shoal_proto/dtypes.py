@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2}
-"""For parameters and rows."""
+"""Element types of parameters and rows."""
 
 ITEM_BYTES: Mapping[str, int] = {
     **dict.fromkeys(("bool", "uint8", "int8"), 1),
@@ -14,4 +14,4 @@ ITEM_BYTES: Mapping[str, int] = {
     **dict.fromkeys(("float64", "int64", "uint64", "complex64"), 8),
     "complex128": 16,
 }
-"""For published weights."""
+"""Element types of published weights."""

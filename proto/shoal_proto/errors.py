@@ -266,8 +266,8 @@ class DtypeMismatch(RefusedError):
 
 class NonFiniteGradient(RefusedError):
     """A loss, a gradient, or a value at the end of a round of `local-sgd` or `diloco` is NaN or
-    Inf. `details["parameter"]` names the parameter or the table; empty for a loss, and if only the
-    sum of the members' gradients overflowed."""
+    Inf. `details["parameter"]` names the parameter or the table. It is empty for a loss, and if the
+    sum of the members' gradients overflowed in no parameter that this member sees."""
 
 
 class TrainingFailed(RefusedError):
@@ -333,5 +333,5 @@ class JobQuarantined(CorruptError):
 
 
 class InternalError(CorruptError):
-    """An unexpected error. If it came from the peer, the peer's log has the traceback. Stands also
-    for kinds that this release does not know."""
+    """An unexpected error. If it came from the peer, the peer's log has the traceback. Also raised
+    for errors of kinds that this release does not know."""

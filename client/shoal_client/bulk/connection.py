@@ -73,8 +73,8 @@ class BulkConnection:
         self, request: PullRequest, parts: Iterable[GradientPart], timeout_s: float
     ) -> Iterator[ShardData | OnlyPiece]:
         """Pull shards. `parts`: the requested shards, in order. The iterator raises the server's
-        error, MalformedMessage, Unavailable or DeadlineExceeded. A yielded piece is valid until the
-        next request."""
+        error, MalformedMessage, ChecksumMismatch, Unavailable or DeadlineExceeded. A yielded piece
+        is valid until the next request."""
         opening = bulk.message(FrameKind.PULL, request.SerializeToString())
         return self._call(opening, parts, timeout_s, ShardData.FromString, _announced_values)
 

@@ -1,6 +1,6 @@
 """Certificates in the form that `shoal_proto.tls` reads: a URI names holder and role. Validity
-begins five minutes ago, for peers with slow clocks. Hosts are named only for browsers: peers check
-the role."""
+begins five minutes ago, for peers with slow clocks. No host is named unless given: peers check the
+role."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ class CertificateHolder:
 
     caller: Caller
     hosts: Sequence[str] = ()
-    """For clients that do not know Shoal's roles, such as browsers."""
+    """Names for clients that do not know Shoal's roles, such as browsers."""
     valid: timedelta
 
 

@@ -40,12 +40,12 @@ class CertificateFolder:
 
     @property
     def can_issue(self) -> bool:
-        """True with the authority's key."""
+        """True if the folder has the authority's key."""
         return (self.path / CA_KEY_FILE).exists()
 
     @property
     def has_authority(self) -> bool:
-        """True with an authority's certificate or key."""
+        """True if the folder has an authority's certificate or key."""
         return (self.path / CA_FILE).exists() or (self.path / CA_KEY_FILE).exists()
 
     def init(

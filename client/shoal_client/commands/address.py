@@ -16,7 +16,7 @@ from shoal_proto.v1.membership_pb2_grpc import MembershipStub
 
 DEFAULT_URL = "http://127.0.0.1:7780"
 ASK_WITHIN_S = 10.0
-"""If the leader hangs, no answer comes until it has a successor."""
+"""Time limit of a call. If the leader hangs, no answer comes until it has a successor."""
 
 HttpUrl = Annotated[
     str,

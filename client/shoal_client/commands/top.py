@@ -122,8 +122,8 @@ def _job_screen(job: Json, events: Json, height: int) -> RenderableType:
 
 
 def slowest(members: Json) -> set[str]:
-    """Ids of members whose steps take more than 1.5 times the median; none for fewer than three
-    members."""
+    """Ids of members whose steps take more than 1.5 times the median; none if fewer than three
+    report step times."""
     times = {
         entry["member"]["member_id"]: step_s
         for entry in members

@@ -48,7 +48,7 @@ UsualCoordinators = Annotated[
         " on this machine."
     ),
 ]
-"""If the value is empty, `usual_coordinators` returns the addresses."""
+"""Empty if not given: `usual_coordinators` then returns the addresses."""
 
 
 def usual_coordinators() -> tuple[str, ...]:

@@ -42,7 +42,7 @@ OUTLASTED = (RetryError, JobQuarantined, CertificateRefused)
 # Not `random.random`: the script may have seeded it alike in every member, and draws by background
 # threads would change the script's numbers.
 chance = random.SystemRandom().random
-"""From 0 to 1."""
+"""Random number from 0 to 1."""
 
 CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -58,7 +58,7 @@ CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.min_reconnect_backoff_ms", 50),
     ("grpc.max_reconnect_backoff_ms", 500),
-    # A test may cut one of two clients in a process off.
+    # Two clients in one process do not share a connection: a test may cut one of them off.
     ("grpc.use_local_subchannel_pool", 1),
     USER_AGENT_OPTION,
 )
@@ -77,7 +77,7 @@ class Channels:
     """Channels to peers, by address and own certificate. For one thread at a time."""
 
     def __init__(self, name: str) -> None:
-        """`name`: in the peers' certificates."""
+        """`name`: the name in the peers' certificates."""
         self._name = name
         self._open: dict[tuple[str, TlsMaterial | None], grpc.Channel] = {}
 

@@ -44,7 +44,7 @@ class Outcome:
     test_accuracy: float
     """Accuracy of the final weights on the held-out images."""
     steps: int
-    """If asynchronous: applied pushes."""
+    """Applied pushes, if asynchronous."""
     samples_per_s: float
     """Kill and recovery included."""
     recovery_s: float

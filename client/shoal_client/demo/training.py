@@ -37,7 +37,7 @@ class LiveProgress:
     samples: int
     steps: int
     workers: int
-    """Without the killed one."""
+    """Worker processes that have completed a step, without the killed one."""
     killed: str
     """Empty before the kill."""
 

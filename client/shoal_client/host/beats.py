@@ -18,9 +18,9 @@ from shoal_proto.v1 import membership_pb2 as pb
 log = structlog.get_logger(__name__)
 
 IDLE_S = 0.2
-"""Interval of reads of the board while no worker has claimed its slot."""
+"""The board is read this often while no worker has claimed its slot."""
 ASKS_EVERY_S = 0.5
-"""Interval of questions about a worker that gets no notices itself."""
+"""Interval between calls about a worker that gets no notices itself."""
 CALL_TIMEOUT_S = 2.0
 """A call that hangs does no harm: workers then send their own heartbeats."""
 
@@ -56,8 +56,8 @@ class WorkerStatus:
 
 
 class HostBeats:
-    """Sends heartbeats for every running process that has claimed its slot. If they are not
-    accepted, the worker sends its own."""
+    """Sends heartbeats for every running process that has claimed its slot. If these heartbeats are
+    not accepted, the worker sends its own."""
 
     def __init__(
         self,

@@ -25,7 +25,7 @@ REFUSED_PAUSE_S = 60.0
 LAST_BYTES = 16 * 1024
 """Bytes of each worker's output that the coordinator keeps."""
 MAX_LAST_BYTES = 2 << 20
-"""For all workers of a launcher together, to fit into a message."""
+"""Limit for all workers of a launcher: their lines have to fit into a message."""
 
 
 class HostOutputs:

@@ -40,7 +40,7 @@ log = structlog.get_logger(__name__)
 
 CALL_TIMEOUT_S = 2.0
 REPORT_LIMIT_S = 10.0
-"""With the default limits, the member's lease has ended by then."""
+"""Time limit of a report: with the default limits, the member's lease has ended by then."""
 MIN_ASKED_S = 0.1
 SILENT_S = 5.0
 """A coordinator that has not answered by then counts as unreachable."""

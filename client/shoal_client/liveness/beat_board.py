@@ -151,8 +151,9 @@ class BeatSlot:
     # --- the worker ---
 
     def claim(self, token: Token, *, heartbeat_s: float, patience_s: float) -> None:
-        """Ask the launcher to send heartbeats for this process, as the member in the token, until
-        `record_running` was not called for `patience_s`: then the process counts as hung."""
+        """Ask the launcher to send heartbeats for this process, as the member in the token. If
+        `record_running` is not called for `patience_s`, the process counts as hung, and the
+        launcher stops."""
         self._put(_BEATEN, 0)
         self._put(_ENDING, MembershipEnding.UNKNOWN)
         self.record_running()

@@ -13,7 +13,7 @@ class TrainerStatus:
     waits: bool = False
     """True if the trainer waits for other members."""
     own_code_since_ns: int = 0
-    """By CLOCK_MONOTONIC; 0: not in the script's own code."""
+    """Time by CLOCK_MONOTONIC; 0: not in the script's own code."""
     loads: bool = False
     """The script's own code waits for a batch to be loaded."""
 

@@ -31,7 +31,7 @@ class LocalTls:
     status page is HTTP, for this user and root."""
 
     http_tokens: Path | None = None
-    """With these tokens other users access the status page."""
+    """Tokens with which other users access the status page."""
 
 
 class LocalAccess:

@@ -41,7 +41,7 @@ class LocalClusterConfig:
     """Settings of a cluster on this machine."""
 
     directory: Path
-    """For logs, etcd's data, certificates, snapshots and ready files; made if missing."""
+    """Directory for logs, etcd's data, certificates, snapshots and ready files; made if missing."""
     num_parameter_servers: int = DEFAULT_NUM_SERVERS
     first_parameter_server: int = 0
     """Number of the first server's id; machines of one cluster have different ones."""
@@ -61,7 +61,7 @@ class LocalClusterConfig:
     """host:port of the first coordinator's page."""
     advertise: str = ""
     """Address by which other machines reach the cluster: its parts listen on all interfaces, with
-    TLS. Empty: only this machine reaches them."""
+    TLS. Empty: only this machine reaches it."""
     snapshot_roots: Sequence[str] = ()
     """URLs at and below which snapshots may be written. Snapshots without a URL go to `snapshots`
     in the directory; with `etcd_member` they are refused."""
@@ -70,7 +70,7 @@ class LocalClusterConfig:
     grace_s: float = 5.0
     """Time for the parts to end before they are killed."""
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
-    """Of coordinators and servers; variables for TLS are removed."""
+    """Environment of coordinators and servers, without its variables for TLS."""
     tls: LocalTls | None = None
     """None: plain text on loopback, unless `certificates` is set."""
     certificates: Path | None = None

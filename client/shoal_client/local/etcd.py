@@ -116,7 +116,7 @@ class RunningEtcd:
     member: EtcdMember
     process: Process
     log_start_bytes: int = 0
-    """Where this process' lines begin in the log file."""
+    """Position at which this process' lines begin in the log file."""
 
     @property
     def endpoint(self) -> str:

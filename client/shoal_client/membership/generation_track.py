@@ -53,9 +53,9 @@ class GenerationTrack:
         self._crossed_at: int | None = None
         """Step at which the previous generation stopped, if this one was planned."""
         self._step_report: pb.SettleRequest | None = None
-        """After the last break, until a generation follows."""
+        """Step report after the last break, until a generation follows."""
         self._reported: pb.ReportBrokenRequest | None = None
-        """Until the break is notified."""
+        """Report of a failed collective, until the break is notified."""
         self._broken: dict[int, str] = {}
         self.lost: frozenset[str] = frozenset()
         """Members lost in this member's generations, as far as notified."""

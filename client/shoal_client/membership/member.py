@@ -57,8 +57,8 @@ class MemberHooks:
     find_unreachable: Callable[[pb.Prepare], Mapping[str, str]] = lambda prepare: {}
     """Peers that this member cannot reach, with the error."""
     find_checkpoints: Callable[[], Sequence[int]] = lambda: ()
-    """Steps of the complete checkpoints that this member sees; needed if no member has the job's
-    state."""
+    """Steps of the complete checkpoints that this member sees; asked for if no member of the roster
+    has the job's state."""
     on_break: Callable[[int, str], None] = lambda generation, reason: None
     """Called when a generation breaks, or when the membership ends with an error. A planned change
     is no break."""

@@ -498,7 +498,7 @@ class MemberCore:
 
     @property
     def _boundary_limit_s(self) -> float:
-        """For the slowest member's step, and for the bring-up without this member."""
+        """Limit for the slowest member's step, and for the bring-up without this member."""
         return 2 * self.limits.collective_s + self.limits.bring_up_s
 
     def _boundary_overdue(self, change: PlannedChange) -> ShoalError:
@@ -539,7 +539,7 @@ class MemberCore:
     def judge_break(
         self, generation: int, since_s: float, limit_s: float, now_s: float
     ) -> ev.GenerationOver | ev.WaitUntil:
-        """Decide if a generation with a failed collective is over, or the membership. The limit
+        """Decide if a generation with a failed collective, or the membership, is over. The limit
         does not run while no coordinator is reached."""
         if self.track.is_broken(generation) or self.failure is not None:
             return ev.GenerationOver(over=True)

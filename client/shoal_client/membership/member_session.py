@@ -68,7 +68,7 @@ class MemberSession:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._core = MemberCore(member.identity, wait_s())
-        """Changed under the lock only, except by `progress`."""
+        """Changed under the lock only, except by `progress`; single values are read without it."""
         self._threads = SessionThreads(lambda error: self._submit(ev.ThreadFailed(error=error)))
         self._joining = tracing.OngoingSpan("Join")
         self._stream = HeldStream(FIRST_ANSWER_S)

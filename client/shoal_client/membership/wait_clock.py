@@ -62,8 +62,8 @@ class WaitClock:
     def work_done(
         self, give_up_s: float, away_limit_s: float, now_s: float, *, is_over: bool
     ) -> GenerationOver | WaitUntil:
-        """Decide if other members still need a member that has done its work: until `give_up_s`, or
-        for `away_limit_s` without a coordinator."""
+        """Decide if other members still need a member that has done its work: at most until
+        `give_up_s`, and for `away_limit_s` without a coordinator."""
         until_s = min(give_up_s, self.away_since_s + away_limit_s)
         done = is_over or now_s >= until_s
         return GenerationOver(over=is_over) if done else WaitUntil(until_s=until_s)

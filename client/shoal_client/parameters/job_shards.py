@@ -102,7 +102,7 @@ class ShardPush:
     each shard."""
 
     span: str
-    """Its name in traces."""
+    """Name of the push in traces."""
     sequence: int
     """The same in every attempt."""
     item: Callable[[Shard], PushItem]
@@ -313,7 +313,7 @@ class JobShards:
     def _note(
         self, push: ShardPush, outcome: PushOutcome, epoch: int, parts: Sequence[GradientPart]
     ) -> ShoalError | None:
-        """Note the outcome of one shard; return the error if it is not final."""
+        """Note the outcome of one shard; return its error, unless the shard is done."""
         if outcome.next_address:
             self._servers.connect_ahead(outcome.next_address, partial(_connect, parts))
         if outcome.HasField("error"):

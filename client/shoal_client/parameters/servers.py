@@ -56,7 +56,7 @@ class ShardServers(Generic[Stub]):
         timeout_s: float,
         close_stub: Callable[[Stub], None] = lambda stub: None,
     ) -> None:
-        """`stub_of`: called once for each channel."""
+        """`stub_of`: makes the stub for a server, once for each channel."""
         self._process = os.getpid()
         self._stub_of = stub_of
         self._close_stub = close_stub

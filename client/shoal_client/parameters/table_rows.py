@@ -39,8 +39,8 @@ class Rows:
     version: int
     epoch: int
     births: bytes
-    """Little-endian uint64 for each row: the version that created the row; 0: no row yet, but
-    initial values."""
+    """Little-endian uint64 for each row: the version that created the row; 0: the row does not
+    exist yet, and has initial values."""
     values: bytes
     step: int
     """The table's steps that the shard knew of."""

@@ -39,7 +39,7 @@ class Clock:
         ended: Callable[[], ShoalError | None] = lambda: None,
     ) -> None:
         """`wait_s`: limit on a wait for other members while a coordinator answers. `ended`: returns
-        the error that ended the membership, if any, and ends every wait."""
+        the error that ended the membership, if any; the error ends every wait."""
         self._coordinators = coordinators
         self._token = token
         self._bound = bound

@@ -71,7 +71,7 @@ class SampleClient:
         self._unreported: list[SampleRange] = []
         self._given_back: list[SampleRange] = []
         self._not_durable: dict[int, list[SampleRange]] = {}
-        """By the number of the request that reported the ranges."""
+        """Reported ranges that may not be durable yet, by the request's number."""
         self._unanswered: samples_pb2.LeaseRequest | None = None
         self._not_held: list[SampleRange] = []
         """Ranges to return in the next answer of `lease`."""
@@ -108,7 +108,7 @@ class SampleClient:
         JobQuarantined, CertificateRefused, and the last RetryError after `timeout_s`.
 
         The request may have been carried out in the last three cases, except for Overloaded. So the
-        next call repeats it first. If a range is granted then, the call returns this range, and
+        next call repeats it first. If a range is granted then, that call returns the range, and
         reports its own `completed` ranges later; with `num_samples` 0 it gives the range back."""
         with self._lock:
             done = list(completed)

@@ -63,7 +63,7 @@ class ControlPlaneHosts:
 
     names: Sequence[str]
     directory: str = ""
-    """On the hosts and on this machine; empty: the usual directories."""
+    """Directory on the hosts and on this machine; empty: the usual ones."""
     python: str = ""
     """Empty: the path of this Python."""
 
@@ -151,7 +151,7 @@ class ControlPlane:
     pages: Sequence[str]
     etcd: Sequence[str]
     directories: Mapping[str, str]
-    """By host, for logs and etcd's data."""
+    """Directory of logs and etcd's data, by host."""
     certificates: Path
 
 

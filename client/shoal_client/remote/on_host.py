@@ -64,7 +64,7 @@ class HostPlan:
     """Parts of one host of a control plane."""
 
     address: str
-    """For the other hosts and for workers."""
+    """Address for the other hosts and for workers."""
     ports: Mapping[str, int]
     """`HostPorts`."""
     etcd: Sequence[str]

@@ -15,7 +15,7 @@ from shoal_proto.v1.weights_pb2_grpc import WeightSeriesStub
 log = structlog.get_logger(__name__)
 
 FIRST_LEASE_S = 30.0
-"""Until the coordinator has sent the length."""
+"""Length of a lease until the coordinator has sent it."""
 LEAVING_S = 1.0
 
 

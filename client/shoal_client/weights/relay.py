@@ -59,10 +59,11 @@ log = structlog.get_logger(__name__)
 READING = frozenset({CertificateRole.READER, CertificateRole.WORKER, CertificateRole.OPERATOR})
 """Roles that may fetch segments."""
 MAX_CONNECTIONS = 32
-"""At most two relays fetch from this one at a time, each four segments at once."""
+"""The coordinator lets at most two relays fetch from this one at a time, each four segments at
+once."""
 HELLO_S = 3.0
 IDLE_S = 10.0
-"""A connection without a call is closed then."""
+"""A connection is closed after this time without a call."""
 SEND_S = 10.0
 """Time limit for sending SENT_BYTES."""
 SENT_BYTES = 1024 * 1024
@@ -424,8 +425,8 @@ class Relay(WeightStoreServicer):
         return entry
 
     def _wait(self, wire: "_Wire", entry: _RelayedSegment, condition: Callable[[], bool]) -> None:
-        """Wait until `condition()`; send beats meanwhile. Raises Unavailable if no data arrives for
-        STALLED_S, the fetch was given up, or the relay is closed."""
+        """Wait until `condition()` is true; send beats meanwhile. Raises Unavailable if no data
+        arrives for STALLED_S, the fetch was given up, or the relay is closed."""
         while True:
             with self._changed:
                 if self._changed.wait_for(condition, BEAT_S):

@@ -30,8 +30,8 @@ def secured_client(
     connected: socket.socket, context: ssl.SSLContext, name: str, within_s: float
 ) -> ssl.SSLSocket:
     """Return the connection within TLS, to a server that has `name` in its certificate. The result
-    does not block: see `until_done`. Do not use the given socket any more. Raises OSError after
-    closing it."""
+    does not block: see `until_done`. Do not use the given socket any more. Raises OSError, and
+    closes the connection."""
     return _secured(
         connected,
         partial(context.wrap_socket, server_hostname=name, do_handshake_on_connect=False),
