@@ -52,7 +52,7 @@ class Command:
 
 def installed_commands() -> dict[str, Command]:
     """Return the sub-commands of all installed packages, by name. An entry point of COMMANDS_GROUP
-    is a function that calls its argument, `add`, for each of them."""
+    is a function that calls its argument, `add`, for each sub-command."""
     found: dict[str, Command] = {}
 
     def add(name: str, summary: str, config: str, run: str) -> None:

@@ -146,7 +146,7 @@ def _spans(view: memoryview) -> Iterator[tuple[_Kind, int, list[memoryview]]]:
 
 
 def _distances(old: Bytes, new: Bytes) -> list[Buffer]:
-    """None if nothing changed."""
+    """Return four streams; none if nothing changed."""
     positions, before, after = _changes(old.view("<u2"), new.view("<u2"))
     if not len(positions):
         return []
@@ -178,7 +178,7 @@ def _changes(old: Shorts, new: Shorts) -> tuple[Positions, Shorts, Shorts]:
 
 
 def _gaps(positions: Positions) -> Shorts:
-    """Return the unchanged elements before each changed one, in 16 bits; see SKIP."""
+    """Return the number of unchanged elements before each changed one, in 16 bits; see SKIP."""
     gaps = np.diff(positions, prepend=-1) - 1
     if gaps.max() < SKIP:
         return gaps.astype("<u2")
@@ -222,7 +222,7 @@ def _ranked(values: Shorts) -> Shorts:
 
 
 def _planes(old: Bytes, new: Bytes, size: int) -> list[Buffer]:
-    """None if nothing changed."""
+    """Return a stream for each byte of an element; none if nothing changed."""
     changed = old ^ new
     if not changed.any():
         return []

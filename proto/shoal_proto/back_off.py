@@ -36,7 +36,7 @@ class BackOff:
 
     def pause_s(self, chance: float = 1.0) -> float:
         """Return the seconds to wait now. `chance`: random, from 0 to 1; half of the pause depends
-        on it, so that the members of a large job do not retry at once."""
+        on it, so that the members of a large job do not retry at the same time."""
         longest_s = PROMPT_LONGEST_S if self._waited_s < self._prompt_s else self._longest_s
         pause_s = min(self._next_s, longest_s) * (0.5 + 0.5 * chance)
         self._next_s = min(2 * self._next_s, longest_s)

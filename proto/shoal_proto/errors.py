@@ -271,8 +271,8 @@ class NonFiniteGradient(RefusedError):
 
 
 class TrainingFailed(RefusedError):
-    """Training is complete, but its loss is not finite, or not lower than at the start as the
-    script requires."""
+    """Training is complete, but its loss is not finite, or not lower than at the start although the
+    script requires that."""
 
 
 class MalformedMessage(RefusedError):

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, get_args, get_type_hints
 from annotated_types import Ge, Le, MaxLen, MinLen
 
 MAX_COUNT = 2**53 - 1
-"""Up to this integer numbers in JSON are exact."""
+"""Largest integer up to which numbers in JSON are exact."""
 
 Count = Annotated[int, Ge(0), Le(MAX_COUNT)]
 Amount = Annotated[float, Ge(0), Le(MAX_COUNT)]

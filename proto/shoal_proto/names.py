@@ -52,7 +52,7 @@ def check_name(name: str, what: str) -> None:
 
 
 def check_prefix(prefix: str) -> None:
-    """Raise InvalidSpec unless `prefix` follows `PREFIX_RULE`."""
+    """Raise InvalidSpec unless the keys of a cluster may begin with `prefix` (--prefix)."""
     expected = ""
     if not _PREFIX.fullmatch(prefix) or len(prefix) > MAX_PREFIX_LENGTH:
         expected = PREFIX_RULE

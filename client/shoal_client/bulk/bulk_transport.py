@@ -22,7 +22,7 @@ AGAIN_S = 30.0
 
 
 class OpenBulkCall(Protocol):
-    """Parameters.OpenBulk."""
+    """Method Parameters.OpenBulk of the server."""
 
     def __call__(self, request: OpenBulkRequest, /, *, timeout: float) -> OpenBulkReply: ...
 
@@ -76,7 +76,7 @@ class BulkTransport:
             self._connection = connection
             is_late = self._is_closed
         if connection is not None and is_late:
-            # The call must fail, like a call in progress.
+            # `close` ran meanwhile: the call must fail, like a call in progress.
             connection.close()
         return connection
 

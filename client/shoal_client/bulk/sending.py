@@ -18,7 +18,7 @@ first large part while the next one is copied."""
 RECORD_BYTES = 16 * 1024
 """Maximum size of a TLS record."""
 MAX_BUFFERS = 256
-"""Per call to the kernel; Linux takes at most 1024."""
+"""Buffers per call to the kernel; Linux takes at most 1024."""
 
 
 class Sending:
@@ -48,8 +48,8 @@ class Sending:
         return bool(self._ready or self._record)
 
     def record_answer(self, shard_id: int) -> None:
-        """Record the server's answer for the shard. If its part has not begun, the server has
-        refused the part, and nothing is sent."""
+        """Record the server's answer for the shard. A part that has not begun is then not sent: the
+        server has refused the part."""
         self._answered.add(shard_id)
         if self._arena is not None:
             self._arena.release(shard_id)
@@ -63,7 +63,7 @@ class Sending:
                 return
 
     def send_between_answers(self) -> None:
-        """Like `send_available`, between two answers."""
+        """Send like `send_available`, between two answers."""
         try:
             self.send_available()
         except OSError:

@@ -18,7 +18,7 @@ from shoal_proto.tls.names import SERVES_AS, Caller, caller_among
 CLOCK_SKEW = timedelta(minutes=5)
 MAX_VALID = timedelta(days=3650)
 CA_VALID = MAX_VALID + timedelta(days=1)
-"""Longer than MAX_VALID, since certificates are issued after their authority."""
+"""Exceeds MAX_VALID: certificates are issued after their authority."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,8 @@ class CertificateHolder:
 
 class Authority:
     def __init__(self, cert: bytes, key: bytes) -> None:
-        """Raises InvalidSpec if `cert` or `key` is not PEM, or if they do not belong together."""
+        """Raises InvalidSpec if `cert` or `key` is not PEM, or if the key does not belong to the
+        certificate."""
         self._cert = read(cert)
         try:
             found = serialization.load_pem_private_key(key, password=None)

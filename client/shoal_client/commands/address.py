@@ -46,9 +46,9 @@ class StatusAddress(TlsOptions):
         return tuple(_usual_urls().split(","))
 
     def urls(self) -> str:
-        """URLs of the page, separated by commas; asks the coordinators if only they are given.
-        Raises the errors of that call, and InvalidSpec if no address is given and the user has
-        several clusters."""
+        """URLs of the page, separated by commas; asks the coordinators if no page is given. Raises
+        the errors of that call, and InvalidSpec if no address is given and the user has several
+        clusters."""
         return self.http or http_url_of(self.coordinators) or _usual_urls()
 
 

@@ -85,7 +85,7 @@ def drain(config: DrainConfig) -> int:
 
 
 def _process_of(status: StatusClient, job: str, member_id: str, give_up_s: float) -> str:
-    """The public id of the member's process. Retries while no leader answers."""
+    """The public id of the member's process. Retries for a while if no leader answers."""
     give_up_s = min(give_up_s, time.monotonic() + ASK_WITHIN_S)
     while True:
         try:

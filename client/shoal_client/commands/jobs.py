@@ -190,7 +190,7 @@ def wait(config: WaitConfig) -> int:
 
 def retry(config: RetryConfig) -> int:
     """Let workers join the job again. Raises UnknownJob, JobFinished, or InvalidSpec if the job has
-    members, or no records and no `--from-scratch`."""
+    members, or if its records were removed and `--from-scratch` was not given."""
     check_reachable(config.coordinators, ANSWER_WITHIN_S)
     coordinators = Coordinators(config.coordinators)
     try:

@@ -85,8 +85,8 @@ class WhyConfig:
 
 
 def _with_scheme(url: str) -> str:
-    """Add the scheme to a host: https if this process has a certificate, except for a cluster of
-    this user on this machine."""
+    """Return the URL of HOST:PORT or of an http URL: https if this process has a certificate,
+    except for a cluster of this user on this machine."""
     host = url.removeprefix("http://")
     if "://" in host:
         return url
@@ -542,7 +542,7 @@ def _print_accepted_losses(console: Console, accepted: Json) -> None:
 
 
 def in_short(shard_id: int, version: int) -> str:
-    """Text of a lost shard. `version`: it had at least this one; 0: not known."""
+    """Text of a lost shard. `version`: the shard had at least this version; 0: not known."""
     return f"shard {shard_id} ({f'at least version {version}' if version else 'no version known'})"
 
 

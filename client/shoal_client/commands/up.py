@@ -43,7 +43,7 @@ HTTP_PORT = 7780
 MAX_BASE_PORT = 2**16 - 4
 CONNECTS_WITHIN_S = 3.0
 LEADS_WITHIN_S = 15.0
-"""A killed coordinator leads until its lease ends."""
+"""Time to wait for a leader: a killed coordinator leads until its lease ends."""
 _HOSTS = Group(
     "Several hosts, over ssh",
     help="The hosts must have Shoal and an etcd program, and accept your ssh key without a"

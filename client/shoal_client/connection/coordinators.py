@@ -131,7 +131,7 @@ class Coordinators:
 
     def on_channel(self, start: Callable[[grpc.Channel], Started]) -> Started:
         """Return `start(self.channel())`. `start` must not block. The channel stays open meanwhile:
-        a stub made on a closed one crashes the process. Raises Unavailable after `close`."""
+        a stub made on a closed channel crashes the process. Raises Unavailable after `close`."""
         with self._lock:
             return start(self.channel())
 
@@ -284,8 +284,8 @@ def close_channels(channels: Iterable[Closable]) -> None:
 
 def own_address(coordinators: Sequence[str]) -> str:
     """Address of this machine's interface towards the first coordinator; 127.0.0.1 without
-    coordinators. Sends nothing. Raises InvalidSpec if the name does not resolve, or there is no
-    route."""
+    coordinators. Sends nothing. Raises InvalidSpec if the coordinator's name does not resolve, or
+    there is no route."""
     if not coordinators:
         return "127.0.0.1"
     host, _, port = coordinators[0].rpartition(":")

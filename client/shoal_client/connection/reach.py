@@ -1,6 +1,6 @@
 """Check, before a generation starts, that a member reaches its peers. Each member listens on a
-probe port and sends a greeting, made from its public id: another process on that port is not
-mistaken for the member."""
+probe port and sends a greeting, made from the member's public id: another process on that port is
+not mistaken for the member."""
 
 import errno
 import hashlib
@@ -226,7 +226,7 @@ def _resolved(
     peers: Sequence[RosterEntry], unreached: dict[str, str], give_up_s: float
 ) -> Iterable[tuple[RosterEntry, str]]:
     """Yield each peer with its IP address. Resolvers have their own time limits: they run on a
-    thread that is abandoned in time."""
+    thread that is abandoned when the time is over."""
     if not peers:
         return
     answers: queue.SimpleQueue[tuple[RosterEntry, str, str]] = queue.SimpleQueue()

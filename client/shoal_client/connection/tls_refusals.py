@@ -33,8 +33,9 @@ def note_answer(address: str) -> None:
 
 
 def explained(error: ShoalError, address: str, name: str) -> ShoalError:
-    """Replace an Unavailable by a CertificateRefused if a handshake shows that cause. `name`: in
-    the server's certificate, such as COORDINATOR_NAME. Blocks as `why_refused` does."""
+    """Replace an Unavailable by a CertificateRefused if a handshake shows that cause. `name`: the
+    name that the server's certificate must have, such as COORDINATOR_NAME. Blocks as `why_refused`
+    does."""
     if type(error) is not Unavailable or not any(s in error.seen.lower() for s in _SIGNS):
         return error
     if identity.own() is None and address in answered_plainly:

@@ -94,8 +94,8 @@ def count_asynchronous(
     accounts: Iterable[WorkerAudit], expected: Iterable[Sample], pushes_applied: int | None
 ) -> SampleAudit:
     """Count a run in which each worker's step is one push. A killed worker's last push may be
-    applied without an acknowledgement: `pushes_applied` shows how many are. None (unknown): all, so
-    that no repetition is missed."""
+    applied without an acknowledgement: `pushes_applied` shows how many such pushes count. None
+    (unknown): all of them, so that no repetition is missed."""
     accounts = list(accounts)
     used: Counter[Sample] = Counter()
     unanswered: list[AuditLine] = []

@@ -44,7 +44,7 @@ class Outcome:
     test_accuracy: float
     """Accuracy of the final weights on the held-out images."""
     steps: int
-    """Applied pushes, if asynchronous."""
+    """Committed steps; if asynchronous, applied pushes."""
     samples_per_s: float
     """Kill and recovery included."""
     recovery_s: float

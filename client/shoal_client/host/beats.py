@@ -52,7 +52,7 @@ class WorkerStatus:
     phase: str
     """Empty: no such job."""
     is_lost: bool
-    """The worker claims to be a member, and the job does not have it."""
+    """True if the worker claims to be a member that the job does not have."""
 
 
 class HostBeats:

@@ -43,7 +43,7 @@ REPORT_LIMIT_S = 10.0
 """Time limit of a report: with the default limits, the member's lease has ended by then."""
 MIN_ASKED_S = 0.1
 SILENT_S = 5.0
-"""A coordinator that has not answered by then counts as unreachable."""
+"""A coordinator that has not answered after this time counts as unreachable."""
 OTHERS_WITHIN_S = 0.5
 """Time for other coordinators once one has reported that none leads yet."""
 OVER = frozenset({"lost", "stopped", "failed"})

@@ -91,7 +91,7 @@ class MembershipEnding(enum.IntEnum):
         if isinstance(error, MemberDrained):
             return cls.DRAINED
         if isinstance(error, Fenced | LeaseExpired):
-            # It would displace its successor again.
+            # The process was replaced: a new one would displace its replacement.
             return cls.REFUSED if error.details.get("replaced_by") else cls.FENCED
         if isinstance(error, RetryError | RejoinError):
             return cls.PASSING
@@ -100,7 +100,7 @@ class MembershipEnding(enum.IntEnum):
 
 
 _PASSING = (AddressInUse, NoServers, PeersUnreachable)
-"""Refusals that the environment causes, which may have changed by the next start."""
+"""Refusals that the environment causes: the next start may succeed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +153,7 @@ class BeatSlot:
     def claim(self, token: Token, *, heartbeat_s: float, patience_s: float) -> None:
         """Ask the launcher to send heartbeats for this process, as the member in the token. If
         `record_running` is not called for `patience_s`, the process counts as hung, and the
-        launcher stops."""
+        heartbeats end."""
         self._put(_BEATEN, 0)
         self._put(_ENDING, MembershipEnding.UNKNOWN)
         self.record_running()

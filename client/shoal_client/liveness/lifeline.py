@@ -17,8 +17,8 @@ from pathlib import Path
 
 SIZE_BYTES = 72
 _MUTEX = 8
-"""Offset after the holder's process id. `pthread_mutex_t` needs up to 48 bytes (glibc on aarch64),
-aligned to 8."""
+"""Offset of the mutex, after the holder's process id. `pthread_mutex_t` needs up to 48 bytes (glibc
+on aarch64), aligned to 8."""
 _PID = struct.Struct("@Q")
 _EXITING = 0x4
 """PF_EXITING: the process has begun to exit."""
@@ -60,7 +60,8 @@ class Lifeline:
         return holder if holder != os.getpid() and Path(f"/proc/{holder}").exists() else 0
 
     def release(self) -> None:
-        """Release the lock, so that the process' end is no death. Only the main thread can."""
+        """Release the lock, so that the process' end does not count as a death. Only the main
+        thread can release it."""
         if self._holder != os.getpid():
             return
         self._holder = 0
@@ -125,8 +126,8 @@ class ExitWatch:
 
 
 def exit_code_of(pid: int) -> int | None:
-    """The exit code of a process that has begun to exit; -N for signal N. None if not known, also
-    for code 0."""
+    """The exit code of a process that has begun to exit; -N for signal N. None if the code is 0 or
+    not known."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

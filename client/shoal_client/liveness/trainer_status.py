@@ -15,7 +15,7 @@ class TrainerStatus:
     own_code_since_ns: int = 0
     """Time by CLOCK_MONOTONIC; 0: not in the script's own code."""
     loads: bool = False
-    """The script's own code waits for a batch to be loaded."""
+    """True if the script's own code waits for a batch."""
 
     @property
     def own_code_s(self) -> float:

@@ -250,8 +250,9 @@ class LocalCluster:
         return name
 
     def end_parameter_server(self, name: str, timeout_s: float = 60.0) -> None:
-        """Ask a server to hand its shards over and to end, and wait for its end. Raises Unavailable
-        after `timeout_s`: the server then ends later. Does nothing for an unknown name."""
+        """Ask a server to hand its shards over and to end, and wait for its end. The server is not
+        started again. Raises Unavailable after `timeout_s`: the server then ends later. Does
+        nothing for an unknown name."""
         if name not in self._servers:
             return
         if (keeper := self._keepers.get(name)) is not None:

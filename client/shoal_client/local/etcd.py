@@ -217,8 +217,8 @@ def _plan(directory: Path, options: EtcdOptions, num_members: int) -> list[EtcdM
 def plan_member(
     directory: Path, name: str, options: EtcdOptions, addresses: EtcdAddresses
 ) -> EtcdMember:
-    """Return a member with this name of its files in `directory`. Raises InvalidSpec without an
-    etcd program."""
+    """Return a member whose files in `directory` have this name. Raises InvalidSpec without an etcd
+    program."""
     peer_scheme = "http" if options.tls is None else "https"
     scheme = peer_scheme if options.credentials is None else "https"
     token = addresses.token

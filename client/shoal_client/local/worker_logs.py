@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 MAX_BYTES = 8 << 20
-"""Then the file becomes the older of the two."""
+"""Size at which a file becomes the older of the two."""
 
 
 def log_root(environment: Mapping[str, str]) -> Path:

@@ -1,5 +1,5 @@
-"""Answers of the coordinator that the processes of one host share: the first that needs one fetches
-it for all."""
+"""Answers of the coordinator that the processes of one host share: the first process that needs an
+answer fetches it for all."""
 
 import fcntl
 import hashlib

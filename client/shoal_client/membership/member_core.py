@@ -437,7 +437,7 @@ class MemberCore:
         if now_s >= call.give_up_s:
             self.leaving.is_unanswered = True
             reason = f"{call.request.reason}; meanwhile {error}"
-            # None forms a generation without this member.
+            # No coordinator forms a generation without this member.
             return self._take_drain(reason, now=True, no_generation_follows=True)
         return [self._calls.repeat_after_pause(call)]
 

@@ -52,7 +52,7 @@ class CallEnded:
 
 @dataclass(frozen=True, kw_only=True)
 class HeartbeatDue:
-    """`heartbeat_s` have passed. The fields are those of a `Beat`."""
+    """`heartbeat_s` have passed. The fields state the trainer's activity, as in a `Beat`."""
 
     has_recent_beat: bool = False
     """True if the launcher's heartbeats were accepted recently."""
@@ -175,7 +175,7 @@ Event = (
 
 
 TrainerEvent = ProposalMade | GenerationBroughtUp | TrainerStopped | CollectiveFailed | WorkDone
-"""Repeated until answered."""
+"""Events that are repeated until they are answered."""
 
 
 def heartbeat_request(event: HeartbeatDue, token: Token, step: int) -> pb.HeartbeatRequest:

@@ -86,8 +86,8 @@ class MemberSession:
 
     def join(self, timeout_s: float | None = None) -> None:
         """Become a member. Raises DeadlineExceeded if no coordinator admits the member within
-        `timeout_s` (None: its `admission_s`), MemberDrained if it is to leave before that, or the
-        refusal, such as JobFinished."""
+        `timeout_s` (None: its `admission_s`), MemberDrained if the member is to leave before that,
+        or the refusal, such as JobFinished."""
         timeout_s = self._member.admission_s if timeout_s is None else timeout_s
         core = self._core
         # Reads one stream after another.

@@ -8,7 +8,7 @@ from shoal_client.membership.member_events import GenerationOver, WaitUntil
 
 class WaitClock:
     """Clock of waits for other members. It stops while a member is paused, no coordinator is
-    reached, or this member is on standby. Then each limit begins anew."""
+    reached, or this member is on standby. After a stop, each limit begins anew."""
 
     def __init__(self) -> None:
         self.away = True
@@ -16,7 +16,7 @@ class WaitClock:
         self.give_up_at_s = math.inf
         """End of the trainer's calls and waits in any case."""
         self.away_since_s = math.inf
-        """Infinite while a stream is open, and before the first."""
+        """End of the last stream; infinite while a stream is open, and before the first."""
         self._turned_s = -math.inf
         self._paused: Sequence[str] = ()
         self._released_s = -math.inf

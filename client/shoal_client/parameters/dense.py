@@ -43,7 +43,7 @@ class PushResult:
     staleness: dict[int, int] = field(default_factory=dict)
     """Updates, by shard, since the version that the gradient was computed on."""
     retries: int = 0
-    """Rounds of attempts beyond the first, plus the longest chain of redirects of each."""
+    """Rounds of attempts beyond the first, plus the longest chain of redirects of each round."""
     duplicates: int = 0
     """Shards that had applied the push before a retry."""
     stale: dict[int, StalePush] = field(default_factory=dict)

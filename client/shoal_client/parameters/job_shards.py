@@ -108,7 +108,7 @@ class ShardPush:
     item: Callable[[Shard], PushItem]
     part: Callable[[Shard], GradientPart]
     applied: Callable[[PushOutcome, int], None]
-    """Called with each shard's outcome once its part is applied, and with its epoch."""
+    """Called with the outcome of each applied part, and the shard's epoch."""
     refused: Callable[[int, StalePush], None]
     """Called with each shard that refused its part as too stale, and is done."""
     receiver: Callable[[set[int]], Receiver] | None = None

@@ -87,13 +87,13 @@ class ShardServers(Generic[Stub]):
         shard_ids: Collection[int] | None = None,
     ) -> int:
         """Attempt until all shards of the map, or of `shard_ids`, are done; return the rounds
-        beyond the first, plus the longest chain of redirects of each.
+        beyond the first, plus the longest chain of redirects of each round.
 
         Temporary failures are retried for `timeout_s`. Other limits: none for space on a full disk,
         SHOAL_CERTIFICATE_WAIT_S for a renewed certificate once a server has answered, `lost_wait_s`
         for lost shards, and `ready_by_s` of the monotonic clock for shards without values. Raises
-        the error that ended the attempts; instead of a DeadlineExceeded, the last other error.
-        Raises InvalidSpec in a forked process."""
+        the error that ended the attempts; instead of a DeadlineExceeded, the last other error, if
+        any. Raises InvalidSpec in a forked process."""
         self._check_process()
         deadline_s = time.monotonic() + self._timeout_s
         back_off = BackOff()
@@ -365,7 +365,7 @@ def _incomplete(todo: set[int]) -> ShoalError:
 
 
 def _no_address(shards: Sequence[Shard], left_s: float) -> ShoalError:
-    """Error for shards whose server is not registered, before another primary."""
+    """Error for shards that have no registered server, and no other primary yet."""
     servers = sorted({shard.server_id for shard in shards})
     return Unavailable(
         f"no primary serves shard {shards[0].shard_id}"

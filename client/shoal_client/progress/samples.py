@@ -74,7 +74,7 @@ class SampleClient:
         """Reported ranges that may not be durable yet, by the request's number."""
         self._unanswered: samples_pb2.LeaseRequest | None = None
         self._not_held: list[SampleRange] = []
-        """Ranges to return in the next answer of `lease`."""
+        """Ranges that this member no longer holds, until `lease` has returned them."""
         self._sequence = 0
 
     @property
@@ -121,7 +121,7 @@ class SampleClient:
                 # A retry gets the first answer.
                 answer = self._call(self._unanswered, timeout_s)
                 if answer.range is not None and not num_samples:
-                    # The caller would not know of the range.
+                    # The caller would not know of the range, and nobody would train on it.
                     self._held = subtract_ranges(self._held, [answer.range])
                     self._given_back = joined([*self._given_back, answer.range])
             if answer is None or not (answer.exhausted or (answer.range and num_samples)):

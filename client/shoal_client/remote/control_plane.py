@@ -69,7 +69,7 @@ class ControlPlaneHosts:
 
     @property
     def here(self) -> Path:
-        """Directory on this machine."""
+        """Directory of the certificates and of the record on this machine."""
         if self.directory:
             return Path(self.directory) / "here"
         return Path.home() / ".shoal" / "control-plane"

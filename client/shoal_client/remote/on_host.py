@@ -106,7 +106,7 @@ class HostAnswer:
     """True if parts of a control plane ran before the order."""
     directory: str
     address: str = ""
-    """Empty without ssh."""
+    """Address at which ssh has reached this host; empty without ssh."""
     client: str = ""
     """Address from which ssh has connected."""
     ports: Mapping[str, int] = field(default_factory=dict)

@@ -74,7 +74,7 @@ class ShardBlocks:
             yield start, parts
 
     def scatter(self, piece: AnyPiece, buffers: Buffers) -> int:
-        """Write a piece's bytes into the parameters' buffers; return their number. Raises
+        """Write a piece's bytes into the parameters' buffers; return the number of bytes. Raises
         ChecksumMismatch or MalformedMessage."""
         data = memoryview(piece.data)
         verify(f"a piece of shard {self.shard_id}", piece.checksum, data)

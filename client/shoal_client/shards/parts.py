@@ -17,7 +17,7 @@ class GradientPart:
     """One shard of a call."""
 
     shard_id: int
-    """Number of the item, in a lookup of rows."""
+    """Id of the shard; in a lookup of rows, the item's number."""
     num_bytes: int
     """Maximum, for sent and for returned bytes."""
     pieces: Callable[[int], Pieces]
