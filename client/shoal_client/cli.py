@@ -175,7 +175,7 @@ def _end_options(app: App, tokens: list[str]) -> list[str]:
 
 
 def _forget_empty_variables() -> None:
-    """Delete empty SHOAL variables: they count as not set."""
+    """Delete empty `SHOAL_` variables: they count as not set."""
     for name in [each for each, value in os.environ.items() if each.startswith("SHOAL_")]:
         if not os.environ[name]:
             del os.environ[name]

@@ -16,7 +16,6 @@ LOW_WATER_BYTES = 256 * 1024
 """Prepare more data below this amount. Data in shared memory counts: the server begins with the
 first large part while the next one is copied."""
 RECORD_BYTES = 16 * 1024
-"""Maximum size of a TLS record."""
 MAX_BUFFERS = 256
 """Buffers per call to the kernel; Linux takes at most 1024."""
 

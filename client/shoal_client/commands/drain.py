@@ -71,7 +71,6 @@ def drain(config: DrainConfig) -> int:
         )
 
         def ask(timeout_s: float) -> None:
-            # The leader may have changed since the last request.
             addresses = config.address.coordinators or (status.leader(),)
             with closing(Coordinators(addresses)) as coordinators:
                 coordinators.call(

@@ -34,7 +34,6 @@ class HeldStream:
     def __init__(self, first_answer_s: float) -> None:
         """`first_answer_s`: first limit of FirstReplyTimeout."""
         self.address = ""
-        """Address of the current or last coordinator."""
         self._first_reply = FirstReplyTimeout(first_answer_s)
         self._lock = threading.Lock()
         self._stream: Stream[object] | None = None

@@ -107,7 +107,6 @@ class DemoTraining:
     def _command(self) -> ChildCommand:
         plan = self._plan
         environment = {**without_tls(os.environ), "SHOAL_COORDINATOR": self._cluster.coordinator}
-        # The launcher replaces the killed worker.
         run = ("run", "-n", str(plan.num_workers), "--job", plan.job, "-m", "shoal.demo.digits")
         arguments = {
             "--strategy": plan.strategy,
@@ -162,7 +161,6 @@ class DemoTraining:
         )
 
     def _kill_one(self, paths: Sequence[Path]) -> Kill:
-        # The launcher's first worker.
         victim = paths[0]
         member_id, _, pid = victim.stem.rpartition(".")
         at_s = time.monotonic()

@@ -5,7 +5,6 @@ import threading
 from shoal_proto.v1 import outputs_pb2 as pb
 
 TAIL_BYTES = 1 << 20
-"""Bytes kept of each worker's output."""
 SLACK_BYTES = 1 << 17
 """Excess before old lines are dropped, which moves all newer lines."""
 

@@ -50,7 +50,6 @@ OVER = frozenset({"lost", "stopped", "failed"})
 """Phases in which a job cannot be joined until an operator allows it."""
 FINISHED = "finished"
 MAX_REPORTS = 1000
-"""Reports that may wait for a coordinator."""
 
 
 def check_reachable(coordinators: Sequence[str], timeout_s: float) -> None:

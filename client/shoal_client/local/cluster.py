@@ -111,7 +111,6 @@ class CoordinatorAddress:
     advertised: str
     """host:port for other machines; the same without `advertise`."""
     http: str
-    """Base URL."""
 
 
 class LocalCluster:

@@ -27,7 +27,6 @@ Spawn = Callable[[ChildCommand], Process]
 MAX_PORT_TRIES = 5
 HOST = "127.0.0.1"
 ETCD = "etcd"
-"""Name of a member that is alone on its machine."""
 # With these options a member without peers elects itself sooner after a restart.
 _ALONE = ("--heartbeat-interval", "20", "--election-timeout", "200")
 
@@ -79,7 +78,6 @@ class EtcdOptions:
     credentials: grpc.ChannelCredentials | None = None
     """None: no TLS, unless `tls` is set."""
     arguments: Sequence[str] = ()
-    """Further arguments of etcd."""
     tls: EtcdTls | None = None
     """Mutual TLS for clients and peers, instead of `credentials` and `arguments`."""
 

@@ -40,7 +40,6 @@ def sweep(grace_s: float) -> dict[int, str]:
     children: no other code may wait for one."""
     deadline_s = time.monotonic() + grace_s
     while (left := descendants()) and time.monotonic() < deadline_s:
-        # The end of a grandchild sends no event.
         _reap()
         time.sleep(0.01)
     for pid in left:

@@ -39,7 +39,6 @@ class GenerationTrack:
         self.generation = 0
         """Newest generation that the trainer was sent into; 0: none."""
         self.step = 0
-        """Optimizer steps in the trainer's state."""
         self.change: PlannedChange | None = None
         self.is_closing = False
         """True if the job admits no more members."""
@@ -94,7 +93,6 @@ class GenerationTrack:
     def enter(self, above: int) -> pb.GenerationRecord | None:
         """Enter the generation of the newest record, if its number is above `above`."""
         record = self._record
-        # A broken generation is never entered, and no generation is entered twice.
         if record is None or not self._is_new(record.roster.generation, above):
             return None
         self.generation = record.roster.generation

@@ -20,7 +20,6 @@ class MemberCalls:
     def __init__(self, member_id: str) -> None:
         self._member_id = member_id
         self._is_answered = True
-        """True if the last heartbeat was answered."""
         self._joined_s = self._joins_within_s = 0.0
         self._is_wait_logged = False
 

@@ -68,7 +68,6 @@ class MemberCore:
         self.track = GenerationTrack(identity)
         self.clock = WaitClock()
         self.failure: ShoalError | None = None
-        """Error that ended the membership."""
         self.waiting_for = "the coordinator to admit this member"
         """The coordinator's latest reason why this member is not training."""
         self.is_standby = False

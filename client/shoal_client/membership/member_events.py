@@ -75,7 +75,6 @@ class HeartbeatRefused:
 @dataclass(frozen=True, kw_only=True)
 class JoinWanted:
     within_s: float = 0.0
-    """Limit of the wait for admission, for the log."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,7 +204,7 @@ class Persistence(enum.Enum):
     FOR_A_TIME = enum.auto()
     """A request to drain: repeated until `give_up_s`; then the member leaves."""
     ONCE = enum.auto()
-    """Logged and dropped: a later call replaces it."""
+    """Logged and dropped: a new leader gets the report again, or the next call includes it."""
     LAST = enum.auto()
     """The call to leave. Not repeated: the coordinator notices the leave by itself."""
 
@@ -236,7 +235,6 @@ class CallLeader:
     timeout_s: float
     after_s: float = 0.0
     since_s: float = 0.0
-    """Time of the first attempt."""
     give_up_s: float = 0.0
     num_failures: int = 0
     back_off: BackOff = field(default_factory=BackOff, compare=False, repr=False)

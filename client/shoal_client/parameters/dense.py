@@ -39,7 +39,6 @@ class PushResult:
 
     sequence: int
     versions: dict[int, int] = field(default_factory=dict)
-    """Versions right after this push, by shard."""
     staleness: dict[int, int] = field(default_factory=dict)
     """Updates, by shard, since the version that the gradient was computed on."""
     retries: int = 0
@@ -139,8 +138,9 @@ class ParameterClient:
     def pull(self, into: Buffers, *, wait_s: float | None = None) -> None:
         """Write the newest values into the buffers. Each shard's values are of one version.
 
-        Waits for shards that are not created yet, up to `wait_s` and `timeout_s`; then raises
-        ShardNotReady. After an error, some buffers may have new values. Raises ShapeMismatch."""
+        Waits for shards that are not created yet, up to `wait_s` (None: `timeout_s`), but never
+        longer than `timeout_s`; then raises ShardNotReady. After an error, some buffers may have
+        new values. Raises ShapeMismatch."""
         ready_by_s = time.monotonic() + (self._timeout_s if wait_s is None else wait_s)
         check_buffers(self._job.cached_map(), into, complete=True, writable=True)
 
@@ -224,7 +224,6 @@ class ParameterClient:
             gradient = shards_encoded.get(shard.shard_id)
             if gradient is None:
                 return self._part(shard, sources)
-            # The values are returned without a codec.
             num_bytes = self._blocks[shard.shard_id].num_bytes
             return GradientPart(shard.shard_id, num_bytes, gradient.pieces)
 

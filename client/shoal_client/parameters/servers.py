@@ -37,7 +37,6 @@ from shoal_proto.v1.shards_pb2 import Shard, ShardMap
 log = structlog.get_logger(__name__)
 
 MAX_REDIRECTS = 4
-"""Redirects that are followed in a row, before the next round."""
 MAX_SERVERS = 64
 """Threads that call servers, beside the caller's own; further calls wait."""
 
@@ -169,7 +168,6 @@ class ShardServers(Generic[Stub]):
         of the last round."""
         for error in errors:
             if isinstance(error, DiskFull):
-                # The call succeeds once there is space on the disk.
                 event = "waiting_for_room_on_a_disk"
             elif isinstance(error, CertificateRefused) and self._has_connected:
                 event = "certificate_refused"

@@ -22,7 +22,6 @@ class SampleLease:
     range: SampleRange | None
     """May be shorter than requested. None: nothing now."""
     exhausted: bool
-    """True if every sample of every epoch was completed."""
     retry_after_s: float
     """Wait before the next request, if `range` is None and not `exhausted`."""
     reserve_max: int = 0

@@ -44,7 +44,6 @@ PID = "pid"
 LOG = "host.log"
 CERTIFICATES = "certs"
 STOPPED_S = 20.0
-"""Time for the parts to end before they are killed."""
 KILLED_S = 10.0
 LOOK_EVERY_S = 0.05
 

@@ -155,7 +155,6 @@ class ReaderLeases:
                 self._gone |= {each for each in reply.gone if each in self._leased}
                 for number in reply.leased:
                     if number in self._leased:
-                        # A lease begins when its request was sent.
                         self._until_s[number] = sent_s + reply.lease_s
                 # Coordinators of earlier releases name no relays.
                 for number, relay in zip(reply.leased, reply.relays, strict=False):

@@ -36,7 +36,6 @@ log = structlog.get_logger(__name__)
 TIMEOUT_S = 600.0
 CALL_S = 10.0
 AT_ONCE = 4
-"""Segments that are fetched at the same time."""
 
 Ranges = Mapping[int, Sequence[tuple[int, int]]]
 """Ranges of bytes by index of the segment, as (first byte, byte after the last)."""
@@ -110,7 +109,8 @@ class SeriesReader:
         return self._watch.newest(-1, timeout_s)
 
     def wait(self, newer_than: int = 0, timeout_s: float | None = None) -> pb.VersionRecord:
-        """Wait for a version above `newer_than`; return the newest. Raises what `view` raises."""
+        """Wait for a version above `newer_than`; return the newest. `timeout_s` None: no limit.
+        Raises what `view` raises."""
         give_up_s = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             left_s = None if give_up_s is None else max(give_up_s - time.monotonic(), 0.0)

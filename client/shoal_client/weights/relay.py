@@ -57,7 +57,6 @@ from shoal_proto.v1.weights_pb2_grpc import WeightStoreServicer, add_WeightStore
 log = structlog.get_logger(__name__)
 
 READING = frozenset({CertificateRole.READER, CertificateRole.WORKER, CertificateRole.OPERATOR})
-"""Roles that may fetch segments."""
 MAX_CONNECTIONS = 32
 """The coordinator lets at most two relays fetch from this one at a time, each four segments at
 once."""
@@ -65,7 +64,6 @@ HELLO_S = 3.0
 IDLE_S = 10.0
 """A connection is closed after this time without a call."""
 SEND_S = 10.0
-"""Time limit for sending SENT_BYTES."""
 SENT_BYTES = 1024 * 1024
 UNKNOWN_S = 0.5
 """Wait for a segment that this relay has not begun to fetch."""
@@ -176,7 +174,6 @@ class Relay(WeightStoreServicer):
         block fails. `digests`: the segments that will arrive."""
         before = self._segments
         with self._changed:
-            # Held segments are kept.
             self._segments = {each: _RelayedSegment() for each in digests} | before
             self._fetched = set()
             self._progress_s = time.monotonic()

@@ -31,7 +31,6 @@ log = structlog.get_logger(__name__)
 
 OPEN_S = 3.0
 MAX_IDLE = 4
-"""Idle connections to keep for each server."""
 CHUNK_WITHIN_S = 10.0
 """Limit for a relay to send a chunk, or a beat."""
 
@@ -59,7 +58,6 @@ class WeightStores:
         self._idle: dict[str, list[SegmentConnection]] = {}
         self._in_use: set[SegmentConnection] = set()
         self._local: set[str] = set()
-        """Addresses on this host."""
         self._checked: set[str] = set()
 
     def put(
