@@ -52,7 +52,8 @@ class Command:
 
 def installed_commands() -> dict[str, Command]:
     """Return the sub-commands of all installed packages, by name. An entry point of COMMANDS_GROUP
-    is a function that calls its argument, `add`, for each sub-command."""
+    is a function that calls its argument, `add`, for each sub-command.
+    """
     found: dict[str, Command] = {}
 
     def add(name: str, summary: str, config: str, run: str) -> None:
@@ -80,7 +81,8 @@ def build_app(commands: Mapping[str, Command]) -> App:
 
 def parse(arguments: Sequence[str]) -> Callable[[], int]:
     """Return a function that runs the named command, and returns the exit code. Raises
-    CycloptsError, or the ValueError of a config, for arguments that are refused."""
+    CycloptsError, or the ValueError of a config, for arguments that are refused.
+    """
     commands = installed_commands()
     config = read_config(arguments, commands)
     if config is None:

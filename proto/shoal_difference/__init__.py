@@ -1,2 +1,3 @@
 """Exact differences between two versions of published weights. A separate package: it needs numpy
-and zstandard."""
+and zstandard.
+"""

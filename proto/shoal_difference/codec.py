@@ -4,7 +4,8 @@ In one training step few 16-bit weights change, and most of these by one represe
 for elements of 16 bits a difference has the gaps between changes, and the distances from old to new
 values in representable numbers. For other elements it has the exclusive or of the bytes, in planes.
 
-The caller verifies base and target by their digests."""
+The caller verifies base and target by their digests.
+"""
 
 import struct
 from collections.abc import Iterable, Iterator
@@ -53,7 +54,8 @@ _LENGTH = struct.Struct("<Q")
 def encode(base: Buffer, target: Buffer, elements: Iterable[tuple[int, int]]) -> list[bytes]:
     """Return the difference, in parts to be joined. `elements`: runs (bytes of an element, bytes of
     the run) that make up both buffers; a wrong size of an element only makes the difference larger.
-    Raises ValueError if the runs do not have the size of each buffer."""
+    Raises ValueError if the runs do not have the size of each buffer.
+    """
     old, new = _bytes(base), _bytes(target)
     compressor = zstandard.ZstdCompressor(level=LEVEL)
     parts, start = [MAGIC], 0
@@ -82,7 +84,8 @@ def changed_share(base: Buffer, target: Buffer) -> float:
 
 def apply(base: Buffer, difference: Buffer, into: memoryview) -> None:
     """Write the target into `into`, which is as large as the base and does not overlap it. Raises
-    MalformedMessage if `difference` does not fit."""
+    MalformedMessage if `difference` does not fit.
+    """
     old, new = _bytes(base), _bytes(into)
     view = memoryview(difference)
     if view[: len(MAGIC)] != MAGIC:

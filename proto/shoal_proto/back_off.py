@@ -19,7 +19,8 @@ def doubled_s(first_s: float, longest_s: float, num_before: int) -> float:
 
 class BackOff:
     """Pauses of one caller, doubled from `first_s` up to `longest_s`. The defaults stay short for
-    as long as a leader failover takes."""
+    as long as a leader failover takes.
+    """
 
     def __init__(self, first_s: float | None = None, longest_s: float | None = None) -> None:
         """`first_s` alone: equal pauses, but for `chance`."""
@@ -36,7 +37,8 @@ class BackOff:
 
     def pause_s(self, chance: float = 1.0) -> float:
         """Return the seconds to wait now. `chance`: random, from 0 to 1; half of the pause depends
-        on it, so that the members of a large job do not retry at the same time."""
+        on it, so that the members of a large job do not retry at the same time.
+        """
         longest_s = PROMPT_LONGEST_S if self._waited_s < self._prompt_s else self._longest_s
         pause_s = min(self._next_s, longest_s) * (0.5 + 0.5 * chance)
         self._next_s = min(2 * self._next_s, longest_s)

@@ -2,7 +2,8 @@
 
 A connection carries one call at a time: first the frame of its request (PUSH, PULL, ...), then
 other frames in both directions until END or ERROR. A frame is a header and a body. Pieces may also
-lie in memory that both ends share."""
+lie in memory that both ends share.
+"""
 
 import struct
 from collections.abc import Callable
@@ -168,7 +169,8 @@ class FrameReader:
 
     def next(self) -> Frame | None:
         """Read the next whole frame; None until more is received. Raises MalformedMessage,
-        ChecksumMismatch, or an error of `allocate`: then the connection is of no use."""
+        ChecksumMismatch, or an error of `allocate`: then the connection is of no use.
+        """
         if self._frame is None:
             if self._stop - self._start < HEADER_BYTES:
                 return None

@@ -35,7 +35,8 @@ def connect_to_offer(offer: OpenBulkReply, address: str) -> socket.socket:
 def present_key(connected: socket.socket, key: bytes, arena_bytes: int) -> mmap.mmap | None:
     """Present the key, and over a Unix socket ask for `arena_bytes` of shared memory. Returns the
     memory, of the size that the server chose, if any. The connection then has the time limit
-    HELLO_S. Raises OSError, MalformedMessage or ChecksumMismatch."""
+    HELLO_S. Raises OSError, MalformedMessage or ChecksumMismatch.
+    """
     connected.settimeout(HELLO_S)
     is_local = connected.family == socket.AF_UNIX
     at = arena_bytes if is_local else 0

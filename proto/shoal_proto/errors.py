@@ -1,5 +1,6 @@
 """Errors that Shoal raises, sorted by what the caller should do. `shoal_proto.status` transmits
-them: the same class is raised on both sides of a call."""
+them: the same class is raised on both sides of a call.
+"""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -98,7 +99,8 @@ class DiskFull(Overloaded):
 
 class CheckpointFailed(RetryError):
     """A checkpoint was not written in time, or not at all; training is not affected. `details` has
-    its path, and the rank and errno if writing failed."""
+    its path, and the rank and errno if writing failed.
+    """
 
 
 class LoadingFailed(RetryError):
@@ -153,23 +155,27 @@ class UnsupportedOptimizer(RefusedError):
 
 class ProposalConflict(RefusedError):
     """Members, or a member and its job, differ in a field that must be the same. `details` has each
-    value of such a field, with its members."""
+    value of such a field, with its members.
+    """
 
 
 class UnequalPasses(RefusedError):
     """Members made different numbers of backward passes in a step, or took different actions with
-    their optimizers. The step was not committed. `details` maps each member to what it did."""
+    their optimizers. The step was not committed. `details` maps each member to what it did.
+    """
 
 
 class HyperparametersDiffer(RefusedError):
     """Members would apply different hyperparameters in a step, or the step was taken before with
     different ones. The step was not committed. `details` has the fields, and each member's
-    values."""
+    values.
+    """
 
 
 class RegisteredStateDiffers(RefusedError):
     """Objects that a script registered differ between members. `details` maps each member to its
-    value at the first difference."""
+    value at the first difference.
+    """
 
 
 class SampleFailed(RefusedError):
@@ -334,4 +340,5 @@ class JobQuarantined(CorruptError):
 
 class InternalError(CorruptError):
     """An unexpected error. If it came from the peer, the peer's log has the traceback. Also raised
-    for errors of kinds that this release does not know."""
+    for errors of kinds that this release does not know.
+    """

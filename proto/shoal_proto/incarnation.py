@@ -1,7 +1,8 @@
 """Incarnations: the secret name of a process start, and its public id.
 
 A process that knows a member's incarnation can act as that member. Only the member, its launcher,
-the coordinator, etcd and the parameter servers have it."""
+the coordinator, etcd and the parameter servers have it.
+"""
 
 import hashlib
 import secrets
@@ -12,7 +13,8 @@ from uuid import UUID
 
 def new_incarnation(unix_ms: int | None = None) -> str:
     """Return a fresh UUID of version 7 (RFC 9562): Unix milliseconds, then 74 random bits.
-    Incarnations are ordered by the time of the process start, by the host's clock."""
+    Incarnations are ordered by the time of the process start, by the host's clock.
+    """
     unix_ms = time.time_ns() // 1_000_000 if unix_ms is None else unix_ms
     random_bits = secrets.randbits(74)
     value = (unix_ms & (1 << 48) - 1) << 80 | 7 << 76 | (random_bits >> 62) << 64
@@ -22,5 +24,6 @@ def new_incarnation(unix_ms: int | None = None) -> str:
 @lru_cache(maxsize=16_384)
 def public_id(incarnation: str) -> str:
     """Return 16 hexadecimal digits that identify a process start without revealing its incarnation:
-    random bits cannot be found by trying."""
+    random bits cannot be found by trying.
+    """
     return hashlib.sha256(f"shoal incarnation\0{incarnation}".encode()).hexdigest()[:16]

@@ -1,7 +1,8 @@
 """Conversion of the numbers that a script passes, of any library, into Python's own.
 
 NumPy's integers overflow, JSON and checkpoints do not accept most of its floats, and a 0-d tensor
-compares as a tensor."""
+compares as a tensor.
+"""
 
 import math
 import operator
@@ -14,7 +15,8 @@ from shoal_proto.errors import InvalidSpec
 def as_index(name: str, value: Any) -> int:
     """Return the integer value of the argument `name`: a Python int, a NumPy integer, a 0-d array
     or tensor of integers, or another object with `__index__`. Raises InvalidSpec for anything else,
-    also True and False."""
+    also True and False.
+    """
     plain = plain_number(name, value)
     if isinstance(plain, bool) or hasattr(plain, "shape"):
         raise _refusal(name, value, "an integer")
@@ -27,7 +29,8 @@ def as_index(name: str, value: Any) -> int:
 def as_number(name: str, value: Any) -> float:
     """Return the real value of the argument `name`: a number of Python or NumPy, a 0-d array or
     tensor, or another object with `__float__`. Infinity passes. Raises InvalidSpec for anything
-    else, also True and False, NaN, and integers beyond the range of a float."""
+    else, also True and False, NaN, and integers beyond the range of a float.
+    """
     plain = plain_number(name, value)
     if isinstance(plain, bool | str | bytes) or hasattr(plain, "shape"):
         raise _refusal(name, value, "a number")
@@ -57,7 +60,8 @@ def convert_fields(
     config: Any, *, indices: Iterable[str] = (), numbers: Iterable[str] = ()
 ) -> None:
     """Convert these fields of a frozen dataclass, from its `__post_init__`; None stays None. Raises
-    what `as_index` and `as_number` raise."""
+    what `as_index` and `as_number` raise.
+    """
     for names, convert in ((indices, as_index), (numbers, as_number)):
         for name in names:
             value = getattr(config, name)

@@ -4,7 +4,8 @@ A version stands for the meaning of messages and calls, not for their fields: un
 ignored or passed on. A release also speaks the versions of the release before it.
 
 Each process sends its range with every call, in gRPC's user agent. A call without a common version
-is refused before its request is read."""
+is refused before its request is read.
+"""
 
 import re
 from dataclasses import dataclass

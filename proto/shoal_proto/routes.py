@@ -1,7 +1,8 @@
 """Route to the primary of a shard, in the refusal of a call that reached another server.
 
 `details["shard 3"] == "6 ps-2 10.0.0.2:7710"` has the shard's epoch, the id of the primary's
-server, and its host:port."""
+server, and its host:port.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -1,7 +1,8 @@
 """Fixed hash of a row's id, which determines the row's shard.
 
 The finaliser of SplitMix64 (Steele, Lea, Flood 2014) after one step of its counter. Servers and
-workers compute the same over arrays; tests compare them with this module."""
+workers compute the same over arrays; tests compare them with this module.
+"""
 
 MASK = 2**64 - 1
 GAMMA = 0x9E3779B97F4A7C15

@@ -176,7 +176,6 @@ class BulkConnection:
         return frame
 
     def _poll_briefly(self) -> bool:
-        """Poll for an answer to a large call. True if data was read."""
         arena = self._arena
         if arena is None or not self._has_processors or arena.copied_bytes < LARGE_BYTES:
             return False

@@ -121,7 +121,6 @@ class Sending:
         self._ready_bytes += len(buffer)
 
     def _send(self) -> bool:
-        """Send prepared data; False if the kernel takes no more."""
         if isinstance(self._socket, ssl.SSLSocket):
             return self._send_encrypted(self._socket)
         buffers = [self._ready[i] for i in range(min(len(self._ready), MAX_BUFFERS))]
@@ -153,7 +152,6 @@ class Sending:
         return True
 
     def _next_record(self) -> memoryview:
-        """Prepared data, joined up to the size of a TLS record."""
         first = self._ready.popleft()
         if len(first) >= RECORD_BYTES:
             return first

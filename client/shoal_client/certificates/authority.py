@@ -1,6 +1,7 @@
 """Certificates in the form that `shoal_proto.tls` reads: a URI names holder and role. Validity
 begins five minutes ago, for peers with slow clocks. No host is named unless given: peers check the
-role."""
+role.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

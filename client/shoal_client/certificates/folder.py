@@ -56,7 +56,8 @@ class CertificateFolder:
     ) -> None:
         """Make the authority, and a certificate for each role. `hosts`: names and addresses of the
         coordinator. Raises InvalidSpec, and makes no authority, if a file exists, if the folder
-        cannot be made, if other users have access to the folder, or as `Authority.issue` does."""
+        cannot be made, if other users have access to the folder, or as `Authority.issue` does.
+        """
         if self.has_authority:
             raise InvalidSpec(
                 "there is an authority already",

@@ -190,7 +190,8 @@ def wait(config: WaitConfig) -> int:
 
 def retry(config: RetryConfig) -> int:
     """Let workers join the job again. Raises UnknownJob, JobFinished, or InvalidSpec if the job has
-    members, or if its records were removed and `--from-scratch` was not given."""
+    members, or if its records were removed and `--from-scratch` was not given.
+    """
     check_reachable(config.coordinators, ANSWER_WITHIN_S)
     coordinators = Coordinators(config.coordinators)
     try:
@@ -208,7 +209,8 @@ def retry(config: RetryConfig) -> int:
 
 def reset_job(addresses: Sequence[str], job: str, job_secret: str = "") -> bool:
     """Remove all data of a job; True if there was any. Raises JobInUse while the job has members,
-    Unavailable without a coordinator."""
+    Unavailable without a coordinator.
+    """
     coordinators = Coordinators(addresses)
     try:
         request = pb.ResetJobRequest(job=job, job_secret=job_secret)

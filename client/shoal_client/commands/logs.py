@@ -143,7 +143,6 @@ def _members(client: StatusClient, job: str) -> list[str]:
 
 
 def _newest(client: StatusClient, job: str, member: str, number: int) -> tuple[list[str], str]:
-    """Newest lines, at most `number`, and the position after."""
     page = client.output(job, member)
     if not page["is_live"]:
         _say(f"the launcher of {member} on {page['host']} has ended; it left these lines")

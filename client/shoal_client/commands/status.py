@@ -282,7 +282,6 @@ def status(config: StatusConfig) -> int:
 
 
 def _series_without_job(client: StatusClient, jobs: Sequence[str]) -> list[Json]:
-    """Series without a job; none after a RetryError."""
     try:
         found = client.weights()
     except RetryError:
@@ -525,7 +524,6 @@ def _print_servers(console: Console, view: Json) -> None:
 
 
 def _print_accepted_losses(console: Console, accepted: Json) -> None:
-    """Print one line for all shards that were given up together."""
     alike: dict[tuple[str, float, bool], list[Json]] = {}
     for each in accepted:
         key = (each["by"], each["accepted_unix_s"], each.get("samples_anew", False))

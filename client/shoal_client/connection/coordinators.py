@@ -83,7 +83,8 @@ class Channels:
 
     def channel_to(self, address: str) -> grpc.Channel:
         """The channel to the address with the present certificate. The previous certificate's
-        channel stays open, since it may still carry a call."""
+        channel stays open, since it may still carry a call.
+        """
         key = address, material()
         channel = self._open.get(key)
         if channel is None:

@@ -29,7 +29,8 @@ class Stream(Protocol[Message_co]):
 
 class HeldStream:
     """Streams from the coordinators, one after another. One thread reads them; any thread may end
-    them."""
+    them.
+    """
 
     def __init__(self, first_answer_s: float) -> None:
         """`first_answer_s`: first limit of FirstReplyTimeout."""
@@ -46,7 +47,8 @@ class HeldStream:
         handle: Callable[[M], object],
     ) -> ShoalError | None:
         """Open a stream with `start`; pass its messages to `handle`, until the stream ends or
-        `handle` raises a ShoalError. Returns the error, if any."""
+        `handle` raises a ShoalError. Returns the error, if any.
+        """
         address = self.address = coordinators.current
         try:
             stream = coordinators.on_channel(start)

@@ -57,8 +57,7 @@ def why_refused(address: str, name: str) -> CertificateRefused | None:
 
 
 def _own_refusal(address: str, name: str) -> CertificateRefused | None:
-    """The refusal of a handshake with this process' certificate, if any. Raises OSError without an
-    answer."""
+    """Raises OSError without an answer."""
     context = _grpc_context()
     for _ in range(ATTEMPTS):
         with _connected(address) as plain:
@@ -93,7 +92,7 @@ def _grpc_context() -> ssl.SSLContext:
 
 
 def _speaks_tls(address: str) -> bool:
-    """True if the server speaks TLS, with any certificate. Raises OSError without an answer."""
+    """Raises OSError without an answer."""
     with NO_FORK:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname = False

@@ -1,6 +1,7 @@
 """Audit of a run, from the files that every worker wrote. A worker writes a line before a step can
 contribute to the model (`begin`), and one when the step is committed. The kernel has a line before
-the worker goes on, so a SIGKILL loses none. Times are CLOCK_MONOTONIC."""
+the worker goes on, so a SIGKILL loses none. Times are CLOCK_MONOTONIC.
+"""
 
 import json
 from collections import Counter
@@ -70,7 +71,8 @@ def read_account(path: Path) -> WorkerAudit:
 
 def count_synchronous(accounts: Iterable[WorkerAudit], expected: Iterable[Sample]) -> SampleAudit:
     """Count a synchronous run. A committed step counts unless a later generation took the step
-    again: then no member survived that had committed it."""
+    again: then no member survived that had committed it.
+    """
     accounts = list(accounts)
     begun: dict[tuple[int, int], Counter[Sample]] = {}
     first_step: dict[int, int] = {}
@@ -95,7 +97,8 @@ def count_asynchronous(
 ) -> SampleAudit:
     """Count a run in which each worker's step is one push. A killed worker's last push may be
     applied without an acknowledgement: `pushes_applied` shows how many such pushes count. None
-    (unknown): all of them, so that no repetition is missed."""
+    (unknown): all of them, so that no repetition is missed.
+    """
     accounts = list(accounts)
     used: Counter[Sample] = Counter()
     unanswered: list[AuditLine] = []
@@ -128,7 +131,8 @@ def recovery_s(
     """Seconds from the kill to the next step that a survivor completed; None: no such step.
 
     With `after_generation` only steps of a later generation count: the killed worker may have
-    contributed to earlier ones."""
+    contributed to earlier ones.
+    """
     times = [
         line.at_s
         for account in survivors
@@ -142,7 +146,8 @@ def recovery_s(
 def pause_s(survivors: Sequence[WorkerAudit], killed_at_s: float) -> float:
     """The longest gap between survivors' steps in the two seconds after the kill, minus the median
     gap in the two seconds before. The first gap begins at the kill; it is two seconds if no step
-    follows."""
+    follows.
+    """
     times = sorted(line.at_s for account in survivors for line in account.commits)
     before = _gaps([at for at in times if killed_at_s - GAP_WINDOW_S <= at <= killed_at_s])
     after = _gaps(

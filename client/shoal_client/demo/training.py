@@ -128,7 +128,6 @@ class DemoTraining:
         return self._directory / "run.log"
 
     def _follow(self, process: Process, show: Callable[[LiveProgress], None]) -> int | None:
-        """Follow the run to its end; return the number of applied pushes, None if synchronous."""
         tally = LiveTally(self._directory)
         deadline_s = time.monotonic() + self._plan.timeout_s
         pushes: int | None = None

@@ -35,7 +35,8 @@ class _Watched:
     @property
     def status_query(self) -> tuple[str, str] | None:
         """Job to ask about, and the claimed member ("" without a claim). None if the process gets
-        notices itself, or has no claim and was not halted before it joined."""
+        notices itself, or has no claim and was not halted before it joined.
+        """
         claim = self.slot.claim_of(self.pid)
         if claim is None:
             return (self.job, "") if self.halted and not self.slot.has_left(self.pid) else None
@@ -57,7 +58,8 @@ class WorkerStatus:
 
 class HostBeats:
     """Sends heartbeats for every running process that has claimed its slot. If these heartbeats are
-    not accepted, the worker sends its own."""
+    not accepted, the worker sends its own.
+    """
 
     def __init__(
         self,

@@ -30,7 +30,8 @@ MAX_LAST_BYTES = 2 << 20
 
 class HostOutputs:
     """Answers readers for all workers of a launcher within its `with` block, and then sends the
-    workers' last lines to the coordinator. Training goes on without a coordinator."""
+    workers' last lines to the coordinator. Training goes on without a coordinator.
+    """
 
     def __init__(
         self,

@@ -55,7 +55,8 @@ MAX_REPORTS = 1000
 def check_reachable(coordinators: Sequence[str], timeout_s: float) -> None:
     """Return as soon as a coordinator leads, or knows the leader. Raises Unavailable with the error
     at every address: at once without a listener, after SILENT_S at most without an answer, else
-    after `timeout_s`. Raises CertificateRefused if one side refuses the other's certificate."""
+    after `timeout_s`. Raises CertificateRefused if one side refuses the other's certificate.
+    """
     give_up_s, back_off = time.monotonic() + timeout_s, BackOff()
     while True:
         left_s = max(give_up_s - time.monotonic(), MIN_ASKED_S)
@@ -140,7 +141,8 @@ Report = ReportExitRequest | ReportHaltRequest
 
 class HostReporter:
     """Reports exits and halts (SIGSTOP) of this host's workers, in order, on its own thread. A
-    report that is not accepted within REPORT_LIMIT_S is logged and dropped."""
+    report that is not accepted within REPORT_LIMIT_S is logged and dropped.
+    """
 
     def __init__(self, coordinators: Sequence[str]) -> None:
         self._coordinators = Coordinators(coordinators)

@@ -1,5 +1,6 @@
 """Orders to stop that arrive as several signals: Slurm and systemd signal every process of a job,
-`timeout` signals a process and then its group, and launchers forward signals to their workers."""
+`timeout` signals a process and then its group, and launchers forward signals to their workers.
+"""
 
 import math
 import queue
@@ -69,7 +70,8 @@ class StopOrders:
 
     def is_repeated(self, number: int) -> bool:
         """Record a signal; True if it repeats the newest order. Two SIGINTs are two orders: a
-        person has pressed Ctrl-C twice."""
+        person has pressed Ctrl-C twice.
+        """
         if self.is_fresh and signal.SIGTERM in (number, self._first):
             return True
         self._first, self._first_s = number, time.monotonic()

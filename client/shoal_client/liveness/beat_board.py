@@ -153,7 +153,8 @@ class BeatSlot:
     def claim(self, token: Token, *, heartbeat_s: float, patience_s: float) -> None:
         """Ask the launcher to send heartbeats for this process, as the member in the token. If
         `record_running` is not called for `patience_s`, the process counts as hung, and the
-        heartbeats end."""
+        heartbeats end.
+        """
         self._put(_BEATEN, 0)
         self._put(_ENDING, MembershipEnding.UNKNOWN)
         self.record_running()

@@ -40,7 +40,8 @@ class Lifeline:
 
     def hold(self) -> bool:
         """Hold the lock until `release` or the end of this process; False if impossible. Must be
-        called on the main thread: no other thread lives as long as its process."""
+        called on the main thread: no other thread lives as long as its process.
+        """
         if threading.current_thread() is not threading.main_thread():
             return False
         result = _libc.pthread_mutex_trylock(self._mutex)
@@ -127,7 +128,8 @@ class ExitWatch:
 
 def exit_code_of(pid: int) -> int | None:
     """The exit code of a process that has begun to exit; -N for signal N. None if the code is 0 or
-    not known."""
+    not known.
+    """
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

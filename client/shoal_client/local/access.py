@@ -1,5 +1,6 @@
 """Authentication among the parts of a local cluster. etcd has an authority of its own, so that it
-does not accept a worker's certificate."""
+does not accept a worker's certificate.
+"""
 
 import threading
 import time

@@ -1,7 +1,8 @@
 """A whole cluster on this machine.
 
 It does not survive the end of its `with` block, or a crash of this process. With `restart` a part
-that ends is started again, a parameter server without shards: backups have taken them over."""
+that ends is started again, a parameter server without shards: backups have taken them over.
+"""
 
 import json
 import os
@@ -115,7 +116,8 @@ class CoordinatorAddress:
 
 class LocalCluster:
     """A local cluster, up inside its `with` block. `on_exit` is called with each process that ends,
-    `say` with lines for the user, on threads of the cluster."""
+    `say` with lines for the user, on threads of the cluster.
+    """
 
     etcd: str
     """host:port,... of etcd."""
@@ -184,7 +186,8 @@ class LocalCluster:
 
     def call_on_failure(self, call: Callable[[str], None]) -> None:
         """Call `call` with `failure_reason` once the cluster is given up: at once if it was, else
-        on a thread of the cluster."""
+        on a thread of the cluster.
+        """
         with self._lock:
             self._on_given_up, reason = call, self._given_up
         if reason:
@@ -251,7 +254,8 @@ class LocalCluster:
     def end_parameter_server(self, name: str, timeout_s: float = 60.0) -> None:
         """Ask a server to hand its shards over and to end, and wait for its end. The server is not
         started again. Raises Unavailable after `timeout_s`: the server then ends later. Does
-        nothing for an unknown name."""
+        nothing for an unknown name.
+        """
         if name not in self._servers:
             return
         if (keeper := self._keepers.get(name)) is not None:

@@ -1,5 +1,6 @@
 """The temporary directory of a local cluster or a launcher. The next command removes what a killed
-one left. After a failed start, logs are kept for a day."""
+one left. After a failed start, logs are kept for a day.
+"""
 
 import fcntl
 import os

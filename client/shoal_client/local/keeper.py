@@ -53,7 +53,8 @@ class Keeper:
     part does not stay up. The functions run on the keeper's thread.
 
     A part that ends with EX_TEMPFAIL could not reach a service outside the cluster. It is started
-    again without a limit, and without a longer pause: the part has waited itself."""
+    again without a limit, and without a longer pause: the part has waited itself.
+    """
 
     def __init__(
         self,

@@ -37,7 +37,8 @@ def descendants() -> dict[int, str]:
 
 def sweep(grace_s: float) -> dict[int, str]:
     """Wait up to `grace_s` for the last descendants to end; kill and return the others. Reaps all
-    children: no other code may wait for one."""
+    children: no other code may wait for one.
+    """
     deadline_s = time.monotonic() + grace_s
     while (left := descendants()) and time.monotonic() < deadline_s:
         _reap()

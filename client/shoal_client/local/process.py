@@ -5,7 +5,8 @@ dies (PR_SET_PDEATHSIG), and then becomes the command. The kernel sends the sign
 that forked ends, so a Supervisor forks on a thread of its own.
 
 Each child leads its own process group: Ctrl-C in the terminal reaches only the parent, and killing
-a child also kills the child's children."""
+a child also kills the child's children.
+"""
 
 import os
 import queue
@@ -152,7 +153,8 @@ def _pump(stream: IO[bytes], sink: Callable[[str], None]) -> None:
 class Supervisor:
     """Starts children and stops them at the end of its `with` block. `on_exit` and `on_stop` (True:
     SIGSTOP has suspended the child, False: it continues) run on the child's thread, and must return
-    quickly."""
+    quickly.
+    """
 
     def __init__(
         self,

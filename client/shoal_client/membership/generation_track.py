@@ -32,7 +32,8 @@ class PlannedChange:
 
 class GenerationTrack:
     """The generations that one member knows. Methods return requests for the coordinator, which may
-    be sent more than once."""
+    be sent more than once.
+    """
 
     def __init__(self, identity: Identity) -> None:
         self._identity = identity
@@ -133,7 +134,8 @@ class GenerationTrack:
 
     def is_superseded_by(self, record: pb.GenerationRecord) -> bool:
         """True if survivors formed a generation that replaces this member's: the old one is over,
-        even if no break was notified."""
+        even if no break was notified.
+        """
         roster = record.roster
         formed = roster.synchronous and not roster.planned
         in_one = self.generation > 0 and self.generation not in self._broken
@@ -187,7 +189,8 @@ class GenerationTrack:
 
     def idle_step_report(self) -> pb.SettleRequest | None:
         """Step report of a trainer that is in no generation, if any. A trainer that entered none is
-        at the step that it proposed."""
+        at the step that it proposed.
+        """
         if self._step_report is not None or self.generation or self._proposal is None:
             return self._step_report
         return self._settle_request(self._proposal.step, has_state=self._proposal.has_state)

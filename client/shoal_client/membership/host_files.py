@@ -24,7 +24,8 @@ class HostFiles:
     """Answers as files in a folder that the processes of one host share.
 
     A file begins with a digest of the rest, so that a truncated file is not used. A lock keeps two
-    processes from fetching the same answer; the others wait for at most `wait_s`."""
+    processes from fetching the same answer; the others wait for at most `wait_s`.
+    """
 
     def __init__(self, directory: Path, closing: threading.Event, wait_s: float) -> None:
         """`closing` ends a wait for another process."""
@@ -34,7 +35,8 @@ class HostFiles:
 
     def get(self, key: str, ask: Callable[[], bytes]) -> bytes:
         """The answer named `key`; `ask` fetches it if no process of this host has it, and may
-        raise."""
+        raise.
+        """
         path = self._directory / hashlib.sha256(key.encode()).hexdigest()
         if (found := _read(path)) is not None:
             return found

@@ -311,8 +311,6 @@ class MemberCore:
         return self.identity.attend_request(self.track.generation)
 
     def _end_certificate_wait(self) -> None:
-        """Record an answer of a coordinator: the next wait for a certificate has its full time
-        again."""
         if self._certificate.record_acceptance():
             self.waiting_for = "the coordinator to admit this member again"
 
@@ -470,7 +468,8 @@ class MemberCore:
 
         `handed_over`: False if this member has yet to hand over data that the others need.
         `steps_before_leaving`: a drained member that no generation follows takes further steps,
-        until the members write a checkpoint."""
+        until the members write a checkpoint.
+        """
         stays = steps_before_leaving and self.leaving.no_generation_follows
         stays = stays and isinstance(self.failure, MemberDrained)
         if self.failure is not None and not stays:
@@ -512,7 +511,8 @@ class MemberCore:
         self, above: int, since_s: float, now_s: float, limit_s: float | None = None
     ) -> ev.BringUpGeneration | ev.WaitUntil | ev.RaiseError:
         """The next committed record above `above` that includes this member. `limit_s` None: the
-        join limit plus ADMISSION_S, on the `WaitClock`."""
+        join limit plus ADMISSION_S, on the `WaitClock`.
+        """
         if self.failure is not None:
             return ev.RaiseError(error=self.failure)
         record = self.track.enter(above)
@@ -539,7 +539,8 @@ class MemberCore:
         self, generation: int, since_s: float, limit_s: float, now_s: float
     ) -> ev.GenerationOver | ev.WaitUntil:
         """Decide if a generation with a failed collective, or the membership, is over. The limit
-        does not run while no coordinator is reached."""
+        does not run while no coordinator is reached.
+        """
         if self.track.is_broken(generation) or self.failure is not None:
             return ev.GenerationOver(over=True)
         give_up_s = self.clock.give_up_s(since_s, limit_s, now_s)

@@ -1,6 +1,7 @@
 """A worker's membership as its trainer uses it: threads, calls and clock around `MemberCore`. One
 thread reads the stream of notices, one sends heartbeats, one sends wishes to leave. Most time
-limits do not run while no coordinator is reached."""
+limits do not run while no coordinator is reached.
+"""
 
 import queue
 import threading
@@ -87,7 +88,8 @@ class MemberSession:
     def join(self, timeout_s: float | None = None) -> None:
         """Become a member. Raises DeadlineExceeded if no coordinator admits the member within
         `timeout_s` (None: its `admission_s`), MemberDrained if the member is to leave before that,
-        or the refusal, such as JobFinished."""
+        or the refusal, such as JobFinished.
+        """
         timeout_s = self._member.admission_s if timeout_s is None else timeout_s
         core = self._core
         # Reads one stream after another.
@@ -129,7 +131,8 @@ class MemberSession:
 
         `optional_fields`: compared only with members that state them too. `listings`: contents of
         fields with digests, to name the first entry that differs. `stateless`: members have no
-        state to give; their scripts keep it."""
+        state to give; their scripts keep it.
+        """
         proposal = pb.Proposal(
             fields=fields,
             synchronous=synchronous,
@@ -144,7 +147,8 @@ class MemberSession:
     def await_generation(self, above: int, timeout_s: float | None = None) -> pb.GenerationRecord:
         """Wait, through aborted attempts and standby, for the next committed record above `above`
         that includes this member. `timeout_s` None: the join limit plus ADMISSION_S, by the
-        `WaitClock`. Raises the coordinator's refusal, or DeadlineExceeded."""
+        `WaitClock`. Raises the coordinator's refusal, or DeadlineExceeded.
+        """
         since_s = time.monotonic()
         return self._decided(
             lambda now_s: self._core.next_generation(above, since_s, now_s, timeout_s)
@@ -177,7 +181,8 @@ class MemberSession:
         member's step. If the next generation does not include this member, calls `hand_over` once,
         waits until that generation runs, and raises MemberDrained. Raises DeadlineExceeded without
         an agreement, and any error that ended the membership. `steps_before_leaving`: see
-        `MemberCore.begin_step`."""
+        `MemberCore.begin_step`.
+        """
         core = self._core
         while True:
             handed_over = hand_over is None
@@ -212,7 +217,8 @@ class MemberSession:
 
     def pause(self, reason: str, limit_s: float) -> None:
         """Ask the other members to wait while the trainer runs its script's own code, until
-        `resume`. Without a coordinator, the pause is reported later."""
+        `resume`. Without a coordinator, the pause is reported later.
+        """
         self._submit(ev.PauseBegun(reason=reason, limit_s=limit_s))
 
     def resume(self) -> None:
@@ -226,7 +232,8 @@ class MemberSession:
     def await_break(self, generation: int, limit_s: float) -> bool:
         """Wait for the break of a generation in which a collective failed. True if the generation
         or the membership is over, False after `limit_s`, which does not run while no coordinator is
-        reached."""
+        reached.
+        """
         since_s = time.monotonic()
         return self._decided(
             lambda now_s: self._core.judge_break(generation, since_s, limit_s, now_s)
@@ -245,7 +252,8 @@ class MemberSession:
     def report_broken(self, error: str, *, own: bool = False, state_lost: bool = False) -> None:
         """Report that a collective of the current generation failed. For a failed bring-up: `own`
         if by this member's failure, and `state_lost` if the members hold no complete state, and
-        there is no checkpoint."""
+        there is no checkpoint.
+        """
         self._submit(ev.CollectiveFailed(error=error, own=own, state_lost=state_lost))
 
     def settle(self, step: int, *, has_state: bool, enough_for_call: int = 0) -> None:
@@ -253,7 +261,8 @@ class MemberSession:
         refusal, such as JobFinished or Fenced, or a RetryError: see `give_up_at`.
 
         `enough_for_call`: in a shared call, the participants that suffice to repeat it; no other
-        member joins before that."""
+        member joins before that.
+        """
         event = ev.TrainerStopped(step=step, has_state=has_state, enough_for_call=enough_for_call)
         self._submit(event)
 
@@ -261,7 +270,8 @@ class MemberSession:
 
     def end_work(self, reason: str, *, finished: bool = False, closes: bool = False) -> None:
         """Report that this member stays with no step left (`finished`), or close the job to
-        newcomers (`closes`). Raises the coordinator's refusal, or a RetryError."""
+        newcomers (`closes`). Raises the coordinator's refusal, or a RetryError.
+        """
         self._submit(ev.WorkDone(reason=reason, finished=finished, closes=closes))
 
     def await_others_done(self, generation: int, timeout_s: float, *, away_limit_s: float) -> bool:
@@ -274,7 +284,8 @@ class MemberSession:
 
     def drain(self, reason: str) -> None:
         """Ask to leave in order. Takes no lock: a signal handler may call it. Training goes on
-        until a method that waits, such as `begin_step`, raises MemberDrained."""
+        until a method that waits, such as `begin_step`, raises MemberDrained.
+        """
         self._drain_wishes.put(reason)
 
     @property
@@ -294,7 +305,8 @@ class MemberSession:
 
     def leave(self, *, completed: bool, reason: str, timeout_s: float = LEAVE_TIMEOUT_S) -> bool:
         """End the membership; True if the coordinator has acknowledged the leave within
-        `timeout_s`. Coordinators notice an unanswered leave anyway."""
+        `timeout_s`. Coordinators notice an unanswered leave anyway.
+        """
         if completed:
             self._own_job.completed()
         self._submit(
@@ -310,7 +322,8 @@ class MemberSession:
 
     def failed(self, error: ShoalError) -> None:
         """Handle an error that ends the trainer, but not the membership. The launcher learns if
-        another process of the script would fail the same way, or may succeed."""
+        another process of the script would fail the same way, or may succeed.
+        """
         self._has_failed = isinstance(error, TrainingFailed)
         ending = MembershipEnding.of(error)
         if self._slot is not None and ending in (
@@ -362,7 +375,8 @@ class MemberSession:
     @property
     def held_until_s(self) -> float:
         """Time, by `time.monotonic`, up to which no limit of a wait for others ran: the current
-        time while a member is paused or no coordinator is reached. Any thread."""
+        time while a member is paused or no coordinator is reached. Any thread.
+        """
         return self._core.clock.held_until_s(time.monotonic())
 
     @property

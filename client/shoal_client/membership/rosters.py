@@ -28,7 +28,8 @@ class Rosters:
     def complete(self, notice: pb.Notice, timeout_s: float) -> pb.Notice:
         """The notice with its whole roster, if it has one. Raises Unavailable if the coordinator no
         longer has the roster, InternalError for a roster of another digest, and what `fetch`
-        raises."""
+        raises.
+        """
         shown: pb.Prepare | pb.GenerationRecord
         if notice.HasField("prepare"):
             shown = notice.prepare

@@ -8,7 +8,8 @@ from shoal_client.membership.member_events import GenerationOver, WaitUntil
 
 class WaitClock:
     """Clock of waits for other members. It stops while a member is paused, no coordinator is
-    reached, or this member is on standby. After a stop, each limit begins anew."""
+    reached, or this member is on standby. After a stop, each limit begins anew.
+    """
 
     def __init__(self) -> None:
         self.away = True
@@ -63,7 +64,8 @@ class WaitClock:
         self, give_up_s: float, away_limit_s: float, now_s: float, *, is_over: bool
     ) -> GenerationOver | WaitUntil:
         """Decide if other members still need a member that has done its work: at most until
-        `give_up_s`, and for `away_limit_s` without a coordinator."""
+        `give_up_s`, and for `away_limit_s` without a coordinator.
+        """
         until_s = min(give_up_s, self.away_since_s + away_limit_s)
         done = is_over or now_s >= until_s
         return GenerationOver(over=is_over) if done else WaitUntil(until_s=until_s)

@@ -1,5 +1,6 @@
 """A job's parameters on its parameter servers: create, pull and push. Values and gradients are the
-caller's own buffers, one for each parameter."""
+caller's own buffers, one for each parameter.
+"""
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence

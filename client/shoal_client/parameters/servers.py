@@ -92,7 +92,8 @@ class ShardServers(Generic[Stub]):
         SHOAL_CERTIFICATE_WAIT_S for a renewed certificate once a server has answered, `lost_wait_s`
         for lost shards, and `ready_by_s` of the monotonic clock for shards without values. Raises
         the error that ended the attempts; instead of a DeadlineExceeded, the last other error, if
-        any. Raises InvalidSpec in a forked process."""
+        any. Raises InvalidSpec in a forked process.
+        """
         self._check_process()
         deadline_s = time.monotonic() + self._timeout_s
         back_off = BackOff()
@@ -188,8 +189,6 @@ class ShardServers(Generic[Stub]):
     def _attempt_all(
         self, attempt: Attempt[Stub], shards: Sequence[Shard], todo: set[int], timeout_s: float
     ) -> tuple[list[ShoalError], int]:
-        """Call each server once, following redirects; return the errors, and the length of the
-        longest chain."""
         *others, last = _by_address(shards).items()
 
         deadline_s = time.monotonic() + timeout_s

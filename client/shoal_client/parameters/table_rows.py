@@ -199,8 +199,6 @@ def received(
 
 
 class _IncomingRows:
-    """Births, then values, of one item."""
-
     def __init__(self, found: FoundRows, num_rows: int) -> None:
         self._found = found
         self._births_bytes = num_rows * ID_BYTES

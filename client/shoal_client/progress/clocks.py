@@ -64,7 +64,8 @@ class Clock:
         """Return once a step of this member may begin; True if newer values must be pulled first.
         Waits, also for a coordinator, only if the step is the first (or the first after `rest`), or
         if the last answer does not permit it. Raises DeadlineExceeded, which names the members
-        waited for, a refusal, or the error that ended the membership."""
+        waited for, a refusal, or the error that ended the membership.
+        """
         known = self._slowest
         if self._enters or known < self._round - self._bound:
             self._wait(pulled=False)
@@ -129,8 +130,6 @@ class Clock:
         )
 
     def _ask(self, wait_s: float, *, pulled: bool) -> tuple[pb.AdvanceReply, float]:
-        """Return the answer, and the time of the answered attempt."""
-
         def ask() -> tuple[pb.AdvanceReply, float]:
             sent_s = time.monotonic()
             reply = self._call(wait_s, wait_s + ANSWER_WITHIN_S, pulled=pulled)

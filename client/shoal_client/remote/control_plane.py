@@ -1,6 +1,7 @@
 """`shoal up --hosts` and `shoal down`: a control plane on several hosts, which outlives the
 command. An order to a host is one call of `on_host` over ssh. The certificates' authority, and a
-record of the hosts, stay on this machine."""
+record of the hosts, stay on this machine.
+"""
 
 import json
 import secrets
@@ -297,8 +298,8 @@ def _check_free(hosts: ControlPlaneHosts, found: Mapping[str, HostAnswer]) -> No
 
 
 def _addresses(found: Mapping[str, HostAnswer]) -> dict[str, str]:
-    """Return the address at which ssh has reached each host. Raises InvalidSpec if the hosts cannot
-    reach each other there."""
+    """Raises InvalidSpec if the hosts cannot reach each other at the addresses at which ssh has
+    reached them."""
     clients = Counter(each.client for each in found.values() if each.client)
     usual = clients.most_common(1)[0][0] if clients else "127.0.0.1"
     addresses = {name: answer.address or usual for name, answer in found.items()}
@@ -349,8 +350,6 @@ def _plans(
 
 
 def _make_certificates(path: Path, addresses: Sequence[str]) -> Mapping[str, str]:
-    """Make the certificates in a folder; return the files for the hosts, without the authorities'
-    keys."""
     shutil.rmtree(path, ignore_errors=True)
     hosts = [*dict.fromkeys((*addresses, "127.0.0.1", "localhost"))]
     folder, of_etcd = CertificateFolder(path), CertificateFolder(path / ETCD_CERTIFICATES)

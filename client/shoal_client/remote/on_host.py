@@ -247,8 +247,7 @@ def _ports(base: int) -> HostPorts:
 
 
 def _make_private(path: Path) -> None:
-    """Make a directory to which only this user writes. Raises InvalidSpec if others can: they could
-    replace its contents."""
+    """Raises InvalidSpec if others can write to the directory: they could replace its contents."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = path.lstat()
     mine = found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)

@@ -16,7 +16,8 @@ def without_tables(shard_map: ShardMap) -> ShardMap:
 
 def keep_addresses(shard_map: ShardMap, last: ShardMap | None) -> None:
     """Add the last map's addresses to shards without an address: a server whose registration in
-    etcd has expired may still be their primary."""
+    etcd has expired may still be their primary.
+    """
     if last is None:
         return
     known = {(shard.shard_id, shard.epoch, shard.server_id): shard.address for shard in last.shards}

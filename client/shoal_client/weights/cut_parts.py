@@ -1,5 +1,6 @@
 """Layouts of the segments that parameter servers make from a cut. The columns of a table's shard
-are tensors with reserved names: `shoal.tables/TABLE/SHARD/COLUMN`."""
+are tensors with reserved names: `shoal.tables/TABLE/SHARD/COLUMN`.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
@@ -20,7 +21,8 @@ Numbers = tuple[int, ...]
 def cut_parts(cut: pb.CutTablesReply, tied: Mapping[str, str]) -> list[pb.CutPart]:
     """The parts of a cut, in the order of its shards, for ranks 1, 2, ...; the publisher's own part
     is of rank 0. `tied`: first names of parameters, by further name. Raises MalformedMessage for a
-    block of an undescribed parameter."""
+    block of an undescribed parameter.
+    """
     specs = {each.name: each for each in cut.parameters}
     names: dict[str, list[str]] = {name: [name] for name in specs}
     for further, first in tied.items():
@@ -89,7 +91,8 @@ def _add_run(
 
 def boxes(shape: Sequence[int], start: int, count: int) -> Iterator[tuple[Numbers, Numbers, int]]:
     """Split a run of elements of a flattened tensor into rectangular parts. Yields, in order, each
-    part's offsets, sizes and first element."""
+    part's offsets, sizes and first element.
+    """
     if not shape:
         yield (), (), start
         return

@@ -183,8 +183,8 @@ class SeriesPublisher:
         segment: Segment,
         give_up_s: float,
     ) -> pb.Segment:
-        """Send the segment to its servers; return its description with its holders. Raises a
-        server's error, NoServers, or Unavailable if a server did not get the segment."""
+        """Raises a server's error, NoServers, or Unavailable if a server did not get the
+        segment."""
         if not begun.servers:
             raise NoServers(
                 f"there is no parameter server for series {self._series}",

@@ -56,8 +56,6 @@ class Base:
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """A segment to fetch, or some of its chunks."""
-
     index: int
     chunks: Sequence[range]
     new_writer: Callable[[int], SegmentWriter]
@@ -433,8 +431,7 @@ class SeriesReader:
 
 
 def _holders(view: pb.SeriesView, record: pb.VersionRecord, index: int) -> list[pb.StoreServer]:
-    """Servers that hold a segment, from the newest record. Raises VersionGone if the version is not
-    kept any more, or another version has its number."""
+    """Raises VersionGone if the version is not kept any more, or another version has its number."""
     for version in view.versions:
         if version.number == record.number:
             if version.digest != record.digest:
@@ -458,7 +455,6 @@ def _holders(view: pb.SeriesView, record: pb.VersionRecord, index: int) -> list[
 
 
 def _chunks(wanted: Sequence[tuple[int, int]]) -> list[range]:
-    """Ranges of the chunks that cover these bytes, in rising order."""
     found: list[range] = []
     for start, stop in sorted(wanted):
         if stop <= start:

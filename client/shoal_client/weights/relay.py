@@ -152,7 +152,6 @@ class Relay(WeightStoreServicer):
             raise
 
     def _check_certificate(self) -> None:
-        """Connect as another reader does. Raises CertificateRefused."""
         if identity.own() is None:
             return
         with closing(WeightStores(self._series, may_be_local=False, of_relays=True)) as stores:
@@ -438,8 +437,6 @@ class Relay(WeightStoreServicer):
 
 
 class _Wire:
-    """A connection, used by one thread."""
-
     def __init__(self, connected: socket.socket) -> None:
         self.socket = connected
         self.is_local = connected.family == socket.AF_UNIX
@@ -447,8 +444,7 @@ class _Wire:
         self._part = bytearray(SENT_BYTES)
 
     def frame(self, within_s: float) -> Frame:
-        """Read the next frame. Raises OSError, also after `within_s` or a close by the other
-        end."""
+        """Raises OSError, also after `within_s` or a close by the other end."""
         self.socket.settimeout(within_s)
         while (frame := self._reader.next()) is None:
             count = self.socket.recv_into(self._reader.space())

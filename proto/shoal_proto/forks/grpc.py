@@ -3,7 +3,8 @@
 gRPC's own fork handlers fail while calls are in progress on other threads: of 120 children up to 5
 crashed or hung (grpcio 1.85.1). No child process of Shoal uses its parent's connections. Without
 the handlers, no code of gRPC runs in a child unless Python's garbage collector visits gRPC's
-objects."""
+objects.
+"""
 
 import gc
 import os

@@ -3,7 +3,8 @@
 OpenSSL's locks do not survive forks: if another thread of the parent holds one, the child hangs at
 its own first use of OpenSSL. So a thread that makes a handshake, reads a certificate or makes a
 context holds NO_FORK, and a fork waits for it. No thread holds NO_FORK while it waits for the
-network."""
+network.
+"""
 
 import os
 import selectors
@@ -30,8 +31,9 @@ def secured_client(
     connected: socket.socket, context: ssl.SSLContext, name: str, within_s: float
 ) -> ssl.SSLSocket:
     """Return the connection within TLS, to a server that has `name` in its certificate. The result
-    does not block: see `until_done`. Do not use the given socket any more. Raises OSError, and
-    closes the connection."""
+    does not block: see `until_done`. Do not use the given socket any more. Raises OSError; the
+    connection is then closed.
+    """
     return _secured(
         connected,
         partial(context.wrap_socket, server_hostname=name, do_handshake_on_connect=False),
@@ -71,7 +73,8 @@ def _secured(
 def until_done(connection: ssl.SSLSocket, do: Callable[[], Done], within_s: float | None) -> Done:
     """Return the result of `do`, a non-blocking call on the connection, repeated whenever the
     network is ready. Raises TimeoutError after `within_s` seconds (None: no limit), and other
-    errors of `do`."""
+    errors of `do`.
+    """
     give_up_s = None if within_s is None else time.monotonic() + within_s
     while True:
         try:

@@ -3,7 +3,8 @@
 If two digests differ, the coordinator names the first line that differs. Each number in a line is
 written as its difference from the number at the same position in the nearest earlier line with the
 same text around the numbers. If a listing would exceed MAX_LISTING_BYTES, digests of blocks of its
-lines are packed."""
+lines are packed.
+"""
 
 import re
 import zlib

@@ -2,7 +2,8 @@
 
 In a Gloo group of N ranks, each rank sets a value of 154 + 8 N bytes, nearly the same for all
 ranks, and reads all values. A packed value is its difference (exclusive or) from the value before
-it, if both have the same length; all are deflated (RFC 1950)."""
+it, if both have the same length; all are deflated (RFC 1950).
+"""
 
 import zlib
 from collections.abc import Sequence
