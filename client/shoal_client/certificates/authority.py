@@ -41,6 +41,8 @@ class CertificateHolder:
 
 
 class Authority:
+    """A certificate authority and its key."""
+
     def __init__(self, cert: bytes, key: bytes) -> None:
         """Raises InvalidSpec if `cert` or `key` is not PEM, or if the key does not belong to the
         certificate."""

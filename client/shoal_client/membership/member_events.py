@@ -14,6 +14,8 @@ from shoal_proto.v1.identity_pb2 import Token
 
 @dataclass(frozen=True, kw_only=True)
 class NoticeReceived:
+    """A notice arrived on the stream."""
+
     notice: pb.Notice
     refusal: ShoalError | None = None
     """Error in a notice `refused`."""
