@@ -269,7 +269,7 @@ class Closable(Protocol):
 
 def close_channels(channels: Iterable[Closable]) -> None:
     """Close the channels within CLOSE_WITHIN_S: calls in progress fail. gRPC's `close` would wait
-    for every call, also for one that KeyboardInterrupt kept from starting, and that never ends."""
+    for a call that KeyboardInterrupt kept from starting, and that never ends."""
     closing = [
         threading.Thread(target=channel.close, name="shoal-close", daemon=True)
         for channel in channels

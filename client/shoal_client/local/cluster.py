@@ -1,6 +1,6 @@
 """A whole cluster on this machine.
 
-It does not survive the end of its `with` block, or a crash of this process. With `restart` a part
+The cluster does not survive its `with` block, or a crash of this process. With `restart` a part
 that ends is started again, a parameter server without shards: backups have taken them over.
 """
 
