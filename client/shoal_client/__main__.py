@@ -1,4 +1,4 @@
-"""`python -m shoal_client`: the `shoal` command, if scripts are not on the PATH."""
+"""The `shoal` command as `python -m shoal_client`."""
 
 import sys
 

@@ -43,17 +43,16 @@ class Command:
     called."""
 
     summary: str
-    """Line for the command in `shoal --help`."""
+    """Line in `shoal --help`."""
     config: str
     """The dataclass whose fields are the options."""
     run: str
-    """The function that takes an instance of `config` and returns the exit code."""
+    """Takes an instance of `config`; returns the exit code."""
 
 
 def installed_commands() -> dict[str, Command]:
-    """Return the sub-commands of all installed packages, by name. Each entry point of the group
-    COMMANDS_GROUP is a function with one parameter, `add`. The function calls `add` with name,
-    summary, config and run of each sub-command of its package.
+    """Return the sub-commands of all installed packages, by name. An entry point of COMMANDS_GROUP
+    is a function that calls its argument, `add`, for each sub-command.
     """
     found: dict[str, Command] = {}
 
@@ -66,7 +65,7 @@ def installed_commands() -> dict[str, Command]:
 
 
 def build_app(commands: Mapping[str, Command]) -> App:
-    """Return the parser. The result of parsing is an instance of the command's config."""
+    """Return the parser, which parses arguments into an instance of the command's config."""
     app = App(
         name="shoal",
         help="Elastic training for PyTorch.",
@@ -81,9 +80,8 @@ def build_app(commands: Mapping[str, Command]) -> App:
 
 
 def parse(arguments: Sequence[str]) -> Callable[[], int]:
-    """Return a function that runs the command that the arguments name, and returns the exit code.
-
-    Raises CycloptsError, or the ValueError of a config, for arguments that are refused.
+    """Return a function that runs the named command, and returns the exit code. Raises
+    CycloptsError, or the ValueError of a config, for arguments that are refused.
     """
     commands = installed_commands()
     config = read_config(arguments, commands)
@@ -99,8 +97,8 @@ def parse(arguments: Sequence[str]) -> Callable[[], int]:
 
 
 def read_config(arguments: Sequence[str], commands: Mapping[str, Command]) -> Any:
-    """The command's config; None if the arguments are empty, or ask for help or the version: then
-    that text is printed."""
+    """The command's config; None if the arguments are empty, or if the help or version was
+    printed."""
     app = build_app(commands)
     name, tokens = _name_of(arguments), list(arguments)
     if name in commands:
@@ -113,11 +111,10 @@ def read_config(arguments: Sequence[str], commands: Mapping[str, Command]) -> An
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code: 1 after a ShoalError or if stdout was closed, 2 for
-    bad arguments, 130 after Ctrl-C, else what the command returns (0 for success)."""
-    # gRPC's C core prints texts for its own developers. Shoal's errors already say what happened.
+    bad arguments, 130 after Ctrl-C, else what the command returns."""
+    # gRPC's C core prints texts for its own developers.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    # At exit the garbage collector visits all objects twice. That would take 80 ms of CPU from
-    # workers that train on this host.
+    # At exit the garbage collector would visit all objects twice, for 80 ms of CPU.
     atexit.register(gc.freeze)
     given = sys.argv[1:] if arguments is None else arguments
     _forget_empty_variables()
@@ -134,7 +131,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _is_stdout_closed() -> bool:
-    """True if the reader of stdout has closed the pipe."""
     polled = select.poll()
     polled.register(sys.stdout.fileno(), 0)  # errors are always reported
     return bool(polled.poll(0))
@@ -150,7 +146,6 @@ def _carry_out(given: Sequence[str]) -> int:
         tracing.from_environment(_name_of(given))
         return run()
     except ShoalError as error:
-        # docs/troubleshooting.md has a section for each class of error.
         message = printable(str(error), lines=True)
         print(f"shoal: {message} [{type(error).__name__}]", file=sys.stderr)
         return FAILED
@@ -168,8 +163,7 @@ def _load(reference: str) -> Any:
 
 
 def _end_options(app: App, tokens: list[str]) -> list[str]:
-    """Put `--` before the first positional token if the command passes this token and all after it
-    to a script: a script's options are not the command's."""
+    """Put `--` before the first positional token if the rest belongs to a script."""
     arguments = app.assemble_argument_collection()
     if not any(each.index is not None and each.token_count()[1] for each in arguments):
         return tokens
@@ -183,14 +177,14 @@ def _end_options(app: App, tokens: list[str]) -> list[str]:
 
 
 def _forget_empty_variables() -> None:
-    """Delete empty variables: a variable that is set to nothing counts as not set."""
+    """Delete empty `SHOAL_` variables: they count as not set."""
     for name in [each for each, value in os.environ.items() if each.startswith("SHOAL_")]:
         if not os.environ[name]:
             del os.environ[name]
 
 
 def _shown(default: object) -> object:
-    """Return a default as the help shows it; None if the option's text explains the default."""
+    """Return a default as the help shows it; None if the option's text explains it."""
     if isinstance(default, float):
         return f"{default:g}"
     if isinstance(default, tuple):
@@ -199,7 +193,6 @@ def _shown(default: object) -> object:
 
 
 def _sentence(error: Exception) -> str:
-    """Describe the error in the arguments in one line."""
     if isinstance(error, UnknownOptionError):
         message = " ".join(str(error).split())
         suggestion = _SUGGESTION.search(message)

@@ -1,13 +1,10 @@
 """The difference between two versions of the same bytes, exact for every bit pattern.
 
 In one training step few 16-bit weights change, and most of these by one representable number. So
-for elements of 16 bits a difference has the gaps between changed positions, and the distances from
-old to new values, counted in representable numbers. Low and high bytes of the gaps are separate
-streams, and each stream is compressed by zstandard. For elements of other sizes a difference has
-the exclusive or of the bytes, in planes. NaN, infinities and both zeros are bit patterns like all
-others.
+for elements of 16 bits a difference has the gaps between changes, and the distances from old to new
+values in representable numbers. For other elements it has the exclusive or of the bytes, in planes.
 
-A difference gives the target only from its own base: the caller verifies both by their digests.
+The caller verifies base and target by their digests.
 """
 
 import struct
@@ -23,18 +20,17 @@ from shoal_proto.pieces import Buffer
 
 MAGIC = b"SHDIFF01"
 SPAN_BYTES = 64 * 1024 * 1024
-"""Maximum size of a span. Each span is encoded separately, which bounds the memory needed."""
+"""Each span is encoded separately, which bounds the memory needed."""
 CACHED_ELEMENTS = 256 * 1024
-"""Number of elements that are compared at a time: they fit into the processor's cache."""
+"""Elements that fit into the processor's cache."""
 LEVEL = 1
-"""Compression level of zstandard. Higher levels take several times as long for a few percent."""
+"""Higher levels take several times as long for a few percent."""
 SKIP = 65535
-"""Stands for this many elements of a longer gap, which continues in the next number."""
+"""Stands for this many elements of a gap that continues in the next number."""
 FAR = -128
-"""Marks a distance outside of -127 to 127, which is in the stream of 16-bit distances instead."""
+"""Marks a distance outside of -127 to 127, which is in the stream of 16-bit distances."""
 NUM_SAMPLES, SAMPLE_ELEMENTS = 256, 4096
 SIZES = (1, 2, 4, 8, 16)
-"""Possible sizes of an element in bytes."""
 
 Shorts = npt.NDArray[np.uint16]
 Bytes = npt.NDArray[np.uint8]
@@ -43,24 +39,22 @@ Positions = npt.NDArray[np.int64]
 
 class _Kind(IntEnum):
     SAME = 0
-    """The span is the same as in the base; no streams."""
+    """Same as the base; no streams."""
     DISTANCES = 1
     """Four streams: low bytes of gaps, high bytes of gaps, distances of 8 bits, and of 16 bits."""
     PLANES = 2
-    """One stream for each byte of an element: the exclusive or of old and new."""
+    """A stream for each byte of an element: the exclusive or of old and new."""
 
 
 _SPAN = struct.Struct("<BBxxxxxxQ")
-"""Kind, number of streams, bytes of the span. The length of each stream follows."""
+"""Kind, number of streams, bytes of the span. The streams' lengths follow."""
 _LENGTH = struct.Struct("<Q")
 
 
 def encode(base: Buffer, target: Buffer, elements: Iterable[tuple[int, int]]) -> list[bytes]:
-    """Return the difference, in parts to be joined.
-
-    `elements`: runs (bytes of an element, bytes of the run) that make up both buffers. With a wrong
-    size of an element, the difference is larger, but still exact. Raises ValueError if the runs
-    together do not have the size of each buffer.
+    """Return the difference, in parts to be joined. `elements`: runs (bytes of an element, bytes of
+    the run) that make up both buffers; a wrong size of an element only makes the difference larger.
+    Raises ValueError if the runs do not have the size of each buffer.
     """
     old, new = _bytes(base), _bytes(target)
     compressor = zstandard.ZstdCompressor(level=LEVEL)
@@ -76,7 +70,7 @@ def encode(base: Buffer, target: Buffer, elements: Iterable[tuple[int, int]]) ->
 
 
 def changed_share(base: Buffer, target: Buffer) -> float:
-    """Estimate the fraction of 16-bit elements that differ, from samples all over the buffers."""
+    """Estimate the fraction of 16-bit elements that differ, from samples."""
     num_bytes = len(memoryview(target)) // 2 * 2
     if not num_bytes:
         return 0.0
@@ -89,9 +83,8 @@ def changed_share(base: Buffer, target: Buffer) -> float:
 
 
 def apply(base: Buffer, difference: Buffer, into: memoryview) -> None:
-    """Write the target into `into`, which is as large as the base and does not overlap it.
-
-    Raises MalformedMessage if `difference` is not a difference of buffers of this size.
+    """Write the target into `into`, which is as large as the base and does not overlap it. Raises
+    MalformedMessage if `difference` does not fit.
     """
     old, new = _bytes(base), _bytes(into)
     view = memoryview(difference)
@@ -156,7 +149,7 @@ def _spans(view: memoryview) -> Iterator[tuple[_Kind, int, list[memoryview]]]:
 
 
 def _distances(old: Bytes, new: Bytes) -> list[Buffer]:
-    """Return the four streams of a span of kind `_Kind.DISTANCES`; none if nothing changed."""
+    """Return four streams; none if nothing changed."""
     positions, before, after = _changes(old.view("<u2"), new.view("<u2"))
     if not len(positions):
         return []
@@ -176,7 +169,6 @@ def _distances(old: Bytes, new: Bytes) -> list[Buffer]:
 
 
 def _changes(old: Shorts, new: Shorts) -> tuple[Positions, Shorts, Shorts]:
-    """Return the positions of the changed elements, and their values before and after."""
     differs = np.empty(CACHED_ELEMENTS, np.bool_)
     found = []
     for start in range(0, len(old), CACHED_ELEMENTS):
@@ -223,7 +215,7 @@ def _apply_distances(after: Bytes, streams: list[Bytes]) -> None:
 
 def _ranked(values: Shorts) -> Shorts:
     """Map the bit patterns of 16-bit floating-point numbers to integers in the order of the
-    numbers, in two's complement: -0.0 is just below 0.0. The function is its own inverse."""
+    numbers, in two's complement: -0.0 is just below 0.0. Its own inverse."""
     signs = (values.view(np.int16) >> np.int16(15)).view(np.uint16)
     ranked: Shorts = values ^ (signs & np.uint16(0x7FFF))
     return ranked
@@ -233,7 +225,7 @@ def _ranked(values: Shorts) -> Shorts:
 
 
 def _planes(old: Bytes, new: Bytes, size: int) -> list[Buffer]:
-    """Return the streams of PLANES; none if nothing changed."""
+    """Return a stream for each byte of an element; none if nothing changed."""
     changed = old ^ new
     if not changed.any():
         return []
@@ -258,7 +250,6 @@ def _bytes(buffer: Buffer) -> Bytes:
 def _decompressed(
     stream: memoryview, num_bytes: int, decompressor: zstandard.ZstdDecompressor
 ) -> Bytes:
-    """Decompress a stream, which may not be longer than its span."""
     try:
         size = zstandard.frame_content_size(stream)
         if not 0 <= size <= num_bytes:

@@ -1,14 +1,13 @@
-"""Messages and errors that travel between the parts of Shoal, and their conversion."""
+"""Messages and errors that travel between the parts of Shoal."""
 
 from shoal_proto.forks import grpc
 
 grpc.prepare()
 
 MAX_PIECE_BYTES = 4 * 1024 * 1024
-# A message contains one piece and its framing, so this bound holds for data of any size.
+# A message contains one piece and its framing.
 MAX_MESSAGE_BYTES = MAX_PIECE_BYTES + 1024 * 1024
-# A coordinator's answer: the shard map of a model of many parameters is larger than any request.
+# A shard map of many parameters is larger than any request.
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
 CHUNK_BYTES = 8 * 1024 * 1024
-"""Size of a chunk of published weights, the unit of transfer and verification. The last chunk of a
-segment may be shorter."""
+"""The last chunk of a segment may be shorter."""

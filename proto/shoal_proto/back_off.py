@@ -1,34 +1,29 @@
-"""Pauses between attempts: one policy for servers, and for clients of coordinators and etcd."""
+"""Pauses between attempts: one policy for servers and clients."""
 
 FIRST_S = 0.02
 LONGEST_S = 1.0
 PROMPT_S = 3.0
-"""Usual length of a leader failover. As long as the default pauses together are shorter than this,
-each is at most PROMPT_LONGEST_S."""
+"""Usual length of a leader failover. While the default pauses together are shorter, each is at most
+PROMPT_LONGEST_S."""
 PROMPT_LONGEST_S = 0.2
 
 
 _MOST_DOUBLINGS = 64
-"""Bound on the exponent, against overflow. Pauses reach their maximum with far fewer doublings."""
 
 
 def doubled_s(first_s: float, longest_s: float, num_before: int) -> float:
-    """Return the pause after `num_before` earlier ones: `first_s`, doubled each time, up to
+    """Return the pause after `num_before` earlier ones: `first_s`, doubled each time, at most
     `longest_s`."""
     return min(first_s * 2.0 ** min(num_before, _MOST_DOUBLINGS), longest_s)
 
 
 class BackOff:
-    """Pauses of one caller, each twice as long as the one before, from `first_s` up to `longest_s`;
-    see also `chance` of `pause_s`.
-
-    The defaults are for a caller that looks for the leading coordinator: pauses stay short for as
-    long as a leader failover takes.
+    """Pauses of one caller, doubled from `first_s` up to `longest_s`. The defaults stay short for
+    as long as a leader failover takes.
     """
 
     def __init__(self, first_s: float | None = None, longest_s: float | None = None) -> None:
-        """Set the first and the longest pause. With `first_s` alone, all pauses are equal but for
-        `chance`."""
+        """`first_s` alone: equal pauses, but for `chance`."""
         self._first_s = FIRST_S if first_s is None else first_s
         self._prompt_s = PROMPT_S if first_s is None else 0.0
         if longest_s is None:
@@ -37,14 +32,12 @@ class BackOff:
         self.reset()
 
     def reset(self) -> None:
-        """Start again with the first pause: an attempt succeeded, and the next failure is new."""
+        """Start again with the first pause."""
         self._next_s, self._waited_s = self._first_s, 0.0
 
     def pause_s(self, chance: float = 1.0) -> float:
-        """Return the number of seconds to wait now.
-
-        `chance`: a random number from 0 to 1, on which half of the pause depends, so that the
-        members of a large job do not retry at the same time.
+        """Return the seconds to wait now. `chance`: random, from 0 to 1; half of the pause depends
+        on it, so that the members of a large job do not retry at the same time.
         """
         longest_s = PROMPT_LONGEST_S if self._waited_s < self._prompt_s else self._longest_s
         pause_s = min(self._next_s, longest_s) * (0.5 + 0.5 * chance)

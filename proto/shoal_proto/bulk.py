@@ -1,9 +1,8 @@
-"""Frames of the bulk transport, which carries calls to parameter servers and relays without gRPC.
+"""Frames of the bulk transport to parameter servers and relays.
 
-A connection carries one call at a time. A call begins with the frame of its request (PUSH, PULL,
-...); its other frames follow in both directions until END or ERROR. A frame is a header of
-HEADER_BYTES and a body. The data of a piece may also lie in memory that both ends share: then only
-the header is sent.
+A connection carries one call at a time: first the frame of its request (PUSH, PULL, ...), then
+other frames in both directions until END or ERROR. A frame is a header and a body. Pieces may also
+lie in memory that both ends share.
 """
 
 import struct
@@ -17,17 +16,16 @@ from shoal_proto.errors import ChecksumMismatch, MalformedMessage
 
 KEY_BYTES = 32
 BEAT_S = 0.5
-"""Longest silence of a server during a call: it sends BEAT when it has nothing else to send."""
+"""Longest silence of a server during a call."""
 SILENCE_S = 3.0
 """Silence after which a server counts as dead."""
 MAX_ARENA_BYTES = 192 * 1024 * 1024
-"""Maximum size of the memory that a client and a server share."""
 
 
 class FrameKind(IntEnum):
     HELLO = 1
-    """The key that was given over gRPC; the client asks for `at` bytes of shared memory. In the
-    answer, `at` is the size of the memory whose descriptor is attached; 0: none."""
+    """The key that was given over gRPC; the client asks for `at` bytes of shared memory. The answer
+    has the memory's size in `at`, and its descriptor attached; 0: none."""
     PUSH = 2
     """A call: PushRequest with the header."""
     PULL = 3
@@ -35,11 +33,11 @@ class FrameKind(IntEnum):
     PIECE = 4
     """`num_bytes` of a shard from `offset_bytes` on, in the body."""
     PLACED = 5
-    """`num_bytes` of a shard from `offset_bytes` on, in shared memory at offset `at`. The sender
-    does not change the data until the receiver has answered."""
+    """`num_bytes` of a shard from `offset_bytes` on, in shared memory at `at`. The sender does not
+    change them until the receiver has answered."""
     FREE_SLOT = 6
-    """Free shared memory. From a client: `num_bytes` at `at`, for the values of a shard. From a
-    server to another one: the data at `at` were applied or copied."""
+    """Free shared memory. From a client: `num_bytes` at `at`, for the values of a shard. Between
+    servers: the data at `at` were applied or copied."""
     END = 7
     """This end sends no more frames of this call."""
     MESSAGE = 8
@@ -48,21 +46,20 @@ class FrameKind(IntEnum):
     ERROR = 9
     """The call failed: ErrorDetail."""
     BEAT = 10
-    """The server is alive, and works on the call."""
+    """The server works on the call."""
     FOLLOW = 11
-    """A call of another server: `Follow` of the Replication service."""
+    """A server's call: `Follow` of the Replication service."""
     LOOKUP = 12
-    """A call: LookupRequest with the header. In PIECE, PLACED and FREE_SLOT, `shard_id` is the
-    number of an item."""
+    """A call: LookupRequest with the header. `shard_id` is the number of an item then."""
     SEGMENT_PUT = 13
-    """A call: PutSegmentRequest. Its chunks or descriptor follow once the server asks for them."""
+    """A call: PutSegmentRequest. Chunks or a descriptor follow once the server asks for them."""
     SEGMENT_FETCH = 14
     """A call: FetchSegmentRequest."""
     CHUNK = 15
-    """`num_bytes` of a segment from `offset_bytes` on, in the body. The frame has no checksum: the
+    """`num_bytes` of a segment from `offset_bytes` on, in the body, without a checksum: the
     segment's digests verify the bytes."""
     DESCRIPTOR = 16
-    """A segment as a sealed memory file, whose descriptor is attached to the header, over a Unix
+    """A segment as a sealed memory file, with its descriptor attached to the header, over a Unix
     socket."""
 
 
@@ -98,7 +95,7 @@ _EMPTY = memoryview(b"")
 
 
 class Frame(NamedTuple):
-    """Header and body of a frame. A message's checksum is verified, a piece's is not yet."""
+    """Header and body of a frame. A message's checksum is verified, a piece's is not."""
 
     kind: FrameKind
     shard_id: int
@@ -118,7 +115,7 @@ def header(
     at: int = 0,
     checksum: int = 0,
 ) -> bytes:
-    """Return the header of a frame; a body of `num_bytes` has to follow, if the kind has one."""
+    """Return the header of a frame; a body of `num_bytes` follows, if the kind has one."""
     head = _HEADER.pack(kind, shard_id, offset_bytes, num_bytes, at, checksum)
     return head + _CHECK.pack(crc32(head))
 
@@ -135,15 +132,14 @@ def _new(num_bytes: int) -> memoryview:
 
 
 class FrameReader:
-    """Cuts received bytes into frames, without I/O of its own: receive into `space()`, call
-    `received()`, then take frames from `next()` until there is none."""
+    """Cuts received bytes into frames, without I/O: receive into `space()`, call `received()`, then
+    take frames from `next()`."""
 
     def __init__(
         self, allocate: Callable[[int], memoryview] = _new, *, first: FrameKind | None = None
     ) -> None:
-        """`allocate` returns memory for the body of a piece or chunk, given its size. `first`: the
-        kind that the first frame must have. Before that frame the peer is not authenticated: no
-        memory is allocated for a frame of another kind."""
+        """`allocate`: returns memory for the body of a piece or chunk. `first`: kind of the first
+        frame. Before that frame the peer is not authenticated."""
         self._allocate = allocate
         self._first = first
         self._buffer = memoryview(bytearray(BUFFER_BYTES))
@@ -152,8 +148,8 @@ class FrameReader:
         self._filled_bytes = 0
 
     def space(self) -> memoryview:
-        """Return the memory for the next received bytes; never empty. May move unread bytes, so
-        that memory from earlier calls must not be written any more."""
+        """Return memory for the next received bytes; never empty. May move unread bytes: do not
+        write to memory from earlier calls."""
         if self._frame is not None:
             return self._frame.body[self._filled_bytes :]
         if self._start == self._stop:
@@ -165,17 +161,15 @@ class FrameReader:
         return self._buffer[self._stop :]
 
     def received(self, num_bytes: int) -> None:
-        """Record that `num_bytes` were written to the memory that `space` returned."""
+        """Record that `num_bytes` were written to `space()`."""
         if self._frame is not None:
             self._filled_bytes += num_bytes
         else:
             self._stop += num_bytes
 
     def next(self) -> Frame | None:
-        """Read the next whole frame, and return it; None until more is received.
-
-        Raises MalformedMessage, ChecksumMismatch, or an error of `allocate`: then read no later
-        frame.
+        """Read the next whole frame; None until more is received. Raises MalformedMessage,
+        ChecksumMismatch, or an error of `allocate`: then the connection is of no use.
         """
         if self._frame is None:
             if self._stop - self._start < HEADER_BYTES:

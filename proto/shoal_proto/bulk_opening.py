@@ -1,4 +1,4 @@
-"""Opening of a bulk connection: over a Unix socket on the same machine, else over TCP. Blocks."""
+"""Opening of a bulk connection: over a Unix socket on the same machine, else over TCP."""
 
 import mmap
 import os
@@ -14,8 +14,8 @@ HELLO_S = 3.0
 
 
 def connect_to_offer(offer: OpenBulkReply, address: str) -> socket.socket:
-    """Connect to the server at `address` that made the offer: to its Unix socket if that can be
-    reached, else to its TCP port. The connection has the time limit CONNECT_S. Raises OSError."""
+    """Connect to the server that made the offer: to its Unix socket, or else to its TCP port. The
+    connection has the time limit CONNECT_S. Raises OSError."""
     if offer.local_name:
         local = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         local.settimeout(CONNECT_S)
@@ -34,10 +34,8 @@ def connect_to_offer(offer: OpenBulkReply, address: str) -> socket.socket:
 
 def present_key(connected: socket.socket, key: bytes, arena_bytes: int) -> mmap.mmap | None:
     """Present the key, and over a Unix socket ask for `arena_bytes` of shared memory. Returns the
-    memory, of the size that the server chose; None if the server gave none. The connection has the
-    time limit HELLO_S afterwards.
-
-    Raises OSError (TimeoutError), MalformedMessage or ChecksumMismatch.
+    memory, of the size that the server chose, if any. The connection then has the time limit
+    HELLO_S. Raises OSError, MalformedMessage or ChecksumMismatch.
     """
     connected.settimeout(HELLO_S)
     is_local = connected.family == socket.AF_UNIX

@@ -10,7 +10,7 @@ __all__ = ["crc32", "verify"]
 
 def verify(what: str, checksum: int | None, *buffers: Buffer) -> None:
     """Raise ChecksumMismatch, naming `what`, unless the concatenated buffers have this checksum.
-    Does nothing if `checksum` is None: for data in shared memory, the sender computes none."""
+    `checksum` None: data in shared memory, without a checksum."""
     if checksum is None:
         return
     seen = num_bytes = 0

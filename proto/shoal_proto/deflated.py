@@ -1,6 +1,4 @@
-"""Deflated bytes (RFC 1950), as `zlib.compress` makes them, from a peer or store that is not
-trusted.
-"""
+"""Deflated bytes (RFC 1950) from a peer or store that is not trusted."""
 
 import zlib
 
@@ -10,7 +8,7 @@ def inflate(packed: bytes, max_bytes: int) -> bytes:
     inflate to more than `max_bytes`."""
     inflating = zlib.decompressobj()
     try:
-        # One byte more: with a full buffer the end of the bytes would not be read.
+        # With a full buffer the end of the bytes would not be read.
         data = inflating.decompress(packed, max_bytes + 1)
     except zlib.error as error:
         raise ValueError(str(error)) from error

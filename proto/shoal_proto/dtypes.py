@@ -1,9 +1,9 @@
-"""Element types, by torch's name without its prefix, with the size of one element in bytes."""
+"""Element types, by torch's name, with the size of an element in bytes."""
 
 from collections.abc import Mapping
 
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2}
-"""Element types of parameters and rows on parameter servers."""
+"""Element types of parameters and rows."""
 
 ITEM_BYTES: Mapping[str, int] = {
     **dict.fromkeys(("bool", "uint8", "int8"), 1),

@@ -1,7 +1,5 @@
-"""Errors that Shoal raises, sorted by what the caller should do about them.
-
-An error is data: what happened, what was seen, what was expected, how to fix it. The same class
-is raised on both sides of a call: `shoal_proto.status` transmits it.
+"""Errors that Shoal raises, sorted by what the caller should do. `shoal_proto.status` transmits
+them: the same class is raised on both sides of a call.
 """
 
 from collections.abc import Mapping
@@ -9,8 +7,7 @@ from typing import Any, ClassVar
 
 
 class ShoalError(Exception):
-    """The root of all errors. `str()` gives one sentence made of the parts; use the attributes in
-    code."""
+    """The root of all errors. `str()` gives one sentence; use the attributes in code."""
 
     kinds: ClassVar[dict[str, type["ShoalError"]]] = {}
     _PARTS: ClassVar = ("what", "seen", "expected", "fix", "details")
@@ -46,8 +43,8 @@ class ShoalError(Exception):
 
     @staticmethod
     def from_dict(parts: Mapping[str, Any]) -> "ShoalError":
-        """Return the error that `to_dict` made into `parts`; an InternalError if this release does
-        not know its kind. Parts that this release does not know are ignored."""
+        """Return the error that `to_dict` made into `parts`; an InternalError for an unknown kind.
+        Unknown parts are ignored."""
         kind = ShoalError.kinds.get(parts["kind"], InternalError)
         return kind(**{key: parts[key] for key in ShoalError._PARTS if key in parts})
 
@@ -68,7 +65,7 @@ def _rebuild(
 
 
 class RetryError(ShoalError):
-    """The request is valid: the same call may succeed a little later."""
+    """The same call may succeed a little later."""
 
 
 class Unavailable(RetryError):
@@ -76,17 +73,16 @@ class Unavailable(RetryError):
 
 
 class NotLeader(RetryError):
-    """The called coordinator does not lead. `details["leader"]` is the leader's address, empty or
-    absent if unknown."""
+    """The called coordinator does not lead. `details["leader"]` is the leader's address, if
+    known."""
 
 
 class DeadlineExceeded(RetryError):
-    """The time limit passed without an answer. The call may or may not have taken effect."""
+    """The time limit passed. The call may or may not have taken effect."""
 
 
 class ShardNotReady(RetryError):
-    """The shard exists in the map, but its primary has no values of it yet, or may not serve them
-    yet."""
+    """The shard's primary has no values yet, or may not serve them yet."""
 
 
 class WrongEpoch(RetryError):
@@ -94,30 +90,26 @@ class WrongEpoch(RetryError):
 
 
 class Overloaded(RetryError):
-    """A bound is reached: of memory, of a queue or of a table."""
+    """A bound of memory, of a queue or of a table is reached."""
 
 
 class DiskFull(Overloaded):
-    """The disk of a server's journal is full. Durable pushes are retried until there is space,
-    however long that takes."""
+    """The disk of a server's journal is full. Durable pushes are retried until there is space."""
 
 
 class CheckpointFailed(RetryError):
-    """A checkpoint could not be written in time, or not at all; training is not affected. `details`
-    has the checkpoint's path, and the rank and errno if writing failed.
-
-    The next checkpoint may succeed, once there is space or permission.
+    """A checkpoint was not written in time, or not at all; training is not affected. `details` has
+    its path, and the rank and errno if writing failed.
     """
 
 
 class LoadingFailed(RetryError):
-    """Samples could not be loaded: storage failed, or a process that loads them has ended or could
-    not be started. `details["index"]` names the sample, if it was a single one."""
+    """Samples could not be loaded: storage failed, or a loading process has ended or did not start.
+    `details["index"]` names a single sample."""
 
 
 class SnapshotFailed(RetryError):
-    """The snapshot was not taken: it cannot be restored, and parameters are unchanged. Files that
-    were written for it may be left if storage failed."""
+    """The snapshot was not taken; parameters are unchanged. Files may be left if storage failed."""
 
 
 class RejoinError(ShoalError):
@@ -126,12 +118,11 @@ class RejoinError(ShoalError):
 
 class Fenced(RejoinError):
     """The token is stale, or the job was started over. `details["generation"]`, if present, is the
-    current generation."""
+    current one."""
 
 
 class GenerationBroken(RejoinError):
-    """The generation is over or cannot go on, for example because a member was lost; its members
-    agree on the next one."""
+    """The generation is over or cannot go on, for example because a member was lost."""
 
 
 class LeaseExpired(RejoinError):
@@ -163,22 +154,21 @@ class UnsupportedOptimizer(RefusedError):
 
 
 class ProposalConflict(RefusedError):
-    """Members, or a member and its job, differ in a field that must be the same.
-
-    `details` has the values of each field that differs, each value with the members that have it.
+    """Members, or a member and its job, differ in a field that must be the same. `details` has each
+    value of such a field, with its members.
     """
 
 
 class UnequalPasses(RefusedError):
-    """The members made different numbers of backward passes in a step, or took different actions
-    with their optimizers. The step was not committed. `details` maps each member to what it did.
+    """Members made different numbers of backward passes in a step, or took different actions with
+    their optimizers. The step was not committed. `details` maps each member to what it did.
     """
 
 
 class HyperparametersDiffer(RefusedError):
-    """Members would apply different learning rates or other hyperparameters in a step, or the step
-    was taken before with different ones. The step was not committed. `details` has the fields, and
-    each member's values.
+    """Members would apply different hyperparameters in a step, or the step was taken before with
+    different ones. The step was not committed. `details` has the fields, and each member's
+    values.
     """
 
 
@@ -189,12 +179,12 @@ class RegisteredStateDiffers(RefusedError):
 
 
 class SampleFailed(RefusedError):
-    """A dataset raised an error for a sample, or samples could not be made into a batch.
-    `details["index"]` names the sample, if it was a single one."""
+    """A dataset raised an error for a sample, or samples did not make a batch. `details["index"]`
+    names a single sample."""
 
 
 class PeersUnreachable(RefusedError):
-    """The member and others cannot reach each other over the network; the message names them."""
+    """The member and others cannot reach each other; the message names them."""
 
 
 class BringUpFailed(RefusedError):
@@ -203,7 +193,7 @@ class BringUpFailed(RefusedError):
 
 
 class MemberDrained(RefusedError):
-    """The member was asked to leave, and has handed over: it has nothing left to do."""
+    """The member was asked to leave, and has handed over."""
 
 
 class UnknownJob(RefusedError):
@@ -219,7 +209,7 @@ class JobStopped(RefusedError):
 
 
 class JobInUse(RefusedError):
-    """The job has members, and the request would change the job's state while they train."""
+    """The job has members, and the request would change the job's state."""
 
 
 class UnknownMember(RefusedError):
@@ -239,8 +229,7 @@ class UnknownSnapshot(RefusedError):
 
 
 class ForgottenPush(RefusedError):
-    """The push is older than the pushes that its shard remembers: it may have been applied or
-    not."""
+    """The push is older than those that its shard remembers: it may have been applied or not."""
 
 
 class StalePush(RefusedError):
@@ -257,13 +246,12 @@ class SeriesHeld(RefusedError):
 
 
 class StaleEpoch(RefusedError):
-    """The publisher was replaced: another one publishes the series now, in a later epoch."""
+    """Another publisher has replaced this one, in a later epoch."""
 
 
 class PublicationAbandoned(RefusedError):
-    """The publication will not become a version: one of its ranks was lost, or its parts do not
-    cover each element exactly once. Also raised if an engine could not load a version. Earlier
-    versions are untouched."""
+    """The publication will not become a version: a rank was lost, or the parts do not cover each
+    element exactly once. Also raised if an engine could not load a version."""
 
 
 class VersionGone(RefusedError):
@@ -294,8 +282,8 @@ class TrainingFailed(RefusedError):
 
 
 class MalformedMessage(RefusedError):
-    """The bytes are not a message of the expected type, a required field is missing, or the message
-    or a value in it is not valid at this point."""
+    """The bytes are not a message of the expected type, or a field or value is missing or not valid
+    at this point."""
 
 
 class NoServers(RefusedError):
@@ -315,12 +303,12 @@ class ProtocolMismatch(RefusedError):
 
 
 class CorruptError(ShoalError):
-    """Data differs from what was written, cannot be read or is lost; or Shoal has a bug
-    (InternalError). Stop, and do not continue from this data."""
+    """Data differs from what was written, cannot be read or is lost; or Shoal has a bug. Stop, and
+    do not continue from this data."""
 
 
 class ChecksumMismatch(CorruptError):
-    """Bytes do not have the checksum or digest that was sent or requested with them."""
+    """Bytes do not have the checksum or digest that was sent or requested."""
 
 
 class SnapshotDamaged(CorruptError):
@@ -329,8 +317,8 @@ class SnapshotDamaged(CorruptError):
 
 
 class JournalDamaged(CorruptError):
-    """A journal's file is not what was written, or cannot be applied. The message names the file,
-    and so does `details`, except for a file that cannot be applied."""
+    """A journal's file is not what was written, or cannot be applied. The message names the
+    file."""
 
 
 class StateLost(CorruptError):
@@ -345,12 +333,12 @@ class StateLost(CorruptError):
 
 
 class JobQuarantined(CorruptError):
-    """The coordinator cannot continue this job: one of its records in etcd cannot be read, or a
-    change of it could not be stored. `details` has the job and, for an unreadable record, its key.
-    Other jobs continue; `shoal repair` shows what is wrong with this one, and repairs it."""
+    """The coordinator cannot continue this job: a record in etcd cannot be read, or a change could
+    not be stored. `details` has the job and, for an unreadable record, its key. `shoal repair`
+    shows what is wrong, and repairs it."""
 
 
 class InternalError(CorruptError):
     """An unexpected error. If it came from the peer, the peer's log has the traceback. Also raised
-    in place of errors of kinds that this release does not know.
+    for errors of kinds that this release does not know.
     """

@@ -1,5 +1,4 @@
-"""Figures that a member reports about its training. The worker's report, the checks of it, the
-views, the metrics and their texts are all made from this one list."""
+"""Figures that a member reports about its training."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
@@ -13,15 +12,13 @@ MAX_COUNT = 2**53 - 1
 Count = Annotated[int, Ge(0), Le(MAX_COUNT)]
 Amount = Annotated[float, Ge(0), Le(MAX_COUNT)]
 MAX_LOGGED = 32
-"""Maximum number of names of logged values in a report."""
 LoggedName = Annotated[str, MinLen(1), MaxLen(100)]
 MAX_COMMAND = 4000
-"""Maximum number of characters of a command line in a report."""
 
 
 @dataclass(frozen=True)
 class Gauge:
-    """Marks a figure that is exported to Prometheus, under this name."""
+    """Marks a figure that is exported to Prometheus."""
 
     name: str
 
@@ -90,7 +87,7 @@ class HealthFigures:
     """Figures of a member's training, as it reports them. None: not reported."""
 
     __pydantic_config__: ClassVar[Any] = {"use_attribute_docstrings": True}
-    """Pydantic's settings, for a server that makes a schema of this class with the texts below."""
+    """A server makes a schema of this class with the texts below."""
 
     step: Count | None = None
     """Optimizer steps so far."""
@@ -146,12 +143,12 @@ class HealthFigures:
 
 
 def gauges() -> dict[str, str]:
-    """Return the names in Prometheus of exported figures, by figure."""
+    """Return the names in Prometheus, by figure."""
     return {name: mark.name for name, mark in _marked(Gauge)}
 
 
 def max_lengths() -> dict[str, int]:
-    """Return the maximum number of characters of each figure that is a text."""
+    """Return the maximum length of each figure that is a text."""
     return {name: mark.max_length for name, mark in _marked(MaxLen)}
 
 

@@ -1,8 +1,7 @@
 """Incarnations: the secret name of a process start, and its public id.
 
-Tokens are checked by their incarnation: a process that knows a member's incarnation can act as that
-member. So only the member, its launcher, the coordinator, etcd and the parameter servers have it;
-rosters, the page, logs and error messages have the public id.
+A process that knows a member's incarnation can act as that member. Only the member, its launcher,
+the coordinator, etcd and the parameter servers have it.
 """
 
 import hashlib
@@ -13,8 +12,7 @@ from uuid import UUID
 
 
 def new_incarnation(unix_ms: int | None = None) -> str:
-    """Return a fresh UUID of version 7 (RFC 9562): 48 bits of Unix milliseconds, then random ones.
-
+    """Return a fresh UUID of version 7 (RFC 9562): Unix milliseconds, then 74 random bits.
     Incarnations are ordered by the time of the process start, by the host's clock.
     """
     unix_ms = time.time_ns() // 1_000_000 if unix_ms is None else unix_ms
@@ -25,8 +23,7 @@ def new_incarnation(unix_ms: int | None = None) -> str:
 
 @lru_cache(maxsize=16_384)
 def public_id(incarnation: str) -> str:
-    """Return 16 hexadecimal digits that identify a process start without revealing its incarnation.
-
-    74 bits of an incarnation are random, so it cannot be found by trying.
+    """Return 16 hexadecimal digits that identify a process start without revealing its incarnation:
+    random bits cannot be found by trying.
     """
     return hashlib.sha256(f"shoal incarnation\0{incarnation}".encode()).hexdigest()[:16]

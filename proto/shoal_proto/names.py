@@ -1,5 +1,4 @@
-"""Rules for names of jobs, members, servers and series, which become keys, paths and URL segments,
-for the prefix of a cluster's keys, and for URLs of storage."""
+"""Rules for names, key prefixes, and storage URLs."""
 
 import re
 
@@ -27,20 +26,20 @@ BUCKET_KINDS = {
     "gcs": "gs",
     "az": "az",
     "abfs": "az",
-    # Within one process; for tests.
+    # For tests.
     "memory": "memory",
 }
-"""Kinds of storage for snapshots and checkpoints besides directories, by scheme of the URL. No
-other scheme is passed to `fsspec`, which reaches far more than storage."""
+"""Kinds of storage besides directories, by scheme of the URL. Other schemes are not passed to
+`fsspec`, which reaches more than storage."""
 
 
 def is_name(text: str) -> bool:
-    """True if `text` may name a job, a member or a server, by `NAME_RULE`."""
+    """True if `text` follows `NAME_RULE`."""
     return _NAME.fullmatch(text) is not None
 
 
 def is_series(text: str) -> bool:
-    """True if `text` may name a series of published weights: a job's name, a slash, and a name."""
+    """True if `text` follows `SERIES_RULE`."""
     parts = text.split("/")
     return len(parts) == 2 and all(map(is_name, parts))
 

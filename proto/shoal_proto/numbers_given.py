@@ -1,7 +1,7 @@
-"""Conversion of the numbers that a script passes, of any library, into Python's own numbers.
+"""Conversion of the numbers that a script passes, of any library, into Python's own.
 
-Each is converted once, where it enters Shoal: NumPy's integers overflow, JSON and checkpoints do
-not accept most of its floats, and a 0-d tensor compares as a tensor.
+NumPy's integers overflow, JSON and checkpoints do not accept most of its floats, and a 0-d tensor
+compares as a tensor.
 """
 
 import math
@@ -14,9 +14,8 @@ from shoal_proto.errors import InvalidSpec
 
 def as_index(name: str, value: Any) -> int:
     """Return the integer value of the argument `name`: a Python int, a NumPy integer, a 0-d array
-    or tensor of integers, or another object with `__index__`.
-
-    Raises InvalidSpec for anything else: True and False, floats, text, other arrays.
+    or tensor of integers, or another object with `__index__`. Raises InvalidSpec for anything else,
+    also True and False.
     """
     plain = plain_number(name, value)
     if isinstance(plain, bool) or hasattr(plain, "shape"):
@@ -29,10 +28,8 @@ def as_index(name: str, value: Any) -> int:
 
 def as_number(name: str, value: Any) -> float:
     """Return the real value of the argument `name`: a number of Python or NumPy, a 0-d array or
-    tensor, or another object with `__float__`.
-
-    Raises InvalidSpec for True and False, NaN, text, complex numbers, other arrays, and integers
-    beyond the range of a float. Infinity passes, for callers to judge.
+    tensor, or another object with `__float__`. Infinity passes. Raises InvalidSpec for anything
+    else, also True and False, NaN, and integers beyond the range of a float.
     """
     plain = plain_number(name, value)
     if isinstance(plain, bool | str | bytes) or hasattr(plain, "shape"):
@@ -47,9 +44,8 @@ def as_number(name: str, value: Any) -> float:
 
 
 def plain_number(name: str, value: Any) -> Any:
-    """Return the Python number in a scalar of another library, such as np.float32(1.5) or a 0-d
-    tensor; other values are returned unchanged. Raises InvalidSpec for a scalar without a value, as
-    on the meta device."""
+    """Return the Python number in a scalar of another library; other values unchanged. Raises
+    InvalidSpec for a scalar without a value, as on the meta device."""
     if getattr(value, "shape", None) != () or not hasattr(value, "item"):
         return value
     try:
@@ -63,9 +59,8 @@ def plain_number(name: str, value: Any) -> Any:
 def convert_fields(
     config: Any, *, indices: Iterable[str] = (), numbers: Iterable[str] = ()
 ) -> None:
-    """Convert these fields of a frozen dataclass, from its `__post_init__`; None stays None.
-
-    Raises InvalidSpec if `as_index` or `as_number` does.
+    """Convert these fields of a frozen dataclass, from its `__post_init__`; None stays None. Raises
+    what `as_index` and `as_number` raise.
     """
     for names, convert in ((indices, as_index), (numbers, as_number)):
         for name in names:

@@ -8,4 +8,3 @@ SHOWN_PHASES: Mapping[str, str] = {
     "committed": "starting",
     "aborted": "starting",
 }
-"""States that people see in the phases before training."""

@@ -1,4 +1,4 @@
-"""Pieces of tensors: as a bulk connection reads them, or the `Piece` of a gRPC call."""
+"""Pieces of tensors, over a bulk connection or gRPC."""
 
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -27,7 +27,7 @@ class ReadPiece:
     offset_bytes: int
     data: memoryview
     checksum: int | None
-    """None: the data lie in shared memory, and have no checksum."""
+    """None: data in shared memory."""
     is_shared: bool = False
     """True if the data lie in shared memory, which the sender may reuse once the receiver has
     answered."""

@@ -1,11 +1,10 @@
-"""Versions of the protocol that a process speaks, and the choice of one by two processes.
+"""Versions of the protocol that a process speaks, and the choice of one.
 
-A version stands for the meaning of messages and calls, not for their fields: a field that one side
-does not know is ignored or passed on. So the number changes rarely, and a release also speaks the
-versions of the release before it.
+A version stands for the meaning of messages and calls, not for their fields: unknown fields are
+ignored or passed on. A release also speaks the versions of the release before it.
 
-Each process sends its range with every call, in the user agent of gRPC. A call whose range has no
-version in common with the server's is refused before its request is read.
+Each process sends its range with every call, in gRPC's user agent. A call without a common version
+is refused before its request is read.
 """
 
 import re
@@ -27,7 +26,7 @@ class ProtocolRange:
         return f"{self.oldest}-{self.newest}"
 
     def shared_with(self, other: "ProtocolRange") -> int | None:
-        """Return the newest version that both speak; None if there is none."""
+        """Return the newest version that both speak, if any."""
         shared = min(self.newest, other.newest)
         return shared if shared >= max(self.oldest, other.oldest) else None
 
@@ -50,16 +49,15 @@ OWN_PROTOCOLS = ProtocolRange(oldest=3, newest=3)
 
 
 def user_agent(spoken: ProtocolRange) -> str:
-    """Return the user agent that a caller sends with each call."""
+    """Return the user agent of each call."""
     return f"shoal-protocol/{spoken}"
 
 
 USER_AGENT_OPTION = ("grpc.primary_user_agent", user_agent(OWN_PROTOCOLS))
-"""Channel option; every channel between processes of Shoal has it."""
+"""Option of every channel between processes of Shoal."""
 
 
 def announced(agent: str) -> ProtocolRange | None:
-    """Return the range in the user agent of a call. None if there is none: the caller is not a
-    process of Shoal, and its requests are checked by their content."""
+    """Return the range in a call's user agent; None for a caller that is not Shoal."""
     found = _ANNOUNCED.search(agent)
     return ProtocolRange(int(found[1]), int(found[2])) if found else None

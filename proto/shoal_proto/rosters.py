@@ -1,4 +1,4 @@
-"""Rosters of any size: their digest, and the form in which they are fetched and stored.
+"""Rosters of any size.
 
 Deflated, a roster of 10,000 members has 0.25 MB, and 0.5 MB with the members' incarnations. So a
 roster is one value in etcd, and members that share a host fetch it once.
@@ -15,10 +15,10 @@ from shoal_proto.errors import MalformedMessage
 from shoal_proto.v1.membership_pb2 import Roster
 
 LARGE_ENTRIES = 500
-"""Number of members above which a roster is fetched by its digest, not sent with each notice."""
+"""Larger rosters are fetched by digest, not sent with each notice."""
 MAX_UNPACKED_BYTES = 32 * 1024 * 1024
 LEVEL = 1
-"""Compression level: at a higher one incarnations do not shrink further, and the rest is small."""
+"""Higher levels do not shrink incarnations further."""
 
 M = TypeVar("M", bound=Message)
 
@@ -26,8 +26,7 @@ M = TypeVar("M", bound=Message)
 def roster_digest(roster: Roster) -> str:
     """Return the SHA-256, in hex, of the roster's encoding: fields by number, map entries by key.
 
-    Protobuf leaves the order of a map's entries open unless asked for a deterministic one. Fields
-    that this release does not know are encoded last. A later release gives its new fields higher
+    Fields that this release does not know are encoded last. A later release gives new fields higher
     numbers, so members of both releases compute the same digest.
     """
     return hashlib.sha256(roster.SerializeToString(deterministic=True)).hexdigest()

@@ -1,7 +1,7 @@
-"""Route to the primary of a shard, sent with the refusal of a call that reached another server.
+"""Route to the primary of a shard, in the refusal of a call that reached another server.
 
-A route is an entry in the details of a WrongEpoch: `details["shard 3"] == "6 ps-2 10.0.0.2:7710"`
-has the shard's epoch, the id of the primary's server, and that server's host:port.
+`details["shard 3"] == "6 ps-2 10.0.0.2:7710"` has the shard's epoch, the id of the primary's
+server, and its host:port.
 """
 
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ _PREFIX = "shard "
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The server of a shard's primary, or of the successor during a handover, and the epoch."""
+    """The server of a shard's primary, or of the successor during a handover."""
 
     shard_id: int
     epoch: int
@@ -23,12 +23,12 @@ class Route:
 
 
 def as_details(routes: Iterable[Route]) -> dict[str, str]:
-    """Return the routes as details of an error."""
+    """Return the routes as an error's details."""
     return {f"{_PREFIX}{r.shard_id}": f"{r.epoch} {r.server_id} {r.address}" for r in routes}
 
 
 def from_error(error: WrongEpoch) -> list[Route]:
-    """Return the routes in the details of an error; other details are ignored."""
+    """Return the routes in an error's details."""
     routes = []
     for key, value in error.details.items():
         shard_id, words = key.removeprefix(_PREFIX), value.split(" ")
@@ -40,7 +40,7 @@ def from_error(error: WrongEpoch) -> list[Route]:
 
 
 def gather(worst: ShoalError, errors: Iterable[ShoalError]) -> ShoalError:
-    """Return `worst`; if it is a WrongEpoch, with the routes of the other errors added."""
+    """Return `worst`; a WrongEpoch gets the routes of the other errors."""
     if isinstance(worst, WrongEpoch):
         for error in errors:
             if isinstance(error, WrongEpoch):

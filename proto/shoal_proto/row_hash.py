@@ -1,4 +1,4 @@
-"""Fixed hash of a row's id, which determines the row's shard in every program.
+"""Fixed hash of a row's id, which determines the row's shard.
 
 The finaliser of SplitMix64 (Steele, Lea, Flood 2014) after one step of its counter. Servers and
 workers compute the same over arrays; tests compare them with this module.

@@ -1,1 +1,1 @@
-"""Pulls and pushes without gRPC: over a separate socket, and through shared memory."""
+"""Pulls and pushes without gRPC: over sockets and through shared memory."""

@@ -9,17 +9,15 @@ from shoal_proto.bulk import MAX_ARENA_BYTES, FrameKind
 
 NUM_SLOTS = 12
 SMALL_ARENA_BYTES = 32 * 1024 * 1024
-"""Size up to which an arena has a slot for each part of a call, so that no part waits for a free
-slot."""
+"""An arena of at most this size has a slot for each part of a call, so that no part waits."""
 MIN_SLOTS = 3
-"""Minimum number of slots. A server reads one shard ahead; with fewer slots, client and server
-would wait for each other."""
+"""A server reads one shard ahead; with fewer slots, client and server would wait for each other."""
 PAGE_BYTES = 4096
 
 
 def arena_bytes(largest_bytes: int, num_parts: int) -> int:
-    """Size of the shared memory for calls with about `num_parts` parts of at most `largest_bytes`
-    each; 0 if the parts are too large for shared memory."""
+    """Bytes of shared memory for about `num_parts` parts of at most `largest_bytes` each; 0 if the
+    parts are too large."""
     slot_bytes_each = _slot_bytes(largest_bytes)
     num_slots = max(NUM_SLOTS, min(num_parts, SMALL_ARENA_BYTES // slot_bytes_each))
     num_slots = min(num_slots, MAX_ARENA_BYTES // slot_bytes_each)
@@ -31,7 +29,7 @@ def _slot_bytes(largest_bytes: int) -> int:
 
 
 class Arena:
-    """The slots of one connection; owns the mapping. Data in shared memory needs no checksum."""
+    """Slots in the shared memory of one connection. Their data needs no checksum."""
 
     def __init__(self, mapped: mmap.mmap, largest_bytes: int) -> None:
         self._memory = memoryview(mapped)
@@ -40,11 +38,11 @@ class Arena:
         self._free: list[int] = []
         self._taken: dict[int, int] = {}
         self.copied_bytes = 0
-        """Bytes of this call's parts that were copied into slots so far."""
+        """Bytes that the current call has copied."""
         self.clear()
 
     def clear(self) -> None:
-        """Free every slot, at the beginning of a call."""
+        """Free all slots for the next call."""
         self._free = self._all[::-1]
         self._taken.clear()
         self.copied_bytes = 0
@@ -57,7 +55,7 @@ class Arena:
         return part.num_bytes <= self.slot_bytes
 
     def write_part(self, part: GradientPart) -> Iterator[bytes]:
-        """Copy a part into a free slot; yield the frames that announce it to the server."""
+        """Copy a part into a free slot; yield the frames that announce the part."""
         at = self._free.pop()
         self._taken[part.shard_id] = at
         yield bulk.header(
@@ -75,7 +73,6 @@ class Arena:
             at += size
 
     def _fill(self, at: int, buffers: Sequence[memoryview]) -> int:
-        """Copy the buffers into the memory from offset `at` on; return the number of bytes."""
         start = at
         for buffer in buffers:
             self._memory[at : at + len(buffer)] = buffer
@@ -84,7 +81,7 @@ class Arena:
         return at - start
 
     def release(self, shard_id: int) -> None:
-        """Free the slot of the shard, if it has one. Server and caller must have read the slot."""
+        """Free the shard's slot, if any. Server and caller must have read the slot."""
         at = self._taken.pop(shard_id, None)
         if at is not None:
             self._free.append(at)

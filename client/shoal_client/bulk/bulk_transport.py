@@ -1,4 +1,4 @@
-"""Choice of the transport to one server: a bulk connection, opened when needed, or gRPC."""
+"""Choice of the transport to one server: a bulk connection or gRPC."""
 
 import threading
 import time
@@ -18,18 +18,17 @@ from shoal_proto.v1.parameters_pb2 import OpenBulkReply, OpenBulkRequest
 log = structlog.get_logger(__name__)
 
 AGAIN_S = 30.0
-"""Time after a failed attempt to open a bulk connection until the next attempt."""
+"""Wait after a failed attempt to open a bulk connection."""
 
 
 class OpenBulkCall(Protocol):
-    """The server's method Parameters.OpenBulk."""
+    """Method Parameters.OpenBulk of the server."""
 
     def __call__(self, request: OpenBulkRequest, /, *, timeout: float) -> OpenBulkReply: ...
 
 
 class BulkTransport:
-    """The transport to one server. One thread at a time may use it; `close` may be called from any
-    thread."""
+    """Transport to one server, for one thread at a time; any thread may call `close`."""
 
     def __init__(
         self,
@@ -40,8 +39,8 @@ class BulkTransport:
         transport: str,
         slot_bytes_for: Callable[[int], int] = int,
     ) -> None:
-        """`transport`: "auto", "tcp" (no shared memory) or "grpc". `slot_bytes_for`: returns the
-        slot size to ask for, given the size of the largest part."""
+        """`transport`: "auto", "tcp" (no shared memory) or "grpc". `slot_bytes_for`: size of a
+        slot, given the largest part's size."""
         self._address = address
         self._open_bulk = open_bulk
         self._token = token
@@ -56,9 +55,8 @@ class BulkTransport:
     def connection(
         self, largest_bytes: int, num_parts: int, timeout_s: float
     ) -> BulkConnection | None:
-        """Return the connection for a call with about `num_parts` parts of at most `largest_bytes`
-        each; open it if necessary. Returns None if the call has to use gRPC. Raises
-        grpc.RpcError."""
+        """Return a connection for about `num_parts` parts of at most `largest_bytes` each; None:
+        use gRPC. Raises grpc.RpcError."""
         held = self._connection
         if held is not None and held.is_usable and largest_bytes <= self._largest_bytes:
             return held
@@ -78,19 +76,18 @@ class BulkTransport:
             self._connection = connection
             is_late = self._is_closed
         if connection is not None and is_late:
-            # `close` ran while this thread connected: the call must fail like a call in progress.
+            # `close` ran meanwhile: the call must fail, like a call in progress.
             connection.close()
         return connection
 
     @property
     def name(self) -> str:
-        """Transport of the last call: `shared-memory`, `unix-socket`, `tcp`, `tls` or `grpc`; also
-        `grpc` before the first call."""
+        """Transport of the last call: `shared-memory`, `unix-socket`, `tcp`, `tls` or `grpc`.
+        Before the first call: `grpc`."""
         return self._connection.transport if self._connection is not None else "grpc"
 
     def close(self) -> None:
-        """Close the connection. A call in progress on another thread fails, even if it is still
-        connecting."""
+        """Close the connection; a call in progress fails, even while it connects."""
         with self._lock:
             self._is_closed = True
             held = self._connection
@@ -101,8 +98,7 @@ class BulkTransport:
 def connect(
     offer: OpenBulkReply, address: str, largest_bytes: int, num_parts: int
 ) -> BulkConnection | None:
-    """Connect to the server at `address` that made the offer, for calls with about `num_parts`
-    parts of at most `largest_bytes` each. None if only gRPC reaches the server."""
+    """Connect to the server that made the offer; None if only gRPC reaches the server."""
     if not offer.port:
         return None
     try:

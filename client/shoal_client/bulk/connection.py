@@ -1,4 +1,4 @@
-"""A connection of the bulk transport to one server, for one call at a time."""
+"""A bulk connection to one server, for one call at a time."""
 
 import os
 import select
@@ -30,20 +30,18 @@ from shoal_proto.v1.parameters_pb2 import (
 )
 
 LOOKS_S = 0.0003
-"""Time for which a large call through shared memory polls for an answer before its thread sleeps.
-The kernel wakes a sleeping thread on the server's processor, so that thread and server share one
-processor although another one is idle. Polling yields the processor to other threads."""
+"""Time for which a large call polls for an answer before its thread sleeps: the kernel would wake a
+sleeping thread on the server's processor, although another one is idle."""
 LARGE_BYTES = 4 * 1024 * 1024
-"""Minimum number of bytes copied into slots by a call that polls. A smaller call is answered soon
-in any case."""
+"""Calls that copied fewer bytes do not poll: their answers come soon anyway."""
 
 Parsed = TypeVar("Parsed")
 Reply = TypeVar("Reply", PushReply, ShardData, LookupReply)
 
 
 class BulkConnection:
-    """Bulk connection. One thread at a time may use it; `close` may be called from any thread. An
-    error in a call ends the connection; so does an iterator that is closed before its end."""
+    """Connection for one thread at a time; any thread may call `close`. An error in a call ends the
+    connection; so does an iterator that is closed before its end."""
 
     def __init__(self, connected: socket.socket, address: str, arena: Arena | None) -> None:
         """Take ownership of the socket."""
@@ -59,7 +57,7 @@ class BulkConnection:
 
     @property
     def transport(self) -> str:
-        """Transport of tensors: `shared-memory`, `unix-socket`, `tcp` or `tls`."""
+        """Transport of tensors, as `BulkTransport.name`."""
         if self._arena is not None:
             return "shared-memory"
         if isinstance(self._socket, ssl.SSLSocket):
@@ -74,24 +72,24 @@ class BulkConnection:
     def pull(
         self, request: PullRequest, parts: Iterable[GradientPart], timeout_s: float
     ) -> Iterator[ShardData | OnlyPiece]:
-        """Pull shards. `parts`: the requested shards, in the request's order. The iterator raises
-        the server's error, MalformedMessage, ChecksumMismatch, Unavailable or DeadlineExceeded. A
-        yielded piece is valid until the next one is requested."""
+        """Pull shards. `parts`: the requested shards, in order. The iterator raises the server's
+        error, MalformedMessage, ChecksumMismatch, Unavailable or DeadlineExceeded. A yielded piece
+        is valid until the next request."""
         opening = bulk.message(FrameKind.PULL, request.SerializeToString())
         return self._call(opening, parts, timeout_s, ShardData.FromString, _announced_values)
 
     def push(
         self, request: PushRequest, parts: Iterable[GradientPart], timeout_s: float
     ) -> Iterator[PushReply | OnlyPiece]:
-        """Push gradients or rows. Works like `pull`, but the parts hold the data to send."""
+        """Push gradients or rows, like `pull`; the parts hold the data to send."""
         opening = bulk.message(FrameKind.PUSH, request.SerializeToString())
         return self._call(opening, parts, timeout_s, PushReply.FromString, _announced_outcomes)
 
     def look_up(
         self, request: LookupRequest, parts: Iterable[GradientPart], timeout_s: float
     ) -> Iterator[LookupReply | OnlyPiece]:
-        """Look up rows of tables. Works like `pull`, but the parts hold the ids, item by item, and
-        space for the rows."""
+        """Look up rows of tables, like `pull`; the parts hold ids, item by item, and space for the
+        rows."""
         opening = bulk.message(FrameKind.LOOKUP, request.SerializeToString())
         return self._call(opening, parts, timeout_s, LookupReply.FromString, _announced_rows)
 
@@ -103,8 +101,7 @@ class BulkConnection:
         parse: Callable[[bytes], Reply],
         announced: "Callable[[Reply], Iterable[tuple[int, int]]]",
     ) -> Iterator[Reply | OnlyPiece]:
-        """`announced`: returns (part id, number of bytes that follow) for each part that a reply
-        announces."""
+        """`announced`: returns (part id, bytes that follow) for each part of a reply."""
         give_up_s = time.monotonic() + timeout_s
         self._begin()
         try:
@@ -125,7 +122,7 @@ class BulkConnection:
                     bytes_left |= new_parts
                     changed = list(new_parts)
                 yield reply
-                # By now the caller has read the data of this reply.
+                # The caller has read this reply's data.
                 for part_id in changed:
                     if not bytes_left[part_id]:
                         sending.record_answer(part_id)
@@ -155,8 +152,7 @@ class BulkConnection:
             try:
                 sending.send_available()
             except OSError:
-                # A server that refuses a call sends the reason and closes the connection: read the
-                # reason first.
+                # A server that refuses a call sends the reason before it closes the connection.
                 if not self._receive():
                     raise
                 received_s = time.monotonic()
@@ -172,7 +168,6 @@ class BulkConnection:
             if self._poll_briefly():
                 received_s = time.monotonic()
                 continue
-            # Wait: there is nothing to read, and nothing that can be sent now.
             events = select.POLLIN | (select.POLLOUT if sending.is_stuck else 0)
             waiting = select.poll()
             waiting.register(self._socket, events)
@@ -181,8 +176,6 @@ class BulkConnection:
         return frame
 
     def _poll_briefly(self) -> bool:
-        """Poll for an answer if the call is large enough. Returns True if data was read. Raises
-        Unavailable if the server has closed the connection."""
         arena = self._arena
         if arena is None or not self._has_processors or arena.copied_bytes < LARGE_BYTES:
             return False
@@ -194,8 +187,8 @@ class BulkConnection:
         return False
 
     def _receive(self) -> bool:
-        """Read data that has arrived. Returns True if there was any. Raises Unavailable if the
-        server has closed the connection."""
+        """Read data that has arrived; False if there is none. Raises Unavailable if the server has
+        closed the connection."""
         try:
             count = self._socket.recv_into(self._reader.space())
         except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
@@ -241,7 +234,7 @@ class BulkConnection:
         )
 
     def close(self) -> None:
-        """Close the connection; a call in progress on another thread fails."""
+        """Close the connection; a call in progress fails."""
         with self._lock:
             if self._is_closed:
                 return
@@ -250,9 +243,8 @@ class BulkConnection:
                 self._socket.close()
                 return
             try:
-                # The shutdown wakes the other thread, which then closes the socket.
-                # `SSLSocket.shutdown` would also turn TLS off, and the other thread would read
-                # encrypted bytes.
+                # Wakes the other thread, which closes the socket. `SSLSocket.shutdown` would also
+                # turn TLS off, and the other thread would read encrypted bytes.
                 socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
             except OSError:
                 # The server closed first, which wakes the other thread.
@@ -264,7 +256,6 @@ def _announced_values(reply: ShardData) -> Iterable[tuple[int, int]]:
 
 
 def _announced_outcomes(reply: PushReply) -> Iterable[tuple[int, int]]:
-    """The shards of the outcomes, without values; then the shard whose values follow, if any."""
     announced = [(outcome.shard_id, 0) for outcome in reply.outcomes]
     if reply.HasField("version"):
         announced.append((reply.version.shard_id, reply.version.num_bytes))
@@ -276,8 +267,6 @@ def _announced_rows(reply: LookupReply) -> Iterable[tuple[int, int]]:
 
 
 class _Scratch:
-    """Memory for one piece, reused for the next."""
-
     def __init__(self) -> None:
         self._memory = memoryview(b"")
 

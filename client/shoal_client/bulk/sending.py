@@ -1,4 +1,4 @@
-"""The sending half of a bulk call. It sends as much as the kernel takes, and never blocks."""
+"""The sending half of a bulk call; never blocks."""
 
 import socket
 import ssl
@@ -13,16 +13,15 @@ from shoal_proto.checksum import crc32
 from shoal_proto.pieces import Buffer
 
 LOW_WATER_BYTES = 256 * 1024
-"""Amount of prepared data below which more is prepared. Data copied into shared memory counts too,
-so that the server begins with the first large part while the next one is copied."""
+"""Prepare more data below this amount. Data in shared memory counts: the server begins with the
+first large part while the next one is copied."""
 RECORD_BYTES = 16 * 1024
-"""Maximum size of a TLS record."""
 MAX_BUFFERS = 256
-"""Maximum number of buffers per call to the kernel; Linux takes 1024."""
+"""Buffers per call to the kernel; Linux takes at most 1024."""
 
 
 class Sending:
-    """The frames that one call sends: its opening, its parts and the end."""
+    """The frames that one call sends."""
 
     def __init__(
         self,
@@ -48,28 +47,26 @@ class Sending:
         return bool(self._ready or self._record)
 
     def record_answer(self, shard_id: int) -> None:
-        """Record that the server has answered for the shard. A part of the shard that has not begun
-        is then not sent: the server has refused it."""
+        """Record the server's answer for the shard. A part that has not begun is then not sent: the
+        server has refused the part."""
         self._answered.add(shard_id)
         if self._arena is not None:
             self._arena.release(shard_id)
 
     def send_available(self) -> None:
-        """Send until the kernel takes no more, no slot is free for the next part, or all is sent.
-        Raises OSError if the connection broke."""
+        """Send until the kernel takes no more, no slot is free, or all is sent. Raises OSError if
+        the connection broke."""
         while True:
             self._make_ready()
             if not self._ready or not self._send():
                 return
 
     def send_between_answers(self) -> None:
-        """Send like `send_available`, between two answers, so that the server gets the next part
-        while the answers are read."""
+        """Send like `send_available`, between two answers."""
         try:
             self.send_available()
         except OSError:
-            # The unsent data is kept: `send_available` raises the error again, after the answers
-            # that have been received.
+            # `send_available` raises the error again, after the received answers.
             return
 
     def _make_ready(self) -> None:
@@ -92,8 +89,7 @@ class Sending:
         return self._arena.copied_bytes if self._arena is not None else 0
 
     def _all_frames(self, parts: Iterable[GradientPart]) -> Iterator[list[Buffer]]:
-        """Yield the buffers of all frames, in order; an empty list while a part waits for a
-        slot."""
+        """Yield buffers to send; an empty list while a part waits for a slot."""
         for part in parts:
             if self._arena is not None and self._arena.fits(part):
                 while not self._arena.has_free_slot and part.shard_id not in self._answered:
@@ -125,8 +121,6 @@ class Sending:
         self._ready_bytes += len(buffer)
 
     def _send(self) -> bool:
-        """Send prepared data; without TLS, at most MAX_BUFFERS buffers. Returns True if the kernel
-        took them all."""
         if isinstance(self._socket, ssl.SSLSocket):
             return self._send_encrypted(self._socket)
         buffers = [self._ready[i] for i in range(min(len(self._ready), MAX_BUFFERS))]
@@ -145,8 +139,7 @@ class Sending:
         return True
 
     def _send_encrypted(self, connected: ssl.SSLSocket) -> bool:
-        """Send over TLS. OpenSSL takes one buffer at a time, and must get the same buffer again
-        after a send that would have blocked."""
+        """OpenSSL must get the same buffer again after a send that would have blocked."""
         while self._record or self._ready:
             if not self._record:
                 self._record = self._next_record()
@@ -159,7 +152,6 @@ class Sending:
         return True
 
     def _next_record(self) -> memoryview:
-        """Next buffer to encrypt: prepared data, joined up to the size of a TLS record."""
         first = self._ready.popleft()
         if len(first) >= RECORD_BYTES:
             return first

@@ -1,6 +1,6 @@
-"""Certificates in the form that `shoal_proto.tls` reads: a URI names the holder and its role. Keys
-use the curve P-256. Validity begins five minutes in the past, for peers with slow clocks. A
-certificate names no host unless hosts are given: peers check the role instead.
+"""Certificates in the form that `shoal_proto.tls` reads: a URI names holder and role. Validity
+begins five minutes ago, for peers with slow clocks. No host is named unless given: peers check the
+role.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,11 +18,8 @@ from shoal_proto.tls.names import SERVES_AS, Caller, caller_among
 
 CLOCK_SKEW = timedelta(minutes=5)
 MAX_VALID = timedelta(days=3650)
-"""Longest validity of a certificate."""
 CA_VALID = MAX_VALID + timedelta(days=1)
-"""Validity of an authority: longer than MAX_VALID, since certificates are issued after their
-authority.
-"""
+"""Exceeds MAX_VALID: certificates are issued after their authority."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +32,11 @@ class IssuedCertificate:
 
 @dataclass(frozen=True, kw_only=True)
 class CertificateHolder:
-    """Holder of a certificate, and the time for which the certificate is valid."""
+    """Holder and duration of a certificate."""
 
     caller: Caller
     hosts: Sequence[str] = ()
-    """Names and IP addresses for clients that do not know Shoal's roles, such as browsers."""
+    """Names for clients that do not know Shoal's roles, such as browsers."""
     valid: timedelta
 
 
@@ -47,7 +44,7 @@ class Authority:
     """A certificate authority and its key."""
 
     def __init__(self, cert: bytes, key: bytes) -> None:
-        """Raises InvalidSpec if `cert` or `key` is not PEM, or the key does not belong to the
+        """Raises InvalidSpec if `cert` or `key` is not PEM, or if the key does not belong to the
         certificate."""
         self._cert = read(cert)
         try:
@@ -68,7 +65,7 @@ class Authority:
 
     @classmethod
     def new(cls, name: str, valid: timedelta = CA_VALID) -> tuple["Authority", IssuedCertificate]:
-        """A new self-signed authority of this name, with its certificate and key to store."""
+        """A self-signed authority, with its certificate and key to store."""
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         built = (
@@ -82,8 +79,8 @@ class Authority:
         return cls(issued.cert, issued.key), issued
 
     def issue(self, holder: CertificateHolder) -> IssuedCertificate:
-        """A certificate with a new key. Raises InvalidSpec if it would outlive this authority, or
-        for a host that no certificate can name."""
+        """A certificate with a new key. Raises InvalidSpec if the certificate would outlive the
+        authority, or for a host that no certificate can name."""
         if datetime.now(UTC) + holder.valid > self._cert.not_valid_after_utc:
             raise InvalidSpec(
                 "a certificate would outlive its authority",
@@ -129,8 +126,7 @@ def read(cert: bytes) -> x509.Certificate:
 
 
 def holder_of(cert: x509.Certificate) -> CertificateHolder | None:
-    """Return the holder and the duration of a certificate, with which it can be issued again; None
-    if the certificate is not of Shoal's form."""
+    """Holder and duration of a certificate; None if the certificate is not of Shoal's form."""
     try:
         found = cert.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except x509.ExtensionNotFound:

@@ -1,4 +1,4 @@
-"""An authority and the certificates that it issued, as files that only their owner can read."""
+"""An authority and its certificates, as files that only their owner can read."""
 
 import os
 import secrets
@@ -24,7 +24,7 @@ DEFAULT_VALID = timedelta(hours=24)
 
 @dataclass(frozen=True, kw_only=True)
 class ListedCertificate:
-    """Certificate of the folder, as `list_certificates` returns it."""
+    """Certificate of the folder."""
 
     path: Path
     caller: Caller
@@ -45,7 +45,7 @@ class CertificateFolder:
 
     @property
     def has_authority(self) -> bool:
-        """True if the folder has the certificate or the key of an authority."""
+        """True if the folder has an authority's certificate or key."""
         return (self.path / CA_FILE).exists() or (self.path / CA_KEY_FILE).exists()
 
     def init(
@@ -54,10 +54,9 @@ class CertificateFolder:
         hosts: Sequence[str] = (),
         roles: Iterable[CertificateRole] = CertificateRole,
     ) -> None:
-        """Make the authority, and a certificate for each role. `hosts`: names and addresses of
-        the coordinator. Raises InvalidSpec if there is an authority or a certificate of a role
-        already, if the folder cannot be made, if other users have access to it, or as
-        `Authority.issue` does. In none of these cases is an authority made.
+        """Make the authority, and a certificate for each role. `hosts`: names and addresses of the
+        coordinator. Raises InvalidSpec, and makes no authority, if a file exists, if the folder
+        cannot be made, if other users have access to the folder, or as `Authority.issue` does.
         """
         if self.has_authority:
             raise InvalidSpec(
@@ -75,7 +74,7 @@ class CertificateFolder:
             ) from error
         self._check_private()
         authority, own = Authority.new(f"shoal {secrets.token_hex(4)}")
-        # Issue all certificates before writing a file, so that a refused `init` can be repeated.
+        # First, so that a refused `init` can be repeated.
         issued = {}
         for role in roles:
             named = hosts if role is CertificateRole.COORDINATOR else ()
@@ -87,27 +86,27 @@ class CertificateFolder:
             _write_pair(path, certificate)
 
     def issue(self, holder: CertificateHolder) -> Path:
-        """Issue one more certificate; return its file. Raises InvalidSpec, for example if there is
-        a certificate of this name already."""
+        """Issue one more certificate; return its file. Raises InvalidSpec, for example for a taken
+        name."""
         self._check_private()
         authority, path = self._authority(), self._new_path(holder)
         _write_pair(path, authority.issue(holder))
         return path
 
     def issue_for_another_machine(self, holder: CertificateHolder) -> IssuedCertificate:
-        """Issue a certificate, and keep no file of it in this folder. Raises InvalidSpec."""
+        """Issue a certificate without a file in this folder. Raises InvalidSpec."""
         self._check_private()
         return self._authority().issue(holder)
 
     def renew(self) -> list[Path]:
-        """Issue every certificate of the folder again, with a new key and the same duration; return
-        their files. Raises InvalidSpec."""
+        """Issue every certificate again, with a new key and the same duration; return the files.
+        Raises InvalidSpec."""
         self._check_private()
         authority, done = self._authority(), []
         for path, holder in self._holders():
             issued = authority.issue(holder)
-            # Between the two writes the files do not match. A process that reads them then keeps
-            # the earlier ones, and tries again.
+            # Between the two writes the pair does not match: readers keep their earlier pair, and
+            # try again.
             _replace(path.with_suffix(".key"), issued.key)
             _replace(path, issued.cert)
             done.append(path)
@@ -137,7 +136,6 @@ class CertificateFolder:
         return Authority(_bytes_of(self.path / CA_FILE), _bytes_of(self.path / CA_KEY_FILE))
 
     def _new_path(self, holder: CertificateHolder) -> Path:
-        """Path of a new certificate. Raises InvalidSpec for a taken name."""
         path = self.path / f"{holder.caller.name}.crt"
         for each in (path, path.with_suffix(".key")):
             if each.exists():
@@ -179,7 +177,6 @@ def _unreadable(error: OSError) -> InvalidSpec:
 
 
 def _write_new(path: Path, data: bytes) -> None:
-    """Write a new file; never replace one. Raises InvalidSpec."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except OSError as error:

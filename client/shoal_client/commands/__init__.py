@@ -1,4 +1,4 @@
-"""Sub-commands that the client adds to `shoal`, a module for each family."""
+"""Sub-commands that the client adds to `shoal`."""
 
 from collections.abc import Callable
 

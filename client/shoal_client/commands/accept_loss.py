@@ -64,8 +64,8 @@ class AcceptLossConfig:
 
 
 def accept_loss(config: AcceptLossConfig) -> int:
-    """Give up the shards. Raises UnknownJob, UnknownShard, NothingLost, or InvalidSpec. If the user
-    has to give --samples, InvalidSpec is raised before a confirmation is asked for.
+    """Give up the shards. Raises UnknownJob, UnknownShard, NothingLost, or InvalidSpec; a missing
+    --samples is refused before the confirmation.
     """
     check_reachable(config.coordinators, ANSWER_WITHIN_S)
     coordinators = Coordinators(config.coordinators)
@@ -111,7 +111,6 @@ def _samples_in_words(reply: AcceptLossReply) -> str:
 
 
 def _confirm(job: str, lost: Sequence[GivenUpShard], samples: str) -> None:
-    """Raise InvalidSpec unless the user types the job's name."""
     for shard in lost:
         at = _local(shard.lost_unix_s)
         print(

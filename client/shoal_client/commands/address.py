@@ -1,4 +1,4 @@
-"""Address of a cluster: the address of its gRPC service, or of its status page."""
+"""Address of a cluster's gRPC service, or of its status page."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,7 +28,6 @@ HttpUrl = Annotated[
         " http://127.0.0.1:7780, or the page of your only cluster on this machine.",
     ),
 ]
-"""The option --http."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,29 +39,29 @@ class StatusAddress(TlsOptions):
 
     @property
     def addresses(self) -> Sequence[str]:
-        """Addresses of the page and of the coordinators."""
+        """Addresses of page and coordinators."""
         if self.http or self.coordinators:
             pages = self.http.split(",") if self.http else ()
             return (*pages, *self.coordinators)
         return tuple(_usual_urls().split(","))
 
     def urls(self) -> str:
-        """URLs of the page, separated by commas. If only coordinators are given, they are asked for
-        the leader's URL. Raises the errors of that call, and InvalidSpec if no address is given and
-        several of this user's clusters run on this machine."""
+        """URLs of the page, separated by commas; asks the coordinators if no page is given. Raises
+        the errors of that call, and InvalidSpec if no address is given and the user has several
+        clusters."""
         return self.http or http_url_of(self.coordinators) or _usual_urls()
 
 
 def _usual_urls() -> str:
-    """URLs of the page of this user's only cluster on this machine; the usual URL if a cluster has
-    it, or if none runs. Raises InvalidSpec if there are several clusters."""
+    """URLs of the page of this user's only cluster; DEFAULT_URL if a cluster has it, or none runs.
+    Raises InvalidSpec for several clusters."""
     found = only_cluster(DEFAULT_URL.removeprefix("http://"), "--http URL or $SHOAL_HTTP")
     return DEFAULT_URL if found is None else ",".join(f"http://{page}" for page in found.pages)
 
 
 def http_url_of(coordinators: Sequence[str]) -> str:
-    """Ask the coordinators for the base URL of the leader's page; empty without coordinators.
-    Raises the errors of the call."""
+    """Ask for the URL of the leader's page; empty without coordinators. Raises the errors of the
+    call."""
     if not coordinators:
         return ""
     check_reachable(coordinators, ASK_WITHIN_S)

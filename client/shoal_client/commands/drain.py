@@ -60,7 +60,7 @@ def drain(config: DrainConfig) -> int:
     started_s = time.monotonic()
     with StatusClient(urls) as status:
         job = config.job or status.job_of(member_id)
-        # Drain this process only: a later process of the same name is to stay.
+        # A later process of the same name is to stay.
         process = _process_of(status, job, member_id, started_s + config.timeout_s)
         request = DrainRequest(
             job=job,
@@ -71,7 +71,6 @@ def drain(config: DrainConfig) -> int:
         )
 
         def ask(timeout_s: float) -> None:
-            # The leader may have changed since the last request.
             addresses = config.address.coordinators or (status.leader(),)
             with closing(Coordinators(addresses)) as coordinators:
                 coordinators.call(
@@ -85,8 +84,7 @@ def drain(config: DrainConfig) -> int:
 
 
 def _process_of(status: StatusClient, job: str, member_id: str, give_up_s: float) -> str:
-    """The public id of the member's process. Retries for a while if there is no leader yet, or the
-    coordinator is slow."""
+    """The public id of the member's process. Retries for a while if no leader answers."""
     give_up_s = min(give_up_s, time.monotonic() + ASK_WITHIN_S)
     while True:
         try:
@@ -100,9 +98,8 @@ def _process_of(status: StatusClient, job: str, member_id: str, give_up_s: float
 def _drained(
     request: DrainRequest, ask: Callable[[float], None], status: StatusClient, give_up_s: float
 ) -> Json:
-    """Ask for the drain; return the job once the process has left it. `ask` sends the request to
-    the leader; its argument is a time limit in seconds. Raises UnknownMember, and DeadlineExceeded
-    with the member's state."""
+    """Ask for the drain; return the job once the process has left it. `ask` takes a time limit.
+    Raises UnknownMember, or DeadlineExceeded with the member's state."""
     seen, asked, was_away = "no coordinator answers", False, False
     while True:
         try:

@@ -72,7 +72,7 @@ def _events(client: StatusClient, config: EventsConfig) -> Iterator[Json]:
         try:
             answer = client.events(config.job, after, details=details)
         except (NotLeader, Unavailable):
-            # There will be a leader again; events recorded meanwhile have higher ids.
+            # Events recorded meanwhile have higher ids.
             if not is_away:
                 Console(stderr=True, highlight=False).print(
                     "[dim]no coordinator leads; waiting[/dim]"

@@ -107,7 +107,7 @@ def _table(jobs: list[Json]) -> Table:
 
 
 def _loss(loss: float | str | None) -> str:
-    # Infinity and NaN, which JSON lacks, are sent as text.
+    # JSON lacks infinity and NaN.
     return "" if loss is None else f"{float(loss):.4g}"
 
 

@@ -131,8 +131,7 @@ class RetryConfig:
 
 
 def stop(config: StopConfig) -> int:
-    """Stop the job. Returns 1 if members are left after `wait_s` seconds; else 0, and always 0 if
-    `wait_s` is 0."""
+    """Stop the job. Returns 1 if members are left after `wait_s` seconds, unless `wait_s` is 0."""
     check_reachable(config.coordinators, ANSWER_WITHIN_S)
     coordinators = Coordinators(config.coordinators)
     try:
@@ -146,7 +145,7 @@ def stop(config: StopConfig) -> int:
             print(f"job {config.job}: {members_end} next step boundary", flush=True)
         deadline_s = time.monotonic() + config.wait_s
         while standing.phase not in OVER and time.monotonic() < deadline_s:
-            # Commands are not notified of a job's end, so ask for it a few times a second.
+            # Commands are not notified of a job's end.
             time.sleep(ASK_AGAIN_S)
             asked = pb.GetJobRequest(job=config.job)
             standing = coordinators.call(_get, asked, timeout_s=ANSWER_WITHIN_S)
@@ -209,8 +208,8 @@ def retry(config: RetryConfig) -> int:
 
 
 def reset_job(addresses: Sequence[str], job: str, job_secret: str = "") -> bool:
-    """Remove all data of a job; return True if there was any. `job_secret`: the secret of the job.
-    Raises JobInUse while it has members, Unavailable if no coordinator answers.
+    """Remove all data of a job; True if there was any. Raises JobInUse while the job has members,
+    Unavailable without a coordinator.
     """
     coordinators = Coordinators(addresses)
     try:
@@ -221,14 +220,13 @@ def reset_job(addresses: Sequence[str], job: str, job_secret: str = "") -> bool:
 
 
 def phase_of(addresses: Sequence[str], job: str) -> str:
-    """Return the job's phase; empty if there is no such job. Raises Unavailable if no coordinator
-    answers."""
+    """Return the job's phase; empty: no such job. Raises Unavailable without a coordinator."""
     standing = _standing_of(addresses, job)
     return standing.phase if standing is not None else ""
 
 
 def check_not_finished(addresses: Sequence[str], job: str) -> None:
-    """Raise JobFinished, StateLost or JobStopped, with advice, if the job cannot be joined."""
+    """Raise JobFinished, StateLost or JobStopped if the job cannot be joined."""
     standing = _standing_of(addresses, job)
     if standing is None:
         return
@@ -253,7 +251,6 @@ def check_not_finished(addresses: Sequence[str], job: str) -> None:
 
 
 def _standing_of(addresses: Sequence[str], job: str) -> pb.JobStanding | None:
-    """Ask a coordinator for the job. None if there is no such job."""
     coordinators = Coordinators(addresses)
     try:
         request = pb.GetJobRequest(job=job)

@@ -34,14 +34,13 @@ class KillConfig:
 
 
 def kill(config: KillConfig) -> int:
-    """Kill the process. Raises UnknownMember, and InvalidSpec if this user has no such process on
+    """Kill the process. Raises UnknownMember, or InvalidSpec if this user has no such process on
     this host."""
     with StatusClient(config.address.urls()) as client:
         job = config.job or client.job_of(config.member)
         process = client.member(job, config.member)["member"]["process"]
     pid = int(process["pid"])
-    # Use a file descriptor: unlike a pid, it cannot name another process by the time of the
-    # signal.
+    # Unlike a pid, a descriptor cannot name another process by the time of the signal.
     try:
         descriptor = os.pidfd_open(pid)
     except OSError:
@@ -59,7 +58,6 @@ def kill(config: KillConfig) -> int:
 
 
 def _is_worker(pid: int, member_id: str) -> bool:
-    """True if the process was launched as this member."""
     try:
         variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:

@@ -30,7 +30,7 @@ LOOK_EACH_S = 0.2
 ASK_EACH_S = 0.5
 NUM_LINES, NUM_LINES_EACH = 100, 10
 ELSEWHERE = (AccessDenied, NotLeader, Unavailable, UnknownJob, UnknownMember)
-"""Errors of the coordinator after which this host's files may still have the output."""
+"""Errors after which this host's files may still have the output."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,8 +80,8 @@ class LogsConfig:
 
 
 def logs(config: LogsConfig) -> int:
-    """Print the lines. Raises UnknownMember if there is no output, and InvalidSpec if `follow` is
-    given and the files of several members are shown."""
+    """Print the lines. Raises UnknownMember without output, and InvalidSpec if `follow` is given
+    for several files."""
     if config.directory is not None:
         return _from_files(config, config.directory)
     try:
@@ -97,7 +97,6 @@ def logs(config: LogsConfig) -> int:
 
 
 def _with_job(client: StatusClient, config: LogsConfig) -> LogsConfig:
-    """The config with the member's job, if only a member is named."""
     if config.of_job or config.member:
         return config
     try:
@@ -129,7 +128,6 @@ def _from_coordinator(client: StatusClient, config: LogsConfig) -> int:
 
 
 def _members(client: StatusClient, job: str) -> list[str]:
-    """Members of the job; if it has none now, the members of its newest generation."""
     detail = client.job(job)
     found = [str(each["member"]["member_id"]) for each in detail["members"]]
     if not found and detail["generations"]:
@@ -145,7 +143,6 @@ def _members(client: StatusClient, job: str) -> list[str]:
 
 
 def _newest(client: StatusClient, job: str, member: str, number: int) -> tuple[list[str], str]:
-    """Newest lines, at most `number`, and the position after them."""
     page = client.output(job, member)
     if not page["is_live"]:
         _say(f"the launcher of {member} on {page['host']} has ended; it left these lines")
@@ -157,7 +154,6 @@ def _newest(client: StatusClient, job: str, member: str, number: int) -> tuple[l
 
 
 def _follow(client: StatusClient, job: str, positions: dict[str, str], *, prefixed: bool) -> None:
-    """Print new lines until the launchers of all members have ended."""
     while positions:
         time.sleep(ASK_EACH_S)
         for member, after in list(positions.items()):
@@ -221,7 +217,6 @@ def _subject(config: LogsConfig) -> str:
 
 
 def _where(config: LogsConfig) -> str:
-    """Name of the member's host, as the end of a sentence, if the coordinator knows it."""
     try:
         with StatusClient(config.address.urls()) as client:
             host = client.member(config.job, config.member_id)["member"]["process"]["host"]
@@ -231,7 +226,7 @@ def _where(config: LogsConfig) -> str:
 
 
 def _followed(path: Path) -> Iterator[bytes]:
-    """Yield data appended after the call, also when the launcher has begun a new file."""
+    """Yield data appended after the call, also to a new file of the launcher."""
     at, inode = path.stat().st_size, path.stat().st_ino
     while True:
         time.sleep(LOOK_EACH_S)

@@ -52,9 +52,8 @@ class RepairConfig:
 
 
 def repair(config: RepairConfig) -> int:
-    """Show the broken records of the job, or repair it. Raises UnknownJob, JobQuarantined if the
-    job cannot continue after the repair either, and InvalidSpec if --min, --max and --desired are
-    needed."""
+    """Show the broken records, or repair the job. Raises UnknownJob, JobQuarantined if the job
+    still cannot continue, and InvalidSpec if --min, --max and --desired are needed."""
     check_reachable(config.coordinators, ANSWER_WITHIN_S)
     coordinators = Coordinators(config.coordinators)
     request = pb.RepairRequest(
@@ -74,7 +73,7 @@ def repair(config: RepairConfig) -> int:
 
 
 def report_lines(job: str, reply: pb.RepairReply) -> list[str]:
-    """Lines that show the coordinator's answer."""
+    """Lines that show the answer."""
     lines = []
     if reply.quarantined:
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(reply.since_unix_s))

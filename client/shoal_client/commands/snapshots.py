@@ -177,9 +177,7 @@ Call = Callable[[Callable[[SnapshotsStub], Any], Message], Any]
 
 @contextmanager
 def _leader(job: str, url: str, options: CallOptions) -> Iterator[Call]:
-    """Yield a function that calls the leading coordinator. The function does not repeat a call that
-    fails, because calls take long.
-    """
+    """Yield a function that calls the leader. A failed call is not repeated: calls take long."""
     check_reachable(options.addresses, min(ANSWER_WITHIN_S, options.timeout_s))
     coordinators = Coordinators(options.addresses)
 
@@ -205,7 +203,7 @@ def _leader(job: str, url: str, options: CallOptions) -> Iterator[Call]:
 
 
 def printed(options: CallOptions, reply: Message) -> bool:
-    """Print the reply as JSON if the options say so; True if they do."""
+    """Print the reply as JSON, and return True, if the options ask for it."""
     if options.as_json:
         plain = MessageToDict(
             reply, preserving_proto_field_name=True, always_print_fields_with_no_presence=True

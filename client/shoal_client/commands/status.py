@@ -41,10 +41,10 @@ WIDE = 100
 """Width of a terminal, in columns, from which members' hosts are shown and no table is split."""
 
 BY_ROLE = {"sni_hostname": COORDINATOR_NAME}
-"""Option of a request: the server's certificate must have a coordinator's name, not the address."""
+"""The server's certificate must have a coordinator's name, not the address."""
 
 Json = Any
-"""Decoded answer of an endpoint."""
+"""Decoded answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,8 +85,8 @@ class WhyConfig:
 
 
 def _with_scheme(url: str) -> str:
-    """Return the URL for HOST:PORT or an http URL. Its scheme is https if this process has a
-    certificate, except for the page of a cluster that this user has started on this machine."""
+    """Return the URL of HOST:PORT or of an http URL: https if this process has a certificate,
+    except for a cluster of this user on this machine."""
     host = url.removeprefix("http://")
     if "://" in host:
         return url
@@ -95,8 +95,6 @@ def _with_scheme(url: str) -> str:
 
 
 def _token() -> str:
-    """Token from SHOAL_TOKEN, or from the file SHOAL_TOKEN_FILE; empty if neither is set. Raises
-    InvalidSpec if the file cannot be read."""
     file = os.environ.get("SHOAL_TOKEN_FILE", "")
     if (token := os.environ.get("SHOAL_TOKEN", "")) or not file:
         return token
@@ -111,15 +109,13 @@ def _token() -> str:
 
 
 def _context() -> ssl.SSLContext | None:
-    """TLS context of this process' certificate as it is now; None without one."""
     own = identity.own()
     return None if own is None else own.material.client
 
 
 class StatusClient:
     """Client of the coordinators' HTTP API. `urls` are separated by commas; the leader answers.
-    Raises errors of the class that the server names. Control characters in answers are escaped, so
-    that no text acts on the terminal."""
+    Raises the error that the server names. Control characters in answers are escaped."""
 
     def __init__(self, urls: str) -> None:
         self._urls = [_with_scheme(url.strip().rstrip("/")) for url in urls.split(",")]
@@ -260,8 +256,7 @@ class StatusClient:
 
 
 def status(config: StatusConfig) -> int:
-    """Print the jobs that have not ended, or else the job that ended last; with `every` all jobs,
-    with `job` only that job."""
+    """Print the jobs that the config selects."""
     urls = config.address.urls()
     with StatusClient(urls) as client:
         every = [] if config.job else client.jobs()
@@ -287,8 +282,6 @@ def status(config: StatusConfig) -> int:
 
 
 def _series_without_job(client: StatusClient, jobs: Sequence[str]) -> list[Json]:
-    """Series of published weights that belong to no job; none if the coordinator cannot list
-    any."""
     try:
         found = client.weights()
     except RetryError:
@@ -297,14 +290,12 @@ def _series_without_job(client: StatusClient, jobs: Sequence[str]) -> list[Json]
 
 
 def _shown_by_default(jobs: Json) -> Json:
-    """The jobs that have not ended; the job that ended last if all have."""
     left = [each for each in jobs if not each["ended_unix_s"]]
     return left or sorted(jobs, key=lambda job: job["ended_unix_s"])[-1:]
 
 
 def _shards(client: StatusClient, job: str) -> Json:
-    """The job's shards, or the error if they cannot be read, so that other jobs are still
-    shown."""
+    """The shards, or the error if they cannot be read: other jobs are still shown."""
     try:
         return {"shards": client.shards(job), "shards_error": ""}
     except (RetryError, UnknownJob):
@@ -342,8 +333,8 @@ def why(config: WhyConfig) -> int:
 
 
 def job_of_member(client: StatusClient, name: str, no_job: UnknownJob) -> str:
-    """The job of the member of this name. Raises UnknownJob if there is no such member. `no_job`:
-    the coordinator's error for a job of this name."""
+    """The job of the member `name`. Raises UnknownJob without one. `no_job`: the error for a job of
+    that name."""
     try:
         return client.job_of(name)
     except UnknownMember as no_member:
@@ -357,7 +348,6 @@ def job_of_member(client: StatusClient, name: str, no_job: UnknownJob) -> str:
 
 
 def _why_job(job: Json, *, as_json: bool) -> int:
-    """Print the reason for the job's state, then the reasons why its members wait."""
     summary = job["summary"]
     if as_json:
         print(json.dumps(summary, indent=2))
@@ -400,14 +390,12 @@ def _print_job(console: Console, job: Json) -> None:
 
 
 def _print_run(console: Console, run: Json) -> None:
-    """Print the command line of the job's script, and its commit."""
     changed = ", modified" if run["is_modified"] else ""
     commit = f"  (commit {run['commit'][:12]}{changed})" if run["commit"] else ""
     console.print(f"runs {escape(run['command'] + commit)}", highlight=False, soft_wrap=True)
 
 
 def _print_weights(console: Console, series: Json) -> None:
-    """Print a series of published weights in a line, and its readers by the version they serve."""
     served: dict[str, list[str]] = {}
     for reader in series["readers"]:
         held = f"{reader['version']} {reader['digest'][:12]}" if reader["version"] else "none yet"
@@ -435,7 +423,7 @@ def _print_weights(console: Console, series: Json) -> None:
 
 
 def _print_members(console: Console, members: Json) -> None:
-    # In a narrow terminal the reasons for waits are printed below the table.
+    # In a narrow terminal the reasons are printed below the table.
     wide = console.width >= WIDE
     stale = any((entry["health"] or {}).get("staleness_steps") is not None for entry in members)
     bounded = any(entry["member"]["clock"] is not None for entry in members)
@@ -468,7 +456,6 @@ def _print_members(console: Console, members: Json) -> None:
 
 
 def _print_waits(console: Console, members: Json) -> None:
-    """Print reasons why members do not train now, one line for all with the same reason."""
     waits: dict[str, list[str]] = {}
     for entry in members:
         member = entry["member"]
@@ -537,7 +524,6 @@ def _print_servers(console: Console, view: Json) -> None:
 
 
 def _print_accepted_losses(console: Console, accepted: Json) -> None:
-    """Print one line for all shards that were given up together."""
     alike: dict[tuple[str, float, bool], list[Json]] = {}
     for each in accepted:
         key = (each["by"], each["accepted_unix_s"], each.get("samples_anew", False))
@@ -554,12 +540,12 @@ def _print_accepted_losses(console: Console, accepted: Json) -> None:
 
 
 def in_short(shard_id: int, version: int) -> str:
-    """Text of a lost shard. `version`: the version that it had at least; 0: not known."""
+    """Text of a lost shard. `version`: the shard had at least this version; 0: not known."""
     return f"shard {shard_id} ({f'at least version {version}' if version else 'no version known'})"
 
 
 def _server_figures(server: Json, shards: Json) -> dict[str, str]:
-    """Figures of a server by column name. `shards`: the shards of which it is the primary."""
+    """Figures by column name. `shards`: shards with this server as primary."""
     return {
         "state": server["state"],
         "address": escape(server["address"]),

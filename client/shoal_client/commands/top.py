@@ -144,8 +144,6 @@ def _share(value: float | None) -> str:
 
 
 def _table(*columns: str) -> Table:
-    """A table as `table_of` makes it. Long names in its first column are cut, so that figures stay
-    visible."""
     table = table_of(*columns)
     table.columns[0].max_width, table.columns[0].overflow = NAME_WIDTH, "ellipsis"
     return table

@@ -43,7 +43,7 @@ HTTP_PORT = 7780
 MAX_BASE_PORT = 2**16 - 4
 CONNECTS_WITHIN_S = 3.0
 LEADS_WITHIN_S = 15.0
-"""Time to wait for a leader: an earlier coordinator that was killed leads until its lease ends."""
+"""Time to wait for a leader: a killed coordinator leads until its lease ends."""
 _HOSTS = Group(
     "Several hosts, over ssh",
     help="The hosts must have Shoal and an etcd program, and accept your ssh key without a"
@@ -140,7 +140,7 @@ class UpConfig:
 
 def up(config: UpConfig) -> int:
     """Run a cluster. Returns 0 after Ctrl-C or SIGTERM, or once a control plane on several hosts is
-    up; 1 if a part of the cluster does not stay up."""
+    up; 1 if a part does not stay up."""
     if config.hosts:
         return _up_on_hosts(config)
     ended: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -234,7 +234,6 @@ The control plane goes on as long as more than half of its hosts run. `{down}` e
 
 
 def _check_ports(config: UpConfig) -> None:
-    """Raise AddressInUse if a requested port is taken, before any part is started."""
     for option, port in (("--port", config.port), ("--http-port", config.http_port)):
         if port and not _is_free(port):
             raise AddressInUse(
@@ -246,7 +245,6 @@ def _check_ports(config: UpConfig) -> None:
 
 
 def _check_listens(etcd: str) -> None:
-    """Raise Unavailable if none of these addresses accepts a connection."""
     seen = []
     for endpoint in etcd.split(","):
         host, _, port = endpoint.rpartition(":")
@@ -265,7 +263,6 @@ def _check_listens(etcd: str) -> None:
 
 
 def _await_leader(cluster: LocalCluster, etcd: str) -> None:
-    """Return once a coordinator leads, which needs an etcd that answers. Raises Unavailable."""
     try:
         check_reachable([each.grpc for each in cluster.coordinators], LEADS_WITHIN_S)
     except Unavailable as error:
@@ -286,8 +283,6 @@ def _environment(config: UpConfig) -> dict[str, str]:
 
 
 def _address(wanted: int | None, usual: int) -> str:
-    """Address with the requested port. By default the usual port, so that addresses stay the same,
-    or any free port if the usual one is taken."""
     port = usual if wanted is None else wanted
     if wanted is None and not _is_free(usual):
         port = 0

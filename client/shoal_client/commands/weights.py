@@ -27,7 +27,7 @@ ANSWER_WITHIN_S = 10.0
 DIGEST_DIGITS = 12
 MAX_NUMBER = 2**63 - 1
 EXPORTERS = "shoal.weights"
-"""Group of entry points for actions that need tensors."""
+"""Entry points for actions that need tensors."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +128,6 @@ def weights(config: WeightsConfig) -> int:
 
 
 def _export(config: WeightsConfig) -> int:
-    """Export with the installed package that handles tensors."""
     found = [each for each in entry_points(group=EXPORTERS) if each.name == config.action]
     if not found:
         raise InvalidSpec(

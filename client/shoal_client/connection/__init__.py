@@ -1,1 +1,1 @@
-"""Connections to the coordinators and to other members, with their retries and time limits."""
+"""Connections to the coordinators and to other members."""

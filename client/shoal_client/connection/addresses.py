@@ -1,4 +1,4 @@
-"""The addresses of coordinators, as a user writes them."""
+"""Addresses of coordinators, as a user writes them."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -41,7 +41,6 @@ CoordinatorAddresses = Annotated[
         help="Addresses of the coordinators.",
     ),
 ]
-"""The option --coordinator."""
 UsualCoordinators = Annotated[
     CoordinatorAddresses,
     Parameter(
@@ -49,13 +48,12 @@ UsualCoordinators = Annotated[
         " on this machine."
     ),
 ]
-"""The option --coordinator of a command that finds the user's only cluster by itself. If the option
-is not given, the value is empty, and `usual_coordinators` returns the addresses."""
+"""Empty if not given: `usual_coordinators` then returns the addresses."""
 
 
 def usual_coordinators() -> tuple[str, ...]:
-    """Return the coordinators of this user's only cluster on this machine, or the usual address if
-    a cluster has it or none runs. Raises InvalidSpec if there are several clusters."""
+    """Return the coordinators of this user's only cluster; the usual address if a cluster has it,
+    or none runs. Raises InvalidSpec for several clusters."""
     found = only_cluster(USUAL_COORDINATOR, "--coordinator HOST:PORT or $SHOAL_COORDINATOR")
     if found is None:
         return (USUAL_COORDINATOR,)
@@ -63,8 +61,8 @@ def usual_coordinators() -> tuple[str, ...]:
 
 
 def only_cluster(usual: str, option: str) -> LocalClusterRecord | None:
-    """Return this user's only cluster on this machine; None if there is none, or one has the usual
-    address. Raises InvalidSpec if there are several. `option`: the option that names a cluster."""
+    """Return this user's only cluster; None if there is none, or one has the usual address. Raises
+    InvalidSpec, which names `option`, for several clusters."""
     running = [each for each in local_clusters.running() if each.pages]
     if not running or any(usual in each.addresses for each in running):
         return None

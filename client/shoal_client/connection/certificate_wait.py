@@ -1,6 +1,5 @@
-"""Wait for a renewed certificate. While a job trains, a certificate may expire, or be renewed on
-one side first. A process that was connected before is then refused. It tries again, and reads its
-certificate files again at each attempt."""
+"""Wait for a renewed certificate. A certificate may expire during training, or be renewed on one
+side first: a refused process tries again."""
 
 import os
 from collections.abc import Mapping
@@ -12,7 +11,7 @@ DEFAULT_WAIT_S = 600.0
 
 
 def wait_s(environment: Mapping[str, str] | None = None) -> float:
-    """Time limit of the wait, in seconds; 0: a refused certificate ends a member at once. Raises
+    """Time limit of the wait; 0: a refused certificate ends a member at once. Raises
     InvalidSpec."""
     text = (os.environ if environment is None else environment).get(VARIABLE, "")
     try:
@@ -25,8 +24,7 @@ def wait_s(environment: Mapping[str, str] | None = None) -> float:
 
 
 class CertificateWait:
-    """Time limit of waits for a certificate. A wait lasts from the first refusal until a connection
-    succeeds."""
+    """Time limit of a wait, which lasts from the first refusal until a connection succeeds."""
 
     def __init__(self, limit_s: float) -> None:
         self.limit_s = limit_s
@@ -34,17 +32,17 @@ class CertificateWait:
 
     @property
     def is_waiting(self) -> bool:
-        """True if a certificate was refused, and no connection has succeeded since."""
+        """True from a refusal until a connection succeeds."""
         return self._since_s is not None
 
     def record_refusal(self, now_s: float) -> bool:
-        """Record a refusal. True if there is time left to try again."""
+        """Record a refusal; True if there is time left to try again."""
         if self._since_s is None:
             self._since_s = now_s
         return now_s - self._since_s < self.limit_s
 
     def record_acceptance(self) -> bool:
-        """Record that a connection succeeded. True if this ends a wait."""
+        """Record a connection; True if this ends a wait."""
         was_on, self._since_s = self.is_waiting, None
         return was_on
 

@@ -1,4 +1,4 @@
-"""Connections to the coordinators: the choice of the one to call, and retries."""
+"""Connections to the coordinators: choice of the one to call, and retries."""
 
 import math
 import random
@@ -37,29 +37,28 @@ log = structlog.get_logger(__name__)
 CLOSE_WITHIN_S = 1.0
 
 OUTLASTED = (RetryError, JobQuarantined, CertificateRefused)
-"""Errors that do not end the membership of a member that trains: there is no leader, the leader
-cannot continue the job, or this process' certificate has to be renewed."""
+"""Errors that do not end the membership of a member that trains."""
 
-# Not the module `random`: the script may have seeded `random` with the same number in every member,
-# and draws by background threads would change the numbers that the script gets.
+# Not `random.random`: the script may have seeded it alike in every member, and draws by background
+# threads would change the script's numbers.
 chance = random.SystemRandom().random
-"""Draws a number from 0 to 1, for the pauses between attempts."""
+"""Random number from 0 to 1."""
 
 CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_ANSWER_BYTES),
     ("grpc.keepalive_time_ms", 2000),
     ("grpc.keepalive_timeout_ms", 1000),
-    # gRPC waits a minute for the answer to a ping, despite the timeout above. Members must leave a
-    # leader that hangs (SIGSTOP, a frozen machine) before its successor declares them lost.
+    # By default gRPC waits a minute for the answer to a ping. Members must leave a leader that
+    # hangs before its successor declares them lost.
     ("grpc.http2.ping_timeout_ms", 1000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
-    # gRPC's own back-off grows to minutes; a restarted coordinator should be found at once.
+    # A restarted coordinator should be found at once; gRPC's own back-off grows to minutes.
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.min_reconnect_backoff_ms", 50),
     ("grpc.max_reconnect_backoff_ms", 500),
-    # Two clients in one process must not share a connection: a test may cut one of them off.
+    # Two clients in one process do not share a connection: a test may cut one of them off.
     ("grpc.use_local_subchannel_pool", 1),
     USER_AGENT_OPTION,
 )
@@ -75,17 +74,16 @@ class Method(Protocol[Reply_co]):
 
 
 class Channels:
-    """Channels to peers, by address and by the certificate that this process had when a channel was
-    opened. For one thread at a time."""
+    """Channels to peers, by address and own certificate. For one thread at a time."""
 
     def __init__(self, name: str) -> None:
-        """`name`: the name that the peers' certificates must have."""
+        """`name`: the name in the peers' certificates."""
         self._name = name
         self._open: dict[tuple[str, TlsMaterial | None], grpc.Channel] = {}
 
     def channel_to(self, address: str) -> grpc.Channel:
-        """The channel to the address with the present certificate. After a renewal this is a new
-        channel. The previous channel to the address stays open, since it may still carry a call.
+        """The channel to the address with the present certificate. The previous certificate's
+        channel stays open, since it may still carry a call.
         """
         key = address, material()
         channel = self._open.get(key)
@@ -96,15 +94,16 @@ class Channels:
         return channel
 
     def pop_all(self, keep: Collection[str] = ()) -> list[grpc.Channel]:
-        """Remove the channels to all addresses except those in `keep`; the caller closes them."""
+        """Remove and return the channels to addresses that are not in `keep`; the caller closes
+        them."""
         return [self._open.pop(key) for key in list(self._open) if key[0] not in keep]
 
 
 class Coordinators:
     """The coordinators as one peer: calls go to the leader, and are retried elsewhere.
 
-    Thread-safe. `call` takes at most its `timeout_s`, retries included, and up to 3 s more to find
-    out why TLS failed (longer if the host's name has to be resolved); `persist` has no limit."""
+    Thread-safe. `call` takes at most its `timeout_s`, and up to 3 s more to find out why TLS failed
+    (longer if a host name has to be resolved); `persist` has no limit."""
 
     def __init__(self, addresses: Sequence[str]) -> None:
         if not addresses:
@@ -115,8 +114,8 @@ class Coordinators:
         self._channels = Channels(COORDINATOR_NAME)
         self._current = self._addresses[0]
         self._rotation = 0
-        """Index of the address that was chosen last in the order of `_addresses`. `_current` is
-        this address, or the leader that the coordinator at this address named."""
+        """Index of the address chosen last. `_current` is this address, or the leader that the
+        coordinator there named."""
 
     @property
     def current(self) -> str:
@@ -125,24 +124,22 @@ class Coordinators:
             return self._current
 
     def channel(self) -> grpc.Channel:
-        """The channel to the coordinator that is called next. Raises Unavailable after `close`."""
+        """Channel to the coordinator that is called next. Raises Unavailable after `close`."""
         with self._lock:
             if self._closed.is_set():
                 raise closed()
             return self._channels.channel_to(self._current)
 
     def on_channel(self, start: Callable[[grpc.Channel], Started]) -> Started:
-        """Return `start(self.channel())`. `start` makes a stub or starts a stream, and must not
-        block. The channel is not closed meanwhile: gRPC crashes the process if a stub is made on a
-        closed channel. Raises Unavailable after `close`."""
+        """Return `start(self.channel())`. `start` must not block. The channel stays open meanwhile:
+        a stub made on a closed channel crashes the process. Raises Unavailable after `close`."""
         with self._lock:
             return start(self.channel())
 
     def choose_next_replica(self, failed: str, error: ShoalError) -> None:
-        """Choose the coordinator to call next after a failure at `failed`: the leader that it
-        named, or else the next address. Do nothing if another coordinator was chosen meanwhile. A
-        named leader is chosen only if `failed` was not itself named: coordinators that are cut off
-        name past leaders, and two might name each other for ever."""
+        """Choose the coordinator to call after a failure at `failed`: the leader that it named, or
+        else the next address. A coordinator that was itself named cannot name another: two that are
+        cut off might name each other for ever."""
         with self._lock:
             if self._current != failed:
                 return
@@ -166,11 +163,10 @@ class Coordinators:
 
         An attempt that takes longer than `attempt_s` is repeated at another coordinator; give it
         only for a request that may be carried out twice. Raises a refusal by the server at once,
-        and CertificateRefused at once if TLS fails with every coordinator. Another RetryError or
-        CertificateRefused is raised only if no time is left for another attempt, if `gives_up()`
-        returns True after an attempt, or once the connection is closed. A DeadlineExceeded of an
-        attempt for which less than `attempt_s` was left is raised even if there is time left: a
-        server may answer with this error early.
+        and CertificateRefused once TLS has failed with every coordinator. Another RetryError or
+        CertificateRefused is raised if no time is left for another attempt, if `gives_up()` returns
+        True, or after `close`. A DeadlineExceeded of the last attempt is raised at once: a server
+        may answer with this error early.
         """
         if not (name := type(request).__name__.removesuffix("Request")).startswith("Heartbeat"):
             with tracing.span(name):
@@ -225,11 +221,9 @@ class Coordinators:
         waits_for: str,
         gives_up: Callable[[], bool] = lambda: False,
     ) -> Reply_co:
-        """Repeat a call until it is answered, through outages of hours. `call` limits the time of
-        each attempt itself. An error that is not in OUTLASTED is raised at once, CertificateRefused
-        after SHOAL_CERTIFICATE_WAIT_S, and any error once `gives_up()` returns True or `close` was
-        called. Logs one line at the beginning of an outage, and one when the call is answered after
-        it."""
+        """Repeat a call until it is answered, through outages of hours. `call` limits its own time.
+        An error that is not in OUTLASTED is raised at once, CertificateRefused after
+        SHOAL_CERTIFICATE_WAIT_S, and any error after `close` or once `gives_up()` is True."""
         back_off = BackOff()
         away_since_s: float | None = None
         certificate = CertificateWait(wait_s())
@@ -245,7 +239,7 @@ class Coordinators:
                 if gives_up() or self._closed.wait(back_off.pause_s(chance())):
                     raise
                 if away_since_s is None:
-                    # Not the time of the call: a coordinator may have kept it waiting for long.
+                    # Not the time of the call: a coordinator may have kept it waiting.
                     away_since_s = time.monotonic()
                     log.warning("coordinator_disconnected", waits_for=waits_for, reason=str(error))
                 continue
@@ -263,7 +257,7 @@ class Coordinators:
 
 
 def closed() -> Unavailable:
-    """Error of a call on closed connections."""
+    """Error of a call after `close`."""
     return Unavailable("the connection to the coordinator was closed")
 
 
@@ -274,10 +268,8 @@ class Closable(Protocol):
 
 
 def close_channels(channels: Iterable[Closable]) -> None:
-    """Close the channels: calls in progress fail. Returns within CLOSE_WITHIN_S in any case.
-    gRPC's `close` waits for every call to end. A call never ends if KeyboardInterrupt was raised
-    between its registration and the start of the thread that serves it. A worker that is to stop
-    must not wait for such a call."""
+    """Close the channels within CLOSE_WITHIN_S: calls in progress fail. gRPC's `close` would wait
+    for a call that KeyboardInterrupt kept from starting, and that never ends."""
     closing = [
         threading.Thread(target=channel.close, name="shoal-close", daemon=True)
         for channel in channels
@@ -292,9 +284,9 @@ def close_channels(channels: Iterable[Closable]) -> None:
 
 
 def own_address(coordinators: Sequence[str]) -> str:
-    """The address of this machine's interface towards the first coordinator; 127.0.0.1 without
-    coordinators. Sends nothing to it. Raises InvalidSpec if its name does not resolve, or there is
-    no route to it."""
+    """Address of this machine's interface towards the first coordinator; 127.0.0.1 without
+    coordinators. Sends nothing. Raises InvalidSpec if the coordinator's name does not resolve, or
+    there is no route."""
     if not coordinators:
         return "127.0.0.1"
     host, _, port = coordinators[0].rpartition(":")

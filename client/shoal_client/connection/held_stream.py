@@ -1,4 +1,4 @@
-"""Streams from the coordinators, with a time limit for the first message of each stream."""
+"""Streams from the coordinators, with a time limit for the first message."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -33,10 +33,8 @@ class HeldStream:
     """
 
     def __init__(self, first_answer_s: float) -> None:
-        """`first_answer_s`: time to wait for a stream's first message. It is doubled after each
-        stream without a message, up to MAX_FACTOR times as long."""
+        """`first_answer_s`: first limit of FirstReplyTimeout."""
         self.address = ""
-        """Address of the current or last coordinator."""
         self._first_reply = FirstReplyTimeout(first_answer_s)
         self._lock = threading.Lock()
         self._stream: Stream[object] | None = None
@@ -48,9 +46,8 @@ class HeldStream:
         start: Callable[[grpc.Channel], Stream[M]],
         handle: Callable[[M], object],
     ) -> ShoalError | None:
-        """Open a stream with `start`, and pass its messages to `handle` until the stream ends or
-        `handle` raises a ShoalError. Returns the error that ended the stream; None without an
-        error.
+        """Open a stream with `start`; pass its messages to `handle`, until the stream ends or
+        `handle` raises a ShoalError. Returns the error, if any.
         """
         address = self.address = coordinators.current
         try:
@@ -58,7 +55,7 @@ class HeldStream:
             with self._lock:
                 self._stream = stream
                 if self._is_closed:
-                    # Closed meanwhile, when there was no stream to cancel yet.
+                    # `close` found no stream to cancel.
                     stream.cancel()
             with self._first_reply.until_answered(stream):
                 for message in stream:
@@ -88,9 +85,8 @@ class HeldStream:
 
 
 class FirstReplyTimeout:
-    """Cancels a stream whose first reply is late: a coordinator may accept connections and not
-    answer, because its process is stopped or starved. The limit doubles with each such stream, up
-    to MAX_FACTOR times the first limit, until there is a reply."""
+    """Cancels a stream whose first reply is late: a stopped coordinator still accepts connections.
+    Until there is a reply, the limit doubles with each stream, up to MAX_FACTOR times."""
 
     def __init__(self, first_s: float) -> None:
         self._first_s = first_s
@@ -100,7 +96,7 @@ class FirstReplyTimeout:
 
     @contextmanager
     def until_answered(self, stream: Stream[object]) -> Iterator[None]:
-        """Cancel the stream in the block if its first reply takes longer than the limit."""
+        """Cancel the stream if its first reply takes longer than the limit."""
         limit_s, self._waited_s = self._limit_s, 0.0
 
         def give_up() -> None:
@@ -116,14 +112,14 @@ class FirstReplyTimeout:
             self._timer.cancel()
 
     def record_reply(self) -> None:
-        """Record a reply: the stream has no time limit after it."""
+        """End the stream's time limit."""
         if self._timer is not None:
             self._timer.cancel()
         self._limit_s = self._first_s
 
     def error(self, address: str) -> Unavailable | None:
-        """Error for the stream that just ended, if the time limit ended it; else None. With an
-        error, the next limit is doubled."""
+        """Error for the stream that just ended, if the time limit ended it; then the next limit is
+        doubled."""
         if not self._waited_s:
             return None
         self._limit_s = min(2 * self._limit_s, MAX_FACTOR * self._first_s)

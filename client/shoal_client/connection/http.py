@@ -1,4 +1,4 @@
-"""HTTP clients for the coordinators' status API, which is reached without a proxy."""
+"""HTTP clients for the coordinators' status API, without a proxy."""
 
 import ssl
 from collections.abc import Mapping
@@ -13,7 +13,6 @@ def direct_http_client(
     context: ssl.SSLContext | None = None,
 ) -> httpx.Client:
     """Client that ignores the environment (http_proxy, .netrc, SSL_CERT_FILE). Callers close it.
-
-    `context`: the TLS context for https; by default one with the system's authorities."""
+    `context`: TLS context for https; None: one with the system's authorities."""
     verify = True if context is None else context
     return httpx.Client(timeout=timeout_s, trust_env=False, headers=headers, verify=verify)

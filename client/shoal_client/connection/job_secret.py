@@ -18,7 +18,6 @@ JobSecretFile = Annotated[
         " certificate.",
     ),
 ]
-"""The option --job-secret."""
 
 
 def secret_in(path: Path | None) -> str:

@@ -17,8 +17,8 @@ class _EventCount:
 
 @dataclass(slots=True)
 class LogLimit:
-    """Logs the first line of an event at once, then at most one in `each_s` seconds. `num_left_out`
-    counts the event's lines that were left out since its last one. For one thread at a time."""
+    """Logs an event at once, then at most one line in `each_s` seconds, with the number of lines
+    left out. For one thread at a time."""
 
     log: structlog.typing.FilteringBoundLogger
     each_s: float = EACH_S

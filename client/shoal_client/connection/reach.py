@@ -1,7 +1,6 @@
-"""Check, before a generation starts, that a member reaches its peers over the network. Each member
-listens on a probe port and sends a greeting on each connection. The greeting depends on the
-member's public id, which peers know from the roster, so another process on that port is not
-mistaken for the member. No other data is exchanged, and no connection stays open."""
+"""Check, before a generation starts, that a member reaches its peers. Each member listens on a
+probe port and sends a greeting, made from the member's public id: another process on that port is
+not mistaken for the member."""
 
 import errno
 import hashlib
@@ -23,22 +22,21 @@ from shoal_proto.v1.membership_pb2 import STATE_ACTION_KEEP, Roster, RosterEntry
 log = structlog.get_logger(__name__)
 
 MAX_PEERS = 64
-"""Number of peers above which each member checks only some: see `ring`."""
+"""Peers above which each member checks only some: see `ring`."""
 BACKLOG = 256
 PAUSE_S = 0.1
 CHOICES = ("auto", "always", "never")
 
 
 def greeting(member_id: str, process: str) -> bytes:
-    """Greeting that a member's listener sends. `process`: the public id of its incarnation."""
+    """Greeting of a member's listener. `process`: the public id of its incarnation."""
     identity = hashlib.sha256(f"{member_id}\0{process}".encode()).hexdigest()
     return f"shoal-probe {identity}\n".encode()
 
 
 class ProbeListener:
-    """Greets peers until it is closed. The constructor binds, and raises OSError if no port is
-    free. It binds to `address` if that is an address of this host. If `address` is a name, or the
-    address of a gateway to this host, it binds to every interface."""
+    """Greets peers until it is closed. Binds to `address` if this host has it; to every interface
+    if `address` is a name, or a gateway's address. Raises OSError if no port is free."""
 
     def __init__(self, address: str, member_id: str, incarnation: str) -> None:
         self._greeting = greeting(member_id, public_id(incarnation))
@@ -64,7 +62,7 @@ class ProbeListener:
                 connection, _ = self._socket.accept()
             except OSError as error:
                 if not self._closing.is_set():
-                    # For example, no file descriptor is left. Connections wait in the backlog.
+                    # Connections wait in the backlog.
                     log.info("probe_not_accepted", reason=str(error))
                     self._closing.wait(PAUSE_S)
                 continue
@@ -90,12 +88,11 @@ def _bind(address: str) -> socket.socket:
 
 
 def peers_to_check(roster: Roster, member_id: str, when: str = "auto") -> list[RosterEntry]:
-    """Peers that this member has to reach before it accepts the roster.
+    """Peers that this member has to reach before it accepts the roster; none in an asynchronous
+    job, whose members do not connect to each other.
 
-    Two members that both keep their state have trained together before: they do not check each
-    other. Peers without a probe port are not checked. `when`: "auto" checks peers on other hosts
-    only, "always" all, "never" none. Members of an asynchronous job do not connect to each other:
-    none is checked."""
+    Two members that both keep their state have trained together: they do not check each other.
+    `when`: "auto" checks peers on other hosts only, "always" all, "never" none."""
     if when == "never" or not roster.synchronous:
         return []
     entries = sorted(roster.entries, key=lambda entry: entry.rank)
@@ -111,8 +108,8 @@ def peers_to_check(roster: Roster, member_id: str, when: str = "auto") -> list[R
 
 
 def ring(entries: Sequence[RosterEntry], position: int) -> list[RosterEntry]:
-    """Peers to check: all others, or if these are more than MAX_PEERS, peers at a distance of a
-    power of two in both directions. Each member is checked by as many members as it checks."""
+    """Peers to check: all others, or if these are more than MAX_PEERS, peers at distances of powers
+    of two in both directions."""
     number = len(entries)
     if number - 1 <= MAX_PEERS:
         return [*entries[:position], *entries[position + 1 :]]
@@ -122,9 +119,9 @@ def ring(entries: Sequence[RosterEntry], position: int) -> list[RosterEntry]:
 
 
 def check(peers: Iterable[RosterEntry], limit_s: float) -> dict[str, str]:
-    """Connect to all peers at once; return the ids of the members that were not reached, each with
-    the error. A peer that accepts the connection and sends nothing within the limit is busy, and
-    counts as reached. So does a peer whose host name is not resolved within half of the limit."""
+    """Connect to all peers at once; return the error for each member that was not reached, by id. A
+    peer that accepts the connection and sends nothing is busy, and counts as reached. So does a
+    peer whose host name is not resolved within half of the limit."""
     give_up_s = time.monotonic() + limit_s
     unreached: dict[str, str] = {}
     named: list[RosterEntry] = []
@@ -187,8 +184,8 @@ def _connect(
 def _read_greetings(
     selector: selectors.BaseSelector, unreached: dict[str, str], give_up_s: float
 ) -> None:
-    """Read the peers' greetings until all have answered or the time is over. Greetings that have
-    arrived by then are still read: this process may have been slow."""
+    """Read greetings until the time is over, and those that have arrived by then: this process may
+    have been slow."""
     while selector.get_map():
         left_s = max(0.0, give_up_s - time.monotonic())
         ready = selector.select(left_s)
@@ -206,8 +203,7 @@ def _read_greetings(
 
 
 def _progress(selector: selectors.BaseSelector, attempt: _Attempt) -> str | None:
-    """Advance one attempt; return the error, "" if the peer is reached, or None if that is not
-    known yet."""
+    """Advance one attempt; return the error, "" if the peer is reached, None if not known yet."""
     caller, peer = attempt.socket, attempt.peer
     if not attempt.connected:
         if code := caller.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
@@ -229,8 +225,8 @@ def _progress(selector: selectors.BaseSelector, attempt: _Attempt) -> str | None
 def _resolved(
     peers: Sequence[RosterEntry], unreached: dict[str, str], give_up_s: float
 ) -> Iterable[tuple[RosterEntry, str]]:
-    """Resolve the host names of peers. Yields each peer with its IP address. Resolvers have their
-    own time limits, so they run on a thread that is abandoned when the time is over."""
+    """Yield each peer with its IP address. Resolvers have their own time limits: they run on a
+    thread that is abandoned when the time is over."""
     if not peers:
         return
     answers: queue.SimpleQueue[tuple[RosterEntry, str, str]] = queue.SimpleQueue()
@@ -239,8 +235,7 @@ def _resolved(
         for peer in peers:
             try:
                 known = socket.getaddrinfo(peer.address, None, type=socket.SOCK_STREAM)
-                # Prefer IPv4: the listener of a peer that is known by a name accepts it in any
-                # case.
+                # The listener of a peer with a name accepts IPv4 in any case.
                 best = min(known, key=lambda each: each[0] != socket.AF_INET)
                 answers.put((peer, str(best[4][0]), ""))
             except OSError as error:

@@ -1,9 +1,6 @@
 """Diagnosis of a connection that failed because a certificate was refused, or only one side speaks
-TLS.
-
-gRPC reports `UNAVAILABLE` in these cases, as for a server that does not run, and the call would be
-repeated until its time limit. So after such a failure this module makes a TLS handshake itself,
-twice if the first one gives no reason. The handshake shows the error, and the side that refused."""
+TLS. gRPC reports `UNAVAILABLE`, as for a server that does not run. So this module makes a TLS
+handshake itself, which shows the error and the side that refused."""
 
 import socket
 import ssl
@@ -24,12 +21,11 @@ ATTEMPTS = 2
 _SIGNS = ("handshake", "closed", "reset", "eof", "hang", "broken pipe")
 """Words in gRPC's description of a refused handshake, but not of a port without a listener."""
 answered_plainly: set[str] = set()
-"""Addresses that have answered a call of this process without TLS. Failures there are not
-diagnosed."""
+"""Addresses that have answered without TLS. Failures there are not diagnosed."""
 
 
 def note_answer(address: str) -> None:
-    """Record that the server at host:port has answered, if this process uses no TLS."""
+    """Record that the server has answered, if this process uses no TLS."""
     if address not in answered_plainly and identity.own() is None:
         if len(answered_plainly) >= MAX_ANSWERED:
             answered_plainly.clear()
@@ -37,9 +33,9 @@ def note_answer(address: str) -> None:
 
 
 def explained(error: ShoalError, address: str, name: str) -> ShoalError:
-    """Replace an Unavailable by a CertificateRefused if a handshake shows that cause; return other
-    errors unchanged. `name`: the name that the certificate at host:port must have, such as
-    COORDINATOR_NAME. Blocks as `why_refused` does."""
+    """Replace an Unavailable by a CertificateRefused if a handshake shows that cause. `name`: the
+    name that the server's certificate must have, such as COORDINATOR_NAME. Blocks as `why_refused`
+    does."""
     if type(error) is not Unavailable or not any(s in error.seen.lower() for s in _SIGNS):
         return error
     if identity.own() is None and address in answered_plainly:
@@ -49,9 +45,8 @@ def explained(error: ShoalError, address: str, name: str) -> ShoalError:
 
 
 def why_refused(address: str, name: str) -> CertificateRefused | None:
-    """Reason why this process and the server at host:port cannot connect over TLS; None if they
-    can, no process listens, or it does not answer in time. Blocks for at most 3 s if the host is an
-    IP address."""
+    """Reason why this process and the server cannot connect over TLS; None: no such reason, or no
+    answer. Blocks for at most 3 s if the host is an IP address."""
     try:
         if identity.own() is None:
             return _needs_tls(address) if _speaks_tls(address) else None
@@ -62,8 +57,7 @@ def why_refused(address: str, name: str) -> CertificateRefused | None:
 
 
 def _own_refusal(address: str, name: str) -> CertificateRefused | None:
-    """The refusal of a handshake with this process' certificate; None if it succeeds. Raises
-    OSError if no process listens, or it does not answer in time."""
+    """Raises OSError without an answer."""
     context = _grpc_context()
     for _ in range(ATTEMPTS):
         with _connected(address) as plain:
@@ -86,8 +80,7 @@ def _own_refusal(address: str, name: str) -> CertificateRefused | None:
 
 
 def _grpc_context() -> ssl.SSLContext:
-    """TLS context with this process' certificate. It offers HTTP/2, without which gRPC closes the
-    connection."""
+    """TLS context that offers HTTP/2, without which gRPC closes the connection."""
     own = identity.own()
     assert own is not None
     with NO_FORK:
@@ -99,8 +92,7 @@ def _grpc_context() -> ssl.SSLContext:
 
 
 def _speaks_tls(address: str) -> bool:
-    """True if the server speaks TLS, with any certificate, even if it wants a certificate from this
-    process. Raises OSError if no process listens, or it does not answer in time."""
+    """Raises OSError without an answer."""
     with NO_FORK:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname = False
@@ -139,7 +131,7 @@ def _refused(address: str, seen: str) -> CertificateRefused:
 
 
 def _validity(cert: bytes) -> str:
-    # Imported here only: the import takes 30 ms, which other processes need not spend.
+    # The import takes 30 ms, which other processes need not spend.
     from cryptography.x509 import load_pem_x509_certificate  # noqa: PLC0415
 
     until = load_pem_x509_certificate(cert).not_valid_after_utc

@@ -1,4 +1,4 @@
-"""The transport that a process uses, chosen by SHOAL_TRANSPORT or an argument."""
+"""The transport that a process uses."""
 
 import os
 
@@ -9,10 +9,9 @@ TRANSPORT_VARIABLE = "SHOAL_TRANSPORT"
 
 
 def transport_of(asked: str | None) -> str:
-    """The requested transport; if `asked` is None, SHOAL_TRANSPORT, which is `auto` by default.
-    `auto`: shared memory with servers on this machine, TCP sockets to others. `tcp`: sockets to all
-    servers. `grpc`: gRPC, to which `auto` and `tcp` fall back. Raises InvalidSpec for any other
-    name."""
+    """The requested transport; None: SHOAL_TRANSPORT, or `auto`. `auto`: shared memory with servers
+    on this machine, TCP sockets to others. `tcp`: sockets to all servers. `grpc`: gRPC, to which
+    `auto` and `tcp` fall back. Raises InvalidSpec for any other name."""
     transport = os.environ.get(TRANSPORT_VARIABLE, "auto") if asked is None else asked
     if transport not in TRANSPORTS:
         raise InvalidSpec(

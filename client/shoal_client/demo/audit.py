@@ -1,12 +1,6 @@
-"""Audit of a run: counts made from the files that every worker wrote, not from Shoal's reports.
-
-A worker writes a line before a step can contribute to the model (`begin`: its generation, step and
-the samples it is about to use) and one when the step is committed. The lines are passed to the
-kernel before the worker goes on, so a SIGKILL loses none. Times are CLOCK_MONOTONIC, which all
-processes of a machine share.
-
-A sample is a pair (epoch, position); each must count exactly once. The audit uses none of Shoal's
-own figures, except the number of pushes that a parameter server applied.
+"""Audit of a run, from the files that every worker wrote. A worker writes a line before a step can
+contribute to the model (`begin`), and one when the step is committed. The kernel has a line before
+the worker goes on, so a SIGKILL loses none. Times are CLOCK_MONOTONIC.
 """
 
 import json
@@ -35,7 +29,7 @@ class AuditLine:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerAudit:
-    """One worker process: every audit line it wrote, in order."""
+    """Audit lines of one worker process, in order."""
 
     name: str
     lines: tuple[AuditLine, ...]
@@ -51,16 +45,16 @@ class WorkerAudit:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleAudit:
-    """Counts of samples, by outcome."""
+    """Counts of samples."""
 
     lost: int
-    """Number of samples that were never part of a committed step."""
+    """Samples that were never part of a committed step."""
     repeated: int
-    """Number of contributions beyond the first of each sample."""
+    """Contributions beyond the first of each sample."""
     steps: int
-    """Number of committed steps in the history of the final weights."""
+    """Committed steps in the history of the final weights."""
     samples: int
-    """Number of all contributions."""
+    """All contributions."""
 
 
 def read_account(path: Path) -> WorkerAudit:
@@ -76,9 +70,8 @@ def read_account(path: Path) -> WorkerAudit:
 
 
 def count_synchronous(accounts: Iterable[WorkerAudit], expected: Iterable[Sample]) -> SampleAudit:
-    """Count a run in which all members of a generation take each step together. A step counts in
-    the generation in which some member committed it, unless a later generation took the step again:
-    then no member survived that had committed it.
+    """Count a synchronous run. A committed step counts unless a later generation took the step
+    again: then no member survived that had committed it.
     """
     accounts = list(accounts)
     begun: dict[tuple[int, int], Counter[Sample]] = {}
@@ -102,11 +95,9 @@ def count_synchronous(accounts: Iterable[WorkerAudit], expected: Iterable[Sample
 def count_asynchronous(
     accounts: Iterable[WorkerAudit], expected: Iterable[Sample], pushes_applied: int | None
 ) -> SampleAudit:
-    """Count a run in which each worker's step is one push. A killed worker's last push may have
-    been applied without an acknowledgement. The number of such pushes is `pushes_applied` minus the
-    number of acknowledged pushes: so many of the unacknowledged pushes are counted, in the order of
-    `accounts`. If `pushes_applied` is None (unknown), all unacknowledged pushes count as applied,
-    so that no repetition is missed.
+    """Count a run in which each worker's step is one push. A killed worker's last push may be
+    applied without an acknowledgement: `pushes_applied` shows how many such pushes count. None
+    (unknown): all of them, so that no repetition is missed.
     """
     accounts = list(accounts)
     used: Counter[Sample] = Counter()
@@ -137,10 +128,10 @@ def _count(used: Counter[Sample], expected: Iterable[Sample], steps: int) -> Sam
 def recovery_s(
     survivors: Iterable[WorkerAudit], killed_at_s: float, *, after_generation: int | None = None
 ) -> float | None:
-    """Seconds from the kill to the next step that a survivor completed; None if there was none.
+    """Seconds from the kill to the next step that a survivor completed; None: no such step.
 
-    With `after_generation` only steps of a later generation count: a step to which the killed
-    worker had already contributed is no recovery.
+    With `after_generation` only steps of a later generation count: the killed worker may have
+    contributed to earlier ones.
     """
     times = [
         line.at_s
@@ -153,9 +144,9 @@ def recovery_s(
 
 
 def pause_s(survivors: Sequence[WorkerAudit], killed_at_s: float) -> float:
-    """The longest gap in the two seconds after the kill, minus the median gap in the two seconds
-    before. A gap lies between two steps that survivors completed; the first gap after the kill
-    begins at the kill. If survivors completed no step, the longest gap is two seconds.
+    """The longest gap between survivors' steps in the two seconds after the kill, minus the median
+    gap in the two seconds before. The first gap begins at the kill; it is two seconds if no step
+    follows.
     """
     times = sorted(line.at_s for account in survivors for line in account.commits)
     before = _gaps([at for at in times if killed_at_s - GAP_WINDOW_S <= at <= killed_at_s])
@@ -179,6 +170,6 @@ def span_s(accounts: Iterable[WorkerAudit]) -> float:
 
 
 def generation_at(accounts: Iterable[WorkerAudit], at_s: float) -> int:
-    """Newest generation in which a worker had trained by the time `at_s`; 0 if none had."""
+    """Newest generation in which a worker trained by the time `at_s`; 0: none."""
     seen = (line.generation for each in accounts for line in each.lines if line.at_s <= at_s)
     return max(seen, default=0)

@@ -1,4 +1,4 @@
-"""`shoal demo`: starts a cluster, trains twice, counts samples, and leaves no process behind."""
+"""`shoal demo`: starts a cluster, trains twice, and counts samples."""
 
 import json
 import os
@@ -57,8 +57,7 @@ class DemoConfig:
 
 
 def demo(config: DemoConfig) -> int:
-    """Run the demo. Returns the exit code: 0 if both trainings are good and no process is left, 1
-    if not. Raises KeyboardInterrupt after Ctrl-C or SIGTERM."""
+    """Run the demo; return the exit code. Raises KeyboardInterrupt after Ctrl-C or SIGTERM."""
     adopt_orphans()
     signal.signal(signal.SIGINT, _interrupt)
     signal.signal(signal.SIGTERM, _interrupt)
@@ -78,8 +77,6 @@ def demo(config: DemoConfig) -> int:
 
 
 def _run(config: DemoConfig, directory: Path) -> bool:
-    """Train, end all processes and print the figures; return True if both trainings are good and
-    no process is left."""
     console = Console()
     try:
         plans = [replace(plan, epochs=config.epochs) for plan in PLANS]
@@ -87,7 +84,7 @@ def _run(config: DemoConfig, directory: Path) -> bool:
         if config.json_file is not None:
             config.json_file.write_text(json.dumps([asdict(each) for each in outcomes], indent=2))
     finally:
-        # Also after a Ctrl-C. No further process is started from here on.
+        # Also after a Ctrl-C.
         _ignore_interrupts()
         left = sweep(SWEEP_S)
         for pid, command in left.items():
@@ -103,7 +100,7 @@ def train(
     """Start a cluster in the directory, and train by each plan in turn. Raises ShoalError."""
     outcomes: list[Outcome] = []
     data = directory / "digits.npz"
-    # One thread for each process: there are more processes than cores.
+    # There are more processes than cores.
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     config = LocalClusterConfig(
         directory=directory, environment=environment, restart=RestartPolicy(), tls=tls
@@ -138,7 +135,6 @@ def _await_data(writer: Process, directory: Path) -> None:
 
 
 def _run_directory(chosen: Path | None) -> Path:
-    """The directory of the run: the chosen one, which must be empty, or a temporary one."""
     if chosen is None:
         return Path(tempfile.mkdtemp(prefix="shoal-demo-"))
     if chosen.exists() and any(chosen.iterdir()):

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 DATASET_SIZE = 1438
-"""Number of training images: 1,797 without the 20 % held out for the test."""
+"""1,797 images without the 20 % held out for the test."""
 MIN_ACCURACY = 0.95
 
 
@@ -18,7 +18,7 @@ class DemoPlan:
     synchronous: bool
     num_workers: int = 3
     kill_at: float = 0.25
-    """Fraction of the training after which a worker is killed."""
+    """Fraction of the training before the kill."""
     timeout_s: float = 240.0
 
     @property
@@ -44,19 +44,17 @@ class Outcome:
     test_accuracy: float
     """Accuracy of the final weights on the held-out images."""
     steps: int
-    """Committed optimizer steps; if asynchronous, applied pushes."""
+    """Committed steps; if asynchronous, applied pushes."""
     samples_per_s: float
-    """Mean over the whole training, kill and recovery included."""
+    """Kill and recovery included."""
     recovery_s: float
     """Seconds from the SIGKILL to the next step that a surviving worker completed; if synchronous,
     the next step in the generation without the killed worker."""
     pause_s: float
-    """The longest time without a step by any survivor in the two seconds after the kill, minus the
-    usual time: see `audit.pause_s`."""
+    """See `audit.pause_s`."""
     samples_lost: int
     samples_repeated: int
     replacement_steps: int
-    """Steps completed by the worker that replaced the killed one."""
 
     @property
     def good(self) -> bool:

@@ -37,9 +37,9 @@ class LiveProgress:
     samples: int
     steps: int
     workers: int
-    """Number of worker processes that have completed a step and were not killed."""
+    """Worker processes that have completed a step, without the killed one."""
     killed: str
-    """Member id of the killed worker; empty before the kill."""
+    """Empty before the kill."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class Kill:
 
 
 class LiveTally:
-    """Cheap counts from the growing audit files, for the progress bar and the time of the kill."""
+    """Cheap counts from the growing audit files."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -95,8 +95,7 @@ class DemoTraining:
         self._kill: Kill | None = None
 
     def run(self, show: Callable[[LiveProgress], None]) -> Outcome:
-        """Train, kill a worker, wait for the end. Raises InternalError with the end of the log on a
-        failure."""
+        """Train, kill a worker, wait for the end. Raises InternalError with the end of the log."""
         self._directory.mkdir(parents=True)
         with Supervisor(grace_s=3.0) as supervisor:
             process = supervisor.spawn(self._command())
@@ -108,7 +107,6 @@ class DemoTraining:
     def _command(self) -> ChildCommand:
         plan = self._plan
         environment = {**without_tls(os.environ), "SHOAL_COORDINATOR": self._cluster.coordinator}
-        # The launcher replaces the killed worker.
         run = ("run", "-n", str(plan.num_workers), "--job", plan.job, "-m", "shoal.demo.digits")
         arguments = {
             "--strategy": plan.strategy,
@@ -130,12 +128,10 @@ class DemoTraining:
         return self._directory / "run.log"
 
     def _follow(self, process: Process, show: Callable[[LiveProgress], None]) -> int | None:
-        """Follow the run to its end; return the number of pushes that the parameter servers
-        applied, or None if the training is synchronous."""
         tally = LiveTally(self._directory)
         deadline_s = time.monotonic() + self._plan.timeout_s
         pushes: int | None = None
-        # The files send no event, but the end of the run ends the wait at once.
+        # The files send no event; the end of the run ends the wait.
         while process.wait(TICK_S) is None:
             tally.read()
             share = tally.samples / self._plan.num_samples
@@ -164,7 +160,6 @@ class DemoTraining:
         )
 
     def _kill_one(self, paths: Sequence[Path]) -> Kill:
-        # The launcher's first worker.
         victim = paths[0]
         member_id, _, pid = victim.stem.rpartition(".")
         at_s = time.monotonic()
@@ -216,7 +211,6 @@ class DemoTraining:
         return survivors, [each for each in others if each not in survivors]
 
     def _accuracy(self) -> float:
-        """The lowest accuracy that any worker measured of its final weights."""
         results = [json.loads(path.read_text()) for path in self._directory.glob("*.result.json")]
         if not results:
             raise self._failure("no worker wrote a result")

@@ -1,2 +1,1 @@
-"""Calls of a launcher to the coordinators for all workers of its host: heartbeats, exits,
-output."""
+"""Calls of a launcher to the coordinators for all workers of its host."""

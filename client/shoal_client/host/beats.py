@@ -18,11 +18,11 @@ from shoal_proto.v1 import membership_pb2 as pb
 log = structlog.get_logger(__name__)
 
 IDLE_S = 0.2
-"""Interval at which the board is read while no worker has claimed its slot."""
+"""The board is read this often while no worker has claimed its slot."""
 ASKS_EVERY_S = 0.5
-"""Interval at which a coordinator is asked about a worker that gets no notices itself."""
+"""Interval between calls about a worker that gets no notices itself."""
 CALL_TIMEOUT_S = 2.0
-"""Time limit of a call. A call that hangs does no harm: workers then send their own heartbeats."""
+"""A call that hangs does no harm: workers then send their own heartbeats."""
 
 
 @dataclass(kw_only=True)
@@ -30,15 +30,12 @@ class _Watched:
     slot: BeatSlot
     pid: int
     job: str
-    """Job of the launcher."""
     halted: bool = False
 
     @property
     def status_query(self) -> tuple[str, str] | None:
-        """Job to ask about, and the member that the process claims to be ("" without a claim). None
-        if the process gets notices itself: it has a claim, is neither halted nor hung, and its
-        membership has not ended. None also without a claim, unless the process was halted before it
-        joined.
+        """Job to ask about, and the claimed member ("" without a claim). None if the process gets
+        notices itself, or has no claim and was not halted before it joined.
         """
         claim = self.slot.claim_of(self.pid)
         if claim is None:
@@ -54,15 +51,14 @@ class WorkerStatus:
     pid: int
     job: str
     phase: str
-    """Phase of the job; empty if there is no such job."""
+    """Empty: no such job."""
     is_lost: bool
-    """True if the worker claims to be a member, and the job does not have it."""
+    """True if the worker claims to be a member that the job does not have."""
 
 
 class HostBeats:
-    """Sends heartbeats, on its own thread, for every running process that has claimed its slot. If
-    a heartbeat is refused, the worker gets the refusal too: once the launcher's heartbeats are not
-    accepted, the worker sends its own.
+    """Sends heartbeats for every running process that has claimed its slot. If these heartbeats are
+    not accepted, the worker sends its own.
     """
 
     def __init__(
@@ -70,11 +66,11 @@ class HostBeats:
         coordinators: Sequence[str],
         on_standing: Callable[[WorkerStatus], None] = lambda standing: None,
     ) -> None:
-        """`on_standing`: called, on the thread, with the status of workers that get no notices."""
+        """`on_standing`: gets the status of workers that get no notices."""
         self._on_standing = on_standing
         self._asks_at_s = 0.0
         self.coordinators = Coordinators(coordinators)
-        """Open within the `with` block; other parts of the launcher may use it too."""
+        """Open within the `with` block, also for other parts of the launcher."""
         self._lock = threading.Lock()
         self._watched: dict[int, _Watched] = {}
         self._closing = threading.Event()
@@ -101,13 +97,12 @@ class HostBeats:
             self._watched[pid] = _Watched(slot=slot, pid=pid, job=job)
 
     def ended(self, pid: int) -> None:
-        """Send no more heartbeats for the process: it is gone."""
+        """Send no more heartbeats for the process."""
         with self._lock:
             self._watched.pop(pid, None)
 
     def halted(self, pid: int, halted: bool) -> None:
-        """Set whether SIGSTOP has suspended the process. No heartbeats are sent while it is
-        suspended."""
+        """Set whether SIGSTOP has suspended the process: no heartbeats are sent meanwhile."""
         with self._lock:
             if pid in self._watched:
                 self._watched[pid].halted = halted
@@ -163,8 +158,7 @@ class HostBeats:
         self._reached = True
         for (slot, claim), answer in zip(claims, reply.replies, strict=True):
             if answer.HasField("error"):
-                # The launcher reads from the slot that the worker is fenced, even if the script
-                # never reports it.
+                # The script may never report that the worker is fenced.
                 slot.record_refused_heartbeat(claim, from_detail(answer.error))
             else:
                 slot.record_accepted_heartbeat(claim)

@@ -1,18 +1,16 @@
-"""The newest output of a worker, in its launcher's memory, for readers on other hosts."""
+"""The newest output of a worker, in its launcher's memory."""
 
 import threading
 
 from shoal_proto.v1 import outputs_pb2 as pb
 
 TAIL_BYTES = 1 << 20
-"""Bytes kept of each worker's output, across its restarts."""
 SLACK_BYTES = 1 << 17
-"""Excess that is allowed before old lines are dropped: dropping moves all newer lines."""
+"""Excess before old lines are dropped, which moves all newer lines."""
 
 
 class OutputTail:
-    """The newest lines of one worker. `add` is for the thread that reads the worker's output,
-    `part` for any thread."""
+    """The newest lines of one worker. `add` is for the reading thread, `part` for any thread."""
 
     def __init__(self, max_bytes: int = TAIL_BYTES) -> None:
         self._max_bytes = max_bytes
@@ -29,7 +27,6 @@ class OutputTail:
                 self._drop(len(self._data) - self._max_bytes)
 
     def _drop(self, at_least: int) -> None:
-        """Drop `at_least` bytes from the start, and the rest of the line in which they end."""
         end = self._data.find(b"\n", at_least - 1)
         num_bytes = end + 1 if end >= 0 else at_least
         del self._data[:num_bytes]
@@ -38,8 +35,8 @@ class OutputTail:
     def part(
         self, max_bytes: int, *, after: int | None = None, before: int | None = None
     ) -> pb.OutputPart:
-        """Whole lines of at most `max_bytes` in total: the next ones after position `after`, the
-        last ones before position `before`, or the newest. A longer line is cut."""
+        """Whole lines of at most `max_bytes`: the next after position `after`, the last before
+        position `before`, or the newest. A longer line is cut."""
         with self._lock:
             oldest, stop = self._oldest, self._oldest + len(self._data)
             if after is not None:

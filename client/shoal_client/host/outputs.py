@@ -1,4 +1,4 @@
-"""A launcher's answers to readers of its workers' output, through the coordinator."""
+"""A launcher's answers to readers of its workers' output."""
 
 import secrets
 import threading
@@ -21,17 +21,16 @@ log = structlog.get_logger(__name__)
 CALL_TIMEOUT_S = 2.0
 FIRST_ANSWER_S = 2.0
 REFUSED_PAUSE_S = 60.0
-"""Pause after an error that a retry does not resolve."""
+"""Wait after an error that a retry does not resolve."""
 LAST_BYTES = 16 * 1024
-"""Bytes of each worker's output that the coordinator keeps once the launcher has ended."""
+"""Bytes of each worker's output that the coordinator keeps."""
 MAX_LAST_BYTES = 2 << 20
-"""Limit for all workers of a launcher together, given by the size of a message."""
+"""Limit for all workers of a launcher: their lines have to fit into a message."""
 
 
 class HostOutputs:
-    """Answers readers for all workers of a launcher within its `with` block. At the end it sends
-    the workers' last lines to the coordinator. Nothing else depends on it: if no coordinator
-    answers, the output cannot be read, and training goes on.
+    """Answers readers for all workers of a launcher within its `with` block, and then sends the
+    workers' last lines to the coordinator. Training goes on without a coordinator.
     """
 
     def __init__(
@@ -40,17 +39,17 @@ class HostOutputs:
         request: pb.ServeOutputRequest,
         tails: Mapping[str, OutputTail],
     ) -> None:
-        """`tails`: the output of each member in `request`. `coordinators` must stay open until the
-        end of the `with` block."""
+        """`tails`: the output of each member in `request`. `coordinators` must stay open within the
+        block."""
         self._coordinators = coordinators
         self._request = request
         self._request.source = secrets.token_hex(8)
         self._tails = tails
         self._stream = HeldStream(FIRST_ANSWER_S)
         self._answered = threading.Event()
-        """Set once the coordinator has answered on the stream, and so accepts last lines."""
+        """Set once the coordinator accepts last lines."""
         self._is_asking = True
-        """True while there is a stream or one is being opened."""
+        """True while a stream is open or being opened."""
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="shoal-outputs", daemon=True)
 

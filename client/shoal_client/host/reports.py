@@ -1,5 +1,5 @@
-"""A launcher's calls to the coordinators: a check that one answers, and reports of workers that
-exited or were halted."""
+"""A launcher's calls to the coordinators: a check that one answers, and reports of exits and
+halts."""
 
 import queue
 import threading
@@ -40,29 +40,22 @@ log = structlog.get_logger(__name__)
 
 CALL_TIMEOUT_S = 2.0
 REPORT_LIMIT_S = 10.0
-"""Time after which an unaccepted report is dropped: with the default limits, the member's lease has
-ended by then."""
+"""Time limit of a report: with the default limits, the member's lease has ended by then."""
 MIN_ASKED_S = 0.1
 SILENT_S = 5.0
-"""Time after which a coordinator that has not answered counts as unreachable."""
+"""A coordinator that has not answered after this time counts as unreachable."""
 OTHERS_WITHIN_S = 0.5
-"""Time for which other coordinators may answer after one has reported that none leads yet."""
+"""Time for other coordinators once one has reported that none leads yet."""
 OVER = frozenset({"lost", "stopped", "failed"})
-"""Phases in which a job cannot be joined until an operator allows it. FINISHED is not among them:
-see `HostReporter.finished`.
-"""
+"""Phases in which a job cannot be joined until an operator allows it."""
 FINISHED = "finished"
 MAX_REPORTS = 1000
-"""Maximum number of reports that wait until a coordinator answers."""
 
 
 def check_reachable(coordinators: Sequence[str], timeout_s: float) -> None:
-    """Return as soon as one of the coordinators leads, or knows the leader. All are asked at once,
-    so that an unreachable host causes no wait. Coordinators that know no leader are asked again.
-    Raises Unavailable with every address and the error there: at once if no address has a listener,
-    after SILENT_S (or `timeout_s`, if that is shorter) if no coordinator answers, else after
-    `timeout_s`. Raises CertificateRefused instead if a coordinator does not accept this process'
-    certificate, or this process does not accept the coordinator's.
+    """Return as soon as a coordinator leads, or knows the leader. Raises Unavailable with the error
+    at every address: at once without a listener, after SILENT_S at most without an answer, else
+    after `timeout_s`. Raises CertificateRefused if one side refuses the other's certificate.
     """
     give_up_s, back_off = time.monotonic() + timeout_s, BackOff()
     while True:
@@ -106,7 +99,7 @@ def _ask_all(addresses: Sequence[str], timeout_s: float) -> dict[str, ShoalError
         for address in dict.fromkeys(addresses):
             options = (USER_AGENT_OPTION,)
             channel = stack.enter_context(open_channel(address, COORDINATOR_NAME, options))
-            # Not a call about a job: the coordinator would log that there is no such job.
+            # For a call about a job, the coordinator would log that there is no such job.
             calls[address] = MembershipStub(channel).GetCluster.future(
                 GetClusterRequest(), timeout=timeout_s, wait_for_ready=False
             )
@@ -123,8 +116,7 @@ def _ask_all(addresses: Sequence[str], timeout_s: float) -> dict[str, ShoalError
                 return None
             failures[address] = failure
             if isinstance(failure, NotLeader):
-                # A leader will be elected soon: silent coordinators are asked again with the
-                # others.
+                # Silent coordinators are asked again with the others.
                 give_up_s = min(give_up_s, time.monotonic() + OTHERS_WITHIN_S)
     return failures
 
@@ -134,7 +126,6 @@ def _put_address(answers: "queue.SimpleQueue[str]", address: str, call: object) 
 
 
 def _failure_of(call: "grpc.Future[Cluster]", address: str) -> ShoalError | None:
-    """Error of the call to a coordinator; None if it leads or knows the leader."""
     try:
         call.result()
     except grpc.RpcError as error:
@@ -149,9 +140,8 @@ Report = ReportExitRequest | ReportHaltRequest
 
 
 class HostReporter:
-    """Reports exits and halts (SIGSTOP) of this host's workers to the coordinators, in order, on
-    its own thread. Reports never stop the launcher: if no coordinator accepts a report within
-    REPORT_LIMIT_S, the report is logged and dropped.
+    """Reports exits and halts (SIGSTOP) of this host's workers, in order, on its own thread. A
+    report that is not accepted within REPORT_LIMIT_S is logged and dropped.
     """
 
     def __init__(self, coordinators: Sequence[str]) -> None:
@@ -159,9 +149,9 @@ class HostReporter:
         self._reports: queue.Queue[Report | threading.Event | None] = queue.Queue()
         self._closing = threading.Event()
         self.lost: ShoalError | None = None
-        """StateLost, once an answer has reported that the job's state is lost."""
+        """StateLost, once an answer has reported it."""
         self._phase = ""
-        """Phase of the job in the newest answer; empty before the first."""
+        """Empty before the first answer."""
         self._thread = threading.Thread(target=self._send_all, name="shoal-reports", daemon=True)
 
     def __enter__(self) -> "HostReporter":
@@ -181,13 +171,12 @@ class HostReporter:
 
     @property
     def final_phase(self) -> str:
-        """The job's phase in the newest answer, if it cannot be joined any more; else empty."""
+        """The newest phase, if the job cannot be joined any more; else empty."""
         return self._phase if self._phase in OVER else ""
 
     @property
     def is_job_running(self) -> bool:
-        """True if the job was neither finished nor over in the newest answer; False before the
-        first."""
+        """True if the job was neither finished nor over in the newest answer."""
         return self._phase not in ("", FINISHED) and not self.final_phase
 
     @property
@@ -207,8 +196,7 @@ class HostReporter:
             log.warning("host_report_dropped", member=request.member_id, reason="too many wait")
 
     def flush(self, timeout_s: float = CALL_TIMEOUT_S) -> bool:
-        """Wait until all reports so far are sent or dropped; False if that takes longer than
-        `timeout_s`."""
+        """Wait until all reports are sent or dropped; False after `timeout_s`."""
         sent = threading.Event()
         self._reports.put(sent)
         return sent.wait(timeout_s)

@@ -1,6 +1,5 @@
-"""Orders to stop that arrive as several signals. Slurm and systemd signal every process of a job.
-`timeout` signals a process and then its group. A launcher forwards a signal to its workers, which
-may have received it already.
+"""Orders to stop that arrive as several signals: Slurm and systemd signal every process of a job,
+`timeout` signals a process and then its group, and launchers forward signals to their workers.
 """
 
 import math
@@ -15,11 +14,9 @@ from typing import TypeVar
 T = TypeVar("T")
 
 SAME_ORDER_S = 2.0
-"""Time after the first signal of an order in which another signal belongs to the same order, unless
-both are SIGINT."""
+"""Time in which a second signal repeats an order, unless both are SIGINT."""
 SIGNALS_SEEN_S = 1.0
-"""Longest single wait of a main thread that handles signals: a signal that arrives just before a
-wait, or at another thread, does not end that wait."""
+"""Longest single wait of a main thread that handles signals: not every signal ends a wait."""
 
 
 def next_of(entries: "queue.SimpleQueue[T]", within_s: float = math.inf) -> T:
@@ -36,8 +33,8 @@ def next_of(entries: "queue.SimpleQueue[T]", within_s: float = math.inf) -> T:
 
 
 class StopOrders:
-    """Distinguishes the first signal of an order to stop from its repetitions. Takes no lock, so
-    that signal handlers may use it."""
+    """Tells the first signal of an order to stop from its repetitions. Takes no lock: signal
+    handlers may use it."""
 
     def __init__(self) -> None:
         self._first = 0
@@ -55,7 +52,7 @@ class StopOrders:
 
     @contextmanager
     def received(self, note: Callable[[int], object]) -> Iterator[None]:
-        """Call `note` with the first signal of each order within the block, in place of the present
+        """Call `note` with the first signal of each order within the block, in place of the
         handlers of SIGINT and SIGTERM."""
 
         def handle(number: int, frame: FrameType | None) -> None:
@@ -72,10 +69,8 @@ class StopOrders:
                 signal.signal(number, handler)
 
     def is_repeated(self, number: int) -> bool:
-        """Record a signal; True if it repeats the newest order. Otherwise the signal begins a new
-        order.
-
-        Two SIGINTs are two orders: a person has pressed Ctrl-C twice.
+        """Record a signal; True if it repeats the newest order. Two SIGINTs are two orders: a
+        person has pressed Ctrl-C twice.
         """
         if self.is_fresh and signal.SIGTERM in (number, self._first):
             return True

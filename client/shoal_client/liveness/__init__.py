@@ -1,1 +1,1 @@
-"""Signs of life of a worker, shared by a launcher and its workers on one host."""
+"""Signs of life of a worker, shared with its launcher."""

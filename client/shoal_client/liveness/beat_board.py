@@ -1,9 +1,8 @@
 """Memory shared by a launcher and its workers, so that either can send a worker's heartbeats.
 
-A trainer that holds the GIL for seconds (a compiler, a C extension, CUDA at its start) stops
-all threads of its process, including the one that sends heartbeats. So the launcher sends
-heartbeats for all workers of its host in one call. It reads their identities from this board: a
-worker may join another job than the launcher named, or join again as a new incarnation.
+A trainer that holds the GIL for seconds (a compiler, CUDA at its start) stops all threads of its
+process, also the one that sends heartbeats. So the launcher sends heartbeats for all workers of its
+host. It reads their identities from this board: a worker may join again as a new incarnation.
 
     offset  bytes  written by  what
     0       8      launcher    time of the member's last accepted heartbeat, in ns of
@@ -20,12 +19,9 @@ worker may join another job than the launcher named, or join again as a new inca
     944     8      both        how the membership ended: a `MembershipEnding`
     952     72     both        the worker's lifeline, see `shoal_client.liveness.lifeline`
 
-The worker sends its own heartbeats whenever the first field is out of date, so it survives without
-a launcher, or with one that is halted or reaches no coordinator. If no thread of a worker runs, the
-launcher sends heartbeats only for the time given as patience in the claim.
-
-The end of a membership is reported here and not by the exit code: the script may wrap the error, or
-end with another error that followed from it.
+The worker sends its own heartbeats whenever the first field is out of date, so it needs no
+launcher. The end of a membership is reported here and not by the exit code: the script may wrap the
+error, or end with another error.
 """
 
 import enum
@@ -61,7 +57,7 @@ from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.identity_pb2 import Token
 
 SLOT_BYTES = 1024
-"""Size of a slot. Names have at most 128 characters each, so the token takes less than half."""
+"""Names have at most 128 characters, so the token takes less than half of a slot."""
 _NAME = "shoal-beats"
 _BEATEN, _STEP, _RAN, _HEAD, _MOVED, _STATUS, _CLAIM = 0, 8, 16, 24, 32, 40, 48
 _WAITS = 1
@@ -82,9 +78,8 @@ class MembershipEnding(enum.IntEnum):
     REFUSED = 2
     """A new process would be refused again."""
     FINISHED = 3
-    """Ended because the job is over."""
+    """The job is over."""
     DRAINED = 4
-    """Ended because the member was asked to leave."""
     PASSING = 5
     """A time limit passed, or a service was unavailable: a new process may succeed."""
     COMPLETED = 6
@@ -92,14 +87,13 @@ class MembershipEnding(enum.IntEnum):
 
     @classmethod
     def of(cls, error: ShoalError) -> "MembershipEnding":
-        """Ending for the error that ended a membership, chosen by what a new process of the same
-        member would get."""
+        """Ending for an error: what a new process of the member would get."""
         if isinstance(error, JobFinished):
             return cls.FINISHED
         if isinstance(error, MemberDrained):
             return cls.DRAINED
         if isinstance(error, Fenced | LeaseExpired):
-            # A process that was replaced by another would only displace the other again.
+            # The process was replaced: a new one would displace its replacement.
             return cls.REFUSED if error.details.get("replaced_by") else cls.FENCED
         if isinstance(error, RetryError | RejoinError):
             return cls.PASSING
@@ -108,7 +102,7 @@ class MembershipEnding(enum.IntEnum):
 
 
 _PASSING = (AddressInUse, NoServers, PeersUnreachable)
-"""Refusals caused by the environment, which may have changed when the worker is started again."""
+"""Refusals that the environment causes: the next start may succeed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +117,7 @@ class SlotClaim:
 
 
 class BeatSlot:
-    """One worker's slot on the board. Opened by the worker, or created by the board."""
+    """One worker's slot on the board."""
 
     def __init__(self, memory: mmap.mmap, index: int) -> None:
         self._memory = memory
@@ -138,8 +132,8 @@ class BeatSlot:
             raise InvalidSpec(
                 "bad address of a beat slot", seen=repr(address), expected="PATH:NUMBER"
             )
-        # The environment may have been copied to another host, or have outlived its launcher. The
-        # path may then be another file, which must not be written to.
+        # The path may be another file, on another host or after the launcher's end: do not write to
+        # it.
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             found = Path(f"/proc/self/fd/{descriptor}").readlink().name
@@ -159,9 +153,9 @@ class BeatSlot:
     # --- the worker ---
 
     def claim(self, token: Token, *, heartbeat_s: float, patience_s: float) -> None:
-        """Ask the launcher to send heartbeats for this process, as the member in the token. The
-        launcher stops sending them once no thread of the process has called `runs` for
-        `patience_s`: the process then counts as hung.
+        """Ask the launcher to send heartbeats for this process, as the member in the token. If
+        `record_running` is not called for `patience_s`, the process counts as hung, and the
+        heartbeats end.
         """
         self._put(_BEATEN, 0)
         self._put(_ENDING, MembershipEnding.UNKNOWN)
@@ -169,7 +163,7 @@ class BeatSlot:
         claim = _CLAIM_FORM.pack(os.getpid(), heartbeat_s, patience_s) + token.SerializeToString()
         if _CLAIM + len(claim) > _ENDING:
             return  # longer than any admitted name: this member sends its own heartbeats
-        # The launcher may read a half-written claim: the checksum shows it.
+        # The checksum shows a half-written claim.
         self._memory[self._start + _CLAIM : self._start + _CLAIM + len(claim)] = claim
         self._put_head(_HEAD_FORM.pack(len(claim), zlib.crc32(claim)))
 
@@ -193,7 +187,7 @@ class BeatSlot:
             self._put(_ENDING, ending)
 
     def record_running(self) -> None:
-        """Record that a thread of this process runs: no other thread keeps the GIL."""
+        """Record that threads of this process run: none keeps the GIL."""
         self._put(_RAN, time.monotonic_ns())
 
     def progress(self, step: int) -> None:
@@ -207,15 +201,14 @@ class BeatSlot:
         self._put(_STATUS, _WAITS if status.waits else since if status.own_code_since_ns else 0)
 
     def has_recent_beat(self, within_s: float) -> bool:
-        """True if the launcher's heartbeats were accepted recently, so that the member need not
+        """True if a heartbeat of the launcher was accepted within `within_s`: the member need not
         send its own."""
         return time.monotonic_ns() - self._get(_BEATEN) < within_s * 1e9
 
     # --- the launcher ---
 
     def claimed(self, pid: int) -> SlotClaim | None:
-        """Claim of process `pid`; None if there is none, it is being written, or the process counts
-        as hung."""
+        """Claim of process `pid`; None without a complete claim, or for a hung process."""
         claim = self.claim_of(pid)
         if claim is None:
             return None
@@ -223,7 +216,7 @@ class BeatSlot:
         return None if time.monotonic_ns() - self._get(_RAN) > patience_s * 1e9 else claim
 
     def claim_of(self, pid: int) -> SlotClaim | None:
-        """Claim of process `pid` that is not withdrawn, even if the process hangs."""
+        """Claim of process `pid`, even if the process hangs."""
         start = self._start
         length, checksum = _HEAD_FORM.unpack(self._memory[start + _HEAD : start + _MOVED])
         claim = self._memory[start + _CLAIM : start + min(_CLAIM + length, _ENDING)]
@@ -251,13 +244,13 @@ class BeatSlot:
         )
 
     def record_accepted_heartbeat(self, claim: SlotClaim) -> None:
-        """Record that a coordinator accepted a heartbeat, if the slot still has this claim."""
+        """Record an accepted heartbeat, if the slot still has this claim."""
         now = self.claimed(claim.pid)
         if now is not None and now.token.incarnation == claim.token.incarnation:
             self._put(_BEATEN, time.monotonic_ns())
 
     def record_refused_heartbeat(self, claim: SlotClaim, error: ShoalError) -> None:
-        """Record that a coordinator refused a heartbeat, if the slot still has this claim."""
+        """Record a refused heartbeat, if the slot still has this claim."""
         now = self.claimed(claim.pid)
         if isinstance(error, RetryError):
             return  # the next heartbeat may be accepted: the membership has not ended
@@ -265,7 +258,7 @@ class BeatSlot:
             self.end(MembershipEnding.of(error))
 
     def has_left(self, pid: int) -> bool:
-        """True if process `pid` was a member, and has ended its membership itself."""
+        """True if process `pid` was a member and left."""
         claimant = _CLAIM_FORM.unpack_from(self._memory, self._start + _CLAIM)[0]
         return claimant == pid and self.claim_of(pid) is None
 
@@ -280,7 +273,7 @@ class BeatSlot:
         return ended or self.claim_of(pid) is not None or self.has_left(pid)
 
     def clear(self) -> None:
-        """Clear the slot for its next process, once the previous one is gone."""
+        """Clear the slot once its process is gone."""
         self._memory[self._start : self._start + _LIFELINE] = bytes(_LIFELINE)
         self.lifeline.prepare()
 
@@ -296,7 +289,7 @@ class BeatSlot:
 
 
 class BeatBoard:
-    """The slots of one launcher's workers, in memory that is freed with the launcher."""
+    """The slots of one launcher's workers."""
 
     def __init__(self, num_slots: int) -> None:
         self._descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC)
@@ -319,8 +312,8 @@ class BeatBoard:
         os.close(self._descriptor)
 
     def address(self, index: int) -> str:
-        """Address at which a process of the same user opens the slot, while the launcher lives."""
-        # Not an inherited descriptor: this also works in a worker that is a child of the script.
+        """Address at which a process of the same user opens the slot."""
+        # Unlike an inherited descriptor, this works in a child of the script.
         return f"/proc/{os.getpid()}/fd/{self._descriptor}:{index}"
 
 

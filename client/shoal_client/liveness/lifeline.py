@@ -1,9 +1,9 @@
 """A lock whose release shows that its owner ends, before the kernel has freed the process' memory.
 
-The kernel reports an exit to `waitid`, and to the peers of sockets, once that memory is freed: 20
-to 40 ms after the signal if the process had loaded torch. The robust locks of a thread
-(`set_robust_list(2)`) are released first, 0.2 ms after the signal. So a worker's main thread holds
-such a lock, in memory shared with its launcher, and a thread of the launcher waits for it.
+The kernel reports an exit once that memory is freed: 20 to 40 ms after the signal if the process
+had loaded torch. It releases robust locks (`set_robust_list(2)`) first, 0.2 ms after the signal.
+So a worker's main thread holds such a lock in shared memory, and a thread of the launcher waits for
+the lock.
 """
 
 import ctypes
@@ -17,13 +17,12 @@ from pathlib import Path
 
 SIZE_BYTES = 72
 _MUTEX = 8
-"""Offset of the mutex, after the id of the process that holds it. The largest known
-`pthread_mutex_t` has 48 bytes (glibc on aarch64); it must be aligned to 8."""
+"""Offset of the mutex, after the holder's process id. `pthread_mutex_t` needs up to 48 bytes (glibc
+on aarch64), aligned to 8."""
 _PID = struct.Struct("@Q")
 _EXITING = 0x4
-"""Flag of a process in /proc: it has begun to exit (PF_EXITING)."""
+"""PF_EXITING: the process has begun to exit."""
 _LOOK_EVERY_S = 0.2
-"""Interval at which a launcher checks if a worker holds its lifeline."""
 
 _libc = ctypes.CDLL(None)
 
@@ -34,14 +33,14 @@ class Lifeline:
     def __init__(self, memory: mmap.mmap, offset: int) -> None:
         self._memory, self._offset = memory, offset
         start = ctypes.c_char.from_buffer(memory, offset)
-        # Keep only the address: a buffer that is referenced cannot be closed.
+        # A buffer that is referenced cannot be closed.
         self._mutex = ctypes.c_void_p(ctypes.addressof(start) + _MUTEX)
 
     # --- the worker ---
 
     def hold(self) -> bool:
-        """Hold the lock until `release` or the end of this process; False if that is impossible.
-        Must be called on the main thread: no other thread lives as long as its process.
+        """Hold the lock until `release` or the end of this process; False if impossible. Must be
+        called on the main thread: no other thread lives as long as its process.
         """
         if threading.current_thread() is not threading.main_thread():
             return False
@@ -50,8 +49,7 @@ class Lifeline:
             _libc.pthread_mutex_consistent(self._mutex)
         elif result:
             return False
-        # Never unmap the memory, not even while the interpreter ends: the C library keeps a list of
-        # held locks in it.
+        # Never unmap the memory: the C library keeps a list of held locks in it.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._memory))
         self._holder = os.getpid()
         return True
@@ -63,8 +61,8 @@ class Lifeline:
         return holder if holder != os.getpid() and Path(f"/proc/{holder}").exists() else 0
 
     def release(self) -> None:
-        """Release the lock, so that the end of the process does not count as a death. Called on
-        another thread than the main one, it leaves the lock held."""
+        """Release the lock, so that the process' end does not count as a death. Only the main
+        thread can release it."""
         if self._holder != os.getpid():
             return
         self._holder = 0
@@ -82,8 +80,7 @@ class Lifeline:
         _libc.pthread_mutex_init(self._mutex, attributes)
 
     def await_exit(self, pid: int) -> bool:
-        """Wait while process `pid` holds the lock, if it does. True if the process has begun to
-        exit."""
+        """Wait while process `pid` holds the lock; True if the process has begun to exit."""
         if self._holder != pid:
             return False
         result: int = _libc.pthread_mutex_lock(self._mutex)
@@ -106,8 +103,8 @@ class Lifeline:
 
 
 class ExitWatch:
-    """Calls `on_exit` with the exit code, on its own thread, as soon as a process begins to exit
-    while it holds its lifeline. No call is made if `exit_code_of` returns None, as for code 0."""
+    """Calls `on_exit` with the exit code, on its own thread, once a process begins to exit while it
+    holds its lifeline; not for code 0."""
 
     def __init__(self, lifeline: Lifeline, pid: int, on_exit: Callable[[int], None]) -> None:
         self._lifeline, self._pid, self._on_exit = lifeline, pid, on_exit
@@ -116,8 +113,7 @@ class ExitWatch:
         self._thread.start()
 
     def close(self) -> None:
-        """End the watch; call it only once the process is gone. After this call no thread waits for
-        the lifeline."""
+        """End the watch; call it only once the process is gone."""
         self._over.set()
         self._thread.join()
 
@@ -131,9 +127,8 @@ class ExitWatch:
 
 
 def exit_code_of(pid: int) -> int | None:
-    """The exit code of a process that has begun to exit; -N for signal N. None if the process has
-    not begun to exit or is gone, or if the kernel shows 0: the code may be 0, or a code that this
-    user may not read.
+    """The exit code of a process that has begun to exit; -N for signal N. None if the code is 0 or
+    not known.
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_text()

@@ -6,20 +6,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerStatus:
-    """One report of a trainer."""
+    """A report of a trainer."""
 
     moved: int = 0
-    """A count that changes as long as the bring-up makes progress."""
+    """Changes as long as the bring-up makes progress."""
     waits: bool = False
     """True if the trainer waits for other members."""
     own_code_since_ns: int = 0
-    """Time since which the trainer is in the script's own code, by CLOCK_MONOTONIC; 0: it is
-    not."""
+    """Time by CLOCK_MONOTONIC; 0: not in the script's own code."""
     loads: bool = False
-    """True if the script's own code waits for a batch to be loaded."""
+    """True if the script's own code waits for a batch."""
 
     @property
     def own_code_s(self) -> float:
-        """Seconds that the trainer has been in the script's own code; 0: it is not."""
+        """Seconds in the script's own code; 0: not in it."""
         since_ns = self.own_code_since_ns
         return max(time.monotonic_ns() - since_ns, 0) / 1e9 if since_ns else 0.0

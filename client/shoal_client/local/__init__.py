@@ -1,1 +1,1 @@
-"""Processes on this machine: child processes, and a whole cluster of them."""
+"""Child processes, and a whole cluster of them."""

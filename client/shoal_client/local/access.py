@@ -1,6 +1,5 @@
-"""Authentication among the parts of a local cluster, and access for this user's commands. There are
-two authorities, one for Shoal's processes and one for etcd, so that etcd does not accept a worker's
-certificate.
+"""Authentication among the parts of a local cluster. etcd has an authority of its own, so that it
+does not accept a worker's certificate.
 """
 
 import threading
@@ -23,25 +22,23 @@ CERTIFICATES = "certs"
 ETCD_CERTIFICATES = "etcd"
 RENEW_EVERY = DEFAULT_VALID / 3
 LOOK_EVERY_S = 60.0
-"""Interval at which the wall clock is checked for the next renewal. Certificates expire by the wall
-clock, which runs on while the machine sleeps."""
+"""Certificates expire by the wall clock, which runs on while the machine sleeps: check it this
+often."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalTls:
-    """Mutual TLS between all parts, etcd included, with certificates that are made in `certs` in
-    the cluster's directory, and renewed. The status page is HTTP, for this user and root. Commands
-    and scripts of this user find the certificates by the coordinators' addresses."""
+    """Mutual TLS between all parts, with certificates in `certs` in the cluster's directory. The
+    status page is HTTP, for this user and root."""
 
     http_tokens: Path | None = None
-    """File of tokens with which other users access the status page; None: they have no access."""
+    """Tokens with which other users access the status page."""
 
 
 class LocalAccess:
-    """Access to a local cluster. Without a folder of certificates, the cluster's parts use no TLS.
-    With the folder `given`, all parts but etcd use TLS, and etcd too if the folder has certificates
-    for it (`has_etcd`). With the folder `made`, which `make` fills, all parts use TLS; the
-    certificates are renewed until `close`, and this user's commands on this machine find them."""
+    """Access to a local cluster. The folder `given` has certificates for all parts, for etcd only
+    with `has_etcd`. `make` fills the folder `made`, which this user's commands find. Without a
+    folder no part uses TLS."""
 
     def __init__(
         self,
@@ -59,7 +56,6 @@ class LocalAccess:
         self._http_tokens = http_tokens
         self._say = say
         self.environment = without_tls(environment)
-        """Environment of each part."""
         if self.certificates is not None:
             self.environment[FOLDER_VARIABLE] = str(self.certificates.resolve())
         self._announcement: Announcement | None = None
@@ -77,8 +73,8 @@ class LocalAccess:
         self._renewing.start()
 
     def announce(self, addresses: Sequence[str], pages: Sequence[str], etcd: Sequence[str]) -> None:
-        """Let this user's commands find the cluster, and its certificates by these addresses.
-        Raises InvalidSpec or OSError."""
+        """Let this user's commands find the cluster and its certificates. Raises InvalidSpec or
+        OSError."""
         if self._made is not None:
             record = LocalClusterRecord(
                 addresses=[*addresses, *pages], pages=pages, etcd=etcd, certificates=self._made
@@ -93,8 +89,8 @@ class LocalAccess:
         return EtcdOptions(tls=_etcd_tls(self._with_etcd))
 
     def etcd_arguments(self, existing: str) -> Sequence[str]:
-        """Arguments for access to etcd. `existing`: comma-separated addresses of an etcd that
-        another local cluster of this user started; empty: the cluster's own etcd."""
+        """Arguments for access to etcd. `existing`: addresses of an etcd that another local cluster
+        of this user started; empty: the cluster's own."""
         folder = self._with_etcd
         if existing:
             found = local_clusters.find(existing.split(","))
@@ -103,8 +99,8 @@ class LocalAccess:
 
     @property
     def coordinator_arguments(self) -> Sequence[str]:
-        """Arguments of a coordinator. Browsers need no certificate: the kernel names the user of a
-        connection."""
+        """Arguments of a coordinator. Browsers need no certificate: the kernel names a connection's
+        user."""
         if self._made is None:
             return ()
         tokens = () if self._http_tokens is None else ("--http-tokens", str(self._http_tokens))

@@ -1,15 +1,7 @@
-"""A whole cluster on this machine: etcd, coordinators, parameter servers, as processes.
+"""A whole cluster on this machine.
 
-    with LocalCluster(LocalClusterConfig(directory=Path("run"))) as cluster:
-        ...  # cluster.coordinator is host:port
-
-All parts are stopped at the end of the block, and none survives a crash of this process. Each part
-takes free ports, unless the config sets them. The logs, and etcd's data, are in the directory.
-
-With `restart` a part that ends is started again: etcd with its data and ports, the coordinator at
-its addresses, a parameter server under its id and at its address, or at a new address if it does
-not stay up. A server comes back empty: backups have taken over its shards, and it gets copies
-again. Without `restart` a part that ends is not replaced; tests and benchmarks need that.
+The cluster does not survive its `with` block, or a crash of this process. With `restart` a part
+that ends is started again, a parameter server without shards: backups have taken them over.
 """
 
 import json
@@ -53,48 +45,42 @@ class LocalClusterConfig:
     """Directory for logs, etcd's data, certificates, snapshots and ready files; made if missing."""
     num_parameter_servers: int = DEFAULT_NUM_SERVERS
     first_parameter_server: int = 0
-    """Number in the id of the first server; machines of one cluster have different ones."""
+    """Number of the first server's id; machines of one cluster have different ones."""
     parameters: bool = True
-    """False: coordinators serve no jobs that use parameter servers, and load no code for them."""
+    """False: coordinators serve no jobs that use parameter servers."""
     num_coordinators: int = 1
-    """Number of coordinators. One of them leads; another takes over if it ends."""
     etcd: str = ""
     """host:port,... of an existing etcd; empty: one is started."""
     etcd_member: EtcdAddresses | None = None
-    """The etcd server to start on this machine. It belongs to the etcd at `etcd`, whose other
-    servers are on other machines. It keeps the data of its last start, if there are any."""
+    """Member of the etcd at `etcd` to start on this machine, with the data of its last start. The
+    other members are on other machines."""
     prefix: str = ""
-    """Prefix of every key in etcd: clusters that share an etcd have different ones."""
+    """Clusters that share an etcd have different prefixes of keys."""
     listen: str = "127.0.0.1:0"
-    """host:port of the first coordinator's gRPC service; port 0: a free port. The other
-    coordinators always take free ports."""
+    """host:port of the first coordinator; port 0: a free port. The others take free ports."""
     http: str = "127.0.0.1:0"
-    """host:port of the first coordinator's HTTP service."""
+    """host:port of the first coordinator's page."""
     advertise: str = ""
-    """Address by which other machines reach the coordinators and the parameter servers, which then
-    listen on all interfaces, with TLS. Empty: only this machine reaches them."""
+    """Address by which other machines reach the cluster: its parts listen on all interfaces, with
+    TLS. Empty: only this machine reaches it."""
     snapshot_roots: Sequence[str] = ()
-    """URLs at and below which callers may have snapshots written. Snapshots without a URL go to
-    `snapshots` in the directory. With `etcd_member` they are refused, because the parameter servers
-    are on several machines and share no directory."""
+    """URLs at and below which snapshots may be written. Snapshots without a URL go to `snapshots`
+    in the directory; with `etcd_member` they are refused."""
     start_timeout_s: float = 60.0
-    """Maximum time for a coordinator or server to come up if it makes no progress; with progress,
-    ten minutes."""
+    """Time for a part to come up without progress; with progress, ten minutes."""
     grace_s: float = 5.0
-    """Time for the parts to end by themselves, before they are killed."""
+    """Time for the parts to end before they are killed."""
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
-    """The environment of coordinators and servers; its variables for TLS are removed."""
+    """Environment of coordinators and servers, without its variables for TLS."""
     tls: LocalTls | None = None
     """None: plain text on loopback, unless `certificates` is set."""
     certificates: Path | None = None
-    """Folder of `shoal certs init`, instead of `tls`: the parts speak TLS with its certificates,
-    the page included. etcd is on loopback, without TLS; with `etcd_member` it uses TLS, with the
-    certificates in `etcd` in the folder."""
+    """Folder of `shoal certs init`, instead of `tls`, also for the page. etcd uses no TLS, except
+    with `etcd_member`: then it uses the certificates in `etcd` in the folder."""
     limits: Mapping[str, float] = field(default_factory=dict)
-    """Time limits of the coordinator to set, by option: {"--join-s": 600.0}. If they contradict
-    each other, the cluster does not come up."""
+    """Time limits of the coordinator, by option: {"--join-s": 600.0}."""
     restart: RestartPolicy | None = None
-    """Policy for starting a part again that ended; None: it is not started again."""
+    """None: a part that ended is not started again."""
 
     def __post_init__(self) -> None:
         if self.num_parameter_servers < 0:
@@ -126,17 +112,15 @@ class CoordinatorAddress:
     advertised: str
     """host:port for other machines; the same without `advertise`."""
     http: str
-    """Base URL."""
 
 
 class LocalCluster:
-    """A local cluster, which is up inside its `with` block. `on_exit` is called with each process
-    that ends, also at the end of the block. `say` is called with lines for the user, for example
-    about a part that is started again. Both run on threads of the cluster.
+    """A local cluster, up inside its `with` block. `on_exit` is called with each process that ends,
+    `say` with lines for the user, on threads of the cluster.
     """
 
     etcd: str
-    """host:port of etcd, or several with commas between them."""
+    """host:port,... of etcd."""
 
     def __init__(
         self,
@@ -163,7 +147,7 @@ class LocalCluster:
         self._coordinators: dict[str, CoordinatorAddress] = {}
         self._servers: dict[str, str] = {}
         self._ended: set[str] = set()
-        """Names of the servers that are not to be started again."""
+        """Servers that are not to be started again."""
         self._num_servers = config.first_parameter_server
         self._keepers: dict[str, Keeper] = {}
         self._lock = threading.Lock()
@@ -197,14 +181,12 @@ class LocalCluster:
 
     @property
     def failure_reason(self) -> str:
-        """Reason for which the cluster was given up, with the end of a log; empty while it is
-        up."""
+        """Reason why the cluster was given up, with the end of a log; empty while it is up."""
         return self._given_up
 
     def call_on_failure(self, call: Callable[[str], None]) -> None:
-        """Call `call` with the reason and the end of a log when the cluster is given up. That
-        happens if a part does not stay up. If it has happened already, `call` is called at once;
-        otherwise it runs on a thread of the cluster.
+        """Call `call` with `failure_reason` once the cluster is given up: at once if it was, else
+        on a thread of the cluster.
         """
         with self._lock:
             self._on_given_up, reason = call, self._given_up
@@ -212,7 +194,7 @@ class LocalCluster:
             call(reason)
 
     def close(self) -> None:
-        """Stop every part; etcd last, so that the others can still release their leases."""
+        """Stop every part; etcd last, so that the others can release their leases."""
         with self._lock:
             self._closing = True
         for keeper in self._keepers.values():
@@ -263,19 +245,16 @@ class LocalCluster:
         return [address for name, address in self._servers.items() if name not in self._ended]
 
     def start_parameter_server(self) -> str:
-        """Start one more server; return its name once it serves. Raises Unavailable if it does not
-        come up. Shards are moved to it gradually."""
+        """Start one more server; return its name once it serves. Raises Unavailable."""
         name, process = self._spawn_server()
         self._servers[name] = self._await_ready(process)["grpc"]
         self._keep(process, partial(self._restart_server, name))
         return name
 
     def end_parameter_server(self, name: str, timeout_s: float = 60.0) -> None:
-        """Ask a server to hand its shards over to the others and to end, and wait for its end.
-
-        The server is not started again after this call, even if a restart has begun. Raises
-        Unavailable after `timeout_s`: the server then still hands over, and ends later. Does
-        nothing if there is no server of that name.
+        """Ask a server to hand its shards over and to end, and wait for its end. The server is not
+        started again. Raises Unavailable after `timeout_s`: the server then ends later. Does
+        nothing for an unknown name.
         """
         if name not in self._servers:
             return
@@ -323,7 +302,6 @@ class LocalCluster:
             self._keep(server, partial(self._restart_server, name))
 
     def _start_etcd(self) -> RunningEtcd | None:
-        """Start etcd, or this machine's member of it; return None if an existing etcd is used."""
         directory, options = self._config.directory / ETCD, self._access.etcd_options
         if self._config.etcd_member is not None:
             directory.mkdir(mode=0o700, exist_ok=True)
@@ -388,8 +366,7 @@ class LocalCluster:
         return process
 
     def _restart_server(self, name: str, failures: int) -> Process:
-        # The first restart in a row uses the same port. If it fails, because another program has
-        # taken the port, the next one uses any port: servers are found by their ids.
+        # From the second restart on use any port: another program may have taken this one.
         address = _with_port(ANY_PORT, self._servers[name]) if failures == 1 else ANY_PORT
         process = self._start_server(name, address)
         self._servers[name] = self._await_restarted(process)["grpc"]
@@ -430,7 +407,6 @@ class LocalCluster:
         return self._spawn(name, *arguments, *self._advertise_arguments)
 
     def _listen_address(self, listen: str) -> str:
-        """Return the address to listen on: with `advertise` the same port on every interface."""
         return _with_port(f"{self._interface}:0", listen) if self._interface else listen
 
     @property
@@ -445,7 +421,7 @@ class LocalCluster:
             return self._supervisor.spawn(command)
 
     def _spawn(self, name: str, *arguments: str) -> Process:
-        # No part comes up without etcd; some would exit at once.
+        # Some parts would exit at once without etcd.
         self._etcd_serves.wait()
         ready_path = self._ready_path(name)
         ready_path.unlink(missing_ok=True)
@@ -472,7 +448,7 @@ class LocalCluster:
         path = self._ready_path(process.name)
         start = StartTime(self._config.start_timeout_s, process.started_s)
         while not path.exists():
-            # The wait ends at once when the process exits; the file itself sends no event.
+            # The file sends no event.
             if process.wait(0.02) is not None:
                 code = process.exit_code
                 raise self._failure(process.name, f"exited with code {code}", exit_code=code)
@@ -500,15 +476,12 @@ class LocalCluster:
 
 
 def _interface(advertise: str) -> str:
-    """Return the wildcard address to listen on, of IPv4 or of both versions; empty if nothing is
-    advertised."""
     if not advertise:
         return ""
     return "[::]" if ":" in advertise else "0.0.0.0"
 
 
 def _with_port(wanted: str, found: str) -> str:
-    """The address `wanted`, with the port of `found`."""
     return f"{wanted.rpartition(':')[0]}:{found.rpartition(':')[2]}"
 
 

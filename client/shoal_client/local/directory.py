@@ -1,7 +1,5 @@
-"""The temporary directory of a local cluster or a launcher.
-
-It is removed at the end of the command, or by the next command if this one was killed. After a
-failed start its logs are kept for a day.
+"""The temporary directory of a local cluster or a launcher. The next command removes what a killed
+one left. After a failed start, logs are kept for a day.
 """
 
 import fcntl
@@ -18,7 +16,7 @@ from shoal_proto.errors import RefusedError, Unavailable
 PREFIXES = ("shoal-up-", "shoal-run-", "shoal-host-")
 """Prefixes of the directories that are locked here, and removed if they are left over."""
 KEPT_LOGS = "only-logs-are-kept"
-"""The name of an empty file that marks the directory of a failed start."""
+"""An empty file of this name marks the directory of a failed start."""
 SETTLED_S = 60.0
 """Age below which a directory may be new and not locked yet by its command."""
 KEPT_S = 86400.0
@@ -26,8 +24,8 @@ KEPT_S = 86400.0
 
 @contextmanager
 def temporary_directory(prefix: str) -> Iterator[Path]:
-    """Make a directory for one command, locked during the block. It is removed at the end; after
-    Unavailable or a RefusedError its logs are kept."""
+    """Make a directory, locked during the block and removed at its end. Logs are kept after
+    Unavailable or a RefusedError."""
     remove_left_over(Path(tempfile.gettempdir()), time.time())
     directory = Path(tempfile.mkdtemp(prefix=prefix))
     lock = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
@@ -66,7 +64,7 @@ def _remove_unlocked(directory: Path) -> None:
 
 
 def keep_logs(directory: Path) -> None:
-    """Remove all but logs: keys and etcd's data are of no use to a reader."""
+    """Remove all but logs."""
     logs = [path for path in directory.rglob("*.log") if path.is_file()]
     if not logs:
         shutil.rmtree(directory, ignore_errors=True)

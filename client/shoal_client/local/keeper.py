@@ -1,4 +1,4 @@
-"""Restarts of a part of a local cluster that has ended, within bounds."""
+"""Restarts, within bounds, of a part of a local cluster that has ended."""
 
 import os
 import threading
@@ -20,13 +20,11 @@ class RestartPolicy:
     """Policy for restarting a part that ended."""
 
     max_failures: int = 5
-    """Number of ends and failed restarts in a row, each within `settled_s`, after which the cluster
-    is given up."""
+    """Ends in a row, each within `settled_s`, after which the cluster is given up."""
     settled_s: float = 20.0
-    """Time of service after which the count of ends starts over."""
+    """Service after which the count of ends starts over."""
     first_pause_s: float = 0.1
-    """Pause before the first restart; doubled after each further end in a row that counts towards
-    `max_failures`."""
+    """Pause before the first restart; doubled after each further end in a row."""
 
     def __post_init__(self) -> None:
         if self.max_failures < 1 or min(self.settled_s, self.first_pause_s) < 0:
@@ -37,7 +35,7 @@ class RestartPolicy:
             )
 
     def pause_s(self, failures: int) -> float:
-        """Pause before a restart that follows `failures` ends in a row."""
+        """Pause after `failures` ends in a row."""
         return self.first_pause_s * 2.0 ** (failures - 1)
 
 
@@ -50,15 +48,12 @@ class NotStarted(Unavailable):
 
 
 class Keeper:
-    """One part, and the thread that waits for its end.
+    """One part, and the thread that waits for its end. `start(failures)` starts the part again and
+    returns once it serves. `give_up` is called once, with the part's name and the reason, if the
+    part does not stay up. The functions run on the keeper's thread.
 
-    `start(failures)` starts the part again and returns once it serves, or raises the error. `say`
-    gets lines for the user. `give_up` is called once, with the part's name and the reason, if the
-    part does not stay up. All of them run on the keeper's thread.
-
-    A part that ends with EX_TEMPFAIL could not reach a service outside the cluster, such as an
-    existing etcd. It is started again without a limit, and the other parts serve on meanwhile. Such
-    ends do not lengthen the pause: the part has waited for the service itself.
+    A part that ends with EX_TEMPFAIL could not reach a service outside the cluster. It is started
+    again without a limit, and without a longer pause: the part has waited itself.
     """
 
     def __init__(
@@ -119,7 +114,6 @@ class Keeper:
             seen, code = self._await_end()
 
     def _await_end(self) -> tuple[str, int | None]:
-        """Wait for the end of the part; return its description and the exit code."""
         code = self._process.wait()
         assert code is not None
         return describe_exit(code), code

@@ -1,7 +1,4 @@
-"""Search for descendants of this process that are left over. `adopt_orphans` makes this process the
-parent of orphaned descendants, so that they can still be found. Call it at the start of a program,
-not in a library: the process then has to reap the orphans that it adopts, which `sweep` does.
-"""
+"""Search for descendants of this process that are left over."""
 
 import ctypes
 import os
@@ -13,7 +10,8 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every descendant whose own parent dies."""
+    """Become the parent of descendants whose own parents die. Not for libraries: this process then
+    has to reap them, as `sweep` does."""
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
 
@@ -38,12 +36,11 @@ def descendants() -> dict[int, str]:
 
 
 def sweep(grace_s: float) -> dict[int, str]:
-    """Wait up to `grace_s` for the last descendants to end; kill and return those that did not.
-    Call it only once no other code waits for a child process: it reaps all of them.
+    """Wait up to `grace_s` for the last descendants to end; kill and return the others. Reaps all
+    children: no other code may wait for one.
     """
     deadline_s = time.monotonic() + grace_s
     while (left := descendants()) and time.monotonic() < deadline_s:
-        # The end of a grandchild sends no event.
         _reap()
         time.sleep(0.01)
     for pid in left:

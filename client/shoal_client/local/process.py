@@ -1,12 +1,11 @@
 """Child processes that do not outlive their parent, and whose end is noticed at once.
 
-Each child is started through a guard, a small Python program. It asks the kernel to kill it when
-its parent dies (PR_SET_PDEATHSIG), checks that the parent is still alive, and then becomes the
-command. So a crash or SIGKILL of the parent leaves no child. The kernel sends the signal when the
-*thread* that forked ends, so a Supervisor forks on a thread that lives as long as the Supervisor.
+Each child starts as a guard, a small Python program that asks the kernel to kill it when its parent
+dies (PR_SET_PDEATHSIG), and then becomes the command. The kernel sends the signal when the *thread*
+that forked ends, so a Supervisor forks on a thread of its own.
 
-Each child leads its own process group. So a Ctrl-C in the terminal reaches only the parent, and
-killing a child also kills the child's own children.
+Each child leads its own process group: Ctrl-C in the terminal reaches only the parent, and killing
+a child also kills the child's children.
 """
 
 import os
@@ -26,9 +25,9 @@ from typing import IO
 from shoal_proto.errors import InvalidSpec
 
 KILLED_S = 5.0
-"""Time to wait for a child after SIGKILL. A child that hangs in the kernel is left behind."""
+"""A child that hangs in the kernel for this time after SIGKILL is left behind."""
 MAX_LINE_BYTES = 1 << 16
-"""Maximum size of a line for the sink; a longer line is passed on in pieces."""
+"""A longer line is passed to the sink in pieces."""
 
 _GUARD = """
 import ctypes, os, sys
@@ -48,16 +47,14 @@ class ChildCommand:
     """Command to run, and the destination of its output."""
 
     name: str
-    """Name of the process in logs and messages."""
     arguments: Sequence[str]
     environment: Mapping[str, str] | None = None
     """The whole environment; None: this process' own."""
     log_path: Path | None = None
-    """File to which stdout and stderr are appended."""
+    """Stdout and stderr are appended to this file."""
     sink: Callable[[str], None] | None = None
-    """Called with each line of stdout and stderr, without its end, on a thread for this child.
-    Without a sink and a log_path the child writes to this process' stdout and stderr.
-    """
+    """Gets each line of stdout and stderr, without its end, on a thread for this child. Without a
+    sink and a log_path the child writes to this process' stdout and stderr."""
     stdin: int | None = None
     """File descriptor that the child reads; None: nothing."""
 
@@ -69,7 +66,7 @@ class ChildCommand:
 
 
 class Process:
-    """One child, made by `Supervisor.spawn`. Every method is safe from any thread."""
+    """One child. Every method is safe from any thread."""
 
     def __init__(self, command: ChildCommand, popen: subprocess.Popen[bytes]) -> None:
         self.command = command
@@ -87,19 +84,19 @@ class Process:
         return self._popen.returncode if self._exited.is_set() else None
 
     def wait(self, timeout_s: float | None = None) -> int | None:
-        """Wait for the exit and return the code, or None when the time is up."""
+        """Wait for the exit and return the code; None after `timeout_s`."""
         self._exited.wait(timeout_s)
         return self.exit_code
 
     def drain(self, timeout_s: float) -> None:
         """Wait, after the exit, until the child's last lines have reached the sink."""
         if self._pump is not None:
-            # A descendant that left the group may keep the pipe open, so the wait has a limit.
+            # A descendant may keep the pipe open, so the wait has a limit.
             self._pump.join(timeout_s)
 
     def send_signal(self, number: int) -> None:
         """Signal the child itself, unless it has exited."""
-        # Under the lock the child is not reaped, so no other process can get its pid.
+        # Under the lock no other process can get the pid.
         with self._reaping:
             if self._popen.returncode is None:
                 os.kill(self.pid, number)
@@ -116,8 +113,8 @@ class Process:
         self.send_signal(signal.SIGCONT)
 
     def stop(self, grace_s: float) -> int | None:
-        """Send SIGTERM, then SIGKILL if the child has not exited after `grace_s`. Returns the exit
-        code; None if the child hangs in the kernel."""
+        """Send SIGTERM, then SIGKILL after `grace_s`. Returns the exit code; None if the child
+        hangs in the kernel."""
         stop_all([self], grace_s)
         return self.exit_code
 
@@ -131,8 +128,8 @@ class Process:
             seen = os.waitid(os.P_PID, self.pid, events | os.WNOWAIT)
             assert seen is not None
             if seen.si_code in (os.CLD_STOPPED, os.CLD_CONTINUED):
-                # Consume the event, or the next wait would return it again. Report the consumed
-                # event: it may be a SIGCONT that followed, which is not reported again.
+                # Consume the event, or the next wait returns it again. Report the consumed event:
+                # it may be a SIGCONT that followed.
                 halts = os.WSTOPPED | os.WCONTINUED | os.WNOHANG
                 taken = os.waitid(os.P_PID, self.pid, halts)
                 if taken is not None:
@@ -140,7 +137,7 @@ class Process:
                 continue
             break
         with self._reaping:
-            # Until the child is reaped, no other process group can get its number.
+            # Until the child is reaped, no other group can get its number.
             os.killpg(self.pid, signal.SIGKILL)
             self._popen.wait()
         self._exited.set()
@@ -154,10 +151,9 @@ def _pump(stream: IO[bytes], sink: Callable[[str], None]) -> None:
 
 
 class Supervisor:
-    """Starts children and stops all of them at the end of its `with` block.
-
-    `on_exit` and `on_stop` (True: SIGSTOP has suspended the child, False: it continues) run on the
-    thread of their child, as soon as the kernel reports the event. They must return quickly.
+    """Starts children and stops them at the end of its `with` block. `on_exit` and `on_stop` (True:
+    SIGSTOP has suspended the child, False: it continues) run on the child's thread, and must return
+    quickly.
     """
 
     def __init__(
@@ -192,7 +188,7 @@ class Supervisor:
 
     def spawn(self, command: ChildCommand) -> Process:
         """Start a child. Raises OSError if the kernel refuses, InvalidSpec after `close`. A command
-        that cannot be run exits with 127, and its output names the error."""
+        that cannot be run exits with 127."""
         order: Future[Process] = Future()
         with self._lock:
             if self._closed:
@@ -202,7 +198,7 @@ class Supervisor:
 
     @property
     def running(self) -> list[Process]:
-        """The children that have not exited, in the order of their start."""
+        """Children that have not exited, in the order of their start."""
         with self._lock:
             self._processes = [each for each in self._processes if each.exit_code is None]
             return list(self._processes)
@@ -213,8 +209,7 @@ class Supervisor:
             self._processes.remove(process)
 
     def close(self) -> None:
-        """Stop every child (SIGTERM, and SIGKILL after the grace time), and refuse to start
-        others."""
+        """Stop every child (SIGTERM, later SIGKILL), and refuse to start others."""
         with self._lock:
             if self._closed:
                 return

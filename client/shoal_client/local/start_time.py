@@ -4,16 +4,15 @@ import os
 from pathlib import Path
 
 MOST_S = 600.0
-"""Maximum time of a start, even with progress, unless `timeout_s` is longer."""
+"""Limit even with progress, unless `timeout_s` is longer."""
 LEAST_SHARE = 1 / 60
-"""Fraction of a core's time that counts as progress: a hung part uses less, a part on a busy
-machine more."""
+"""Fraction of a core's time that counts as progress: a hung part uses less."""
 _TICKS_A_S = os.sysconf("SC_CLK_TCK")
 ADVICE = "If this machine is busy or its disk is slow, run the command again later."
 
 
 class StartTime:
-    """Time limit of one start. The caller supplies the clock and the CPU seconds of the part."""
+    """Time limit of one start."""
 
     def __init__(self, timeout_s: float, now_s: float) -> None:
         """`timeout_s`: maximum time without progress."""

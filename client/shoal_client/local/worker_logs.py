@@ -28,8 +28,8 @@ def older(path: Path) -> Path:
 
 
 class WorkerLog:
-    """Appends lines of one worker, across its restarts. An error of the disk loses all later lines
-    but never stops the run: `problem` is the error; empty: none."""
+    """Appends lines of one worker, across its restarts. After an error of the disk (`problem`;
+    empty: none) later lines are lost."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -56,11 +56,11 @@ class WorkerLog:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         if self.path.exists() and self.path.stat().st_size + 1024 > MAX_BYTES:
             self.path.replace(older(self.path))
-        # Readable by this user only, and never through another user's link.
+        # Never through another user's link.
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
         self._file = os.open(self.path, flags, 0o600)
         found = os.fstat(self._file)
-        # Another user may have made the directory and the file before, in order to read it.
+        # Another user may have made the file, in order to read it.
         if found.st_uid != os.geteuid() or found.st_nlink != 1:
             self.close()
             raise PermissionError(errno.EPERM, "it belongs to another user, or has a second link")

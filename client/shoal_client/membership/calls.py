@@ -1,4 +1,4 @@
-"""A member's calls: the method of the membership stub for each, on the channel to the leader."""
+"""A member's calls on the channel to the leader."""
 
 from collections.abc import Callable, Mapping
 
@@ -27,7 +27,6 @@ METHODS: Mapping[type, Callable[[grpc.Channel], Method[pb.Ack]]] = {
     pb.LeaveRequest: lambda channel: MembershipStub(channel).Leave,
     pb.DrainRequest: lambda channel: MembershipStub(channel).Drain,
 }
-"""Methods by type of request."""
 
 
 def attend(request: pb.AttendRequest, joining: OngoingSpan) -> Callable[[grpc.Channel], Notices]:

@@ -17,8 +17,7 @@ class PlannedChange:
 
     record: pb.GenerationRecord
     offer: int
-    """First step that was not begun yet. This step and later ones do not begin before `stop_at` is
-    known."""
+    """First step not begun yet. It does not begin before `stop_at` is known."""
     stop_at: int | None = None
 
     @property
@@ -32,36 +31,34 @@ class PlannedChange:
 
 
 class GenerationTrack:
-    """The generations of one member, as far as the member knows them. Methods return requests to
-    send to the coordinator. Each request may be sent more than once.
+    """The generations that one member knows. Methods return requests for the coordinator, which may
+    be sent more than once.
     """
 
     def __init__(self, identity: Identity) -> None:
         self._identity = identity
         self.generation = 0
-        """Newest generation that the trainer was sent into; 0: none yet."""
+        """Newest generation that the trainer was sent into; 0: none."""
         self.step = 0
-        """Number of optimizer steps in the trainer's state."""
         self.change: PlannedChange | None = None
         self.is_closing = False
-        """True if the job admits no more members, and forms no more generations."""
+        """True if the job admits no more members."""
         self.num_waiting = 0
-        """Number of members without a rank that would be in the next generation, as last
-        notified."""
+        """Members without a rank that would be in the next generation, as last notified."""
         self._proposal: pb.Proposal | None = None
         self._record: pb.GenerationRecord | None = None
         """Newest record that the trainer may enter."""
         self._ready_generation = 0
         self._begun = -1
         self._crossed_at: int | None = None
-        """Step at which the previous generation stopped, if the present one was planned."""
+        """Step at which the previous generation stopped, if this one was planned."""
         self._step_report: pb.SettleRequest | None = None
         """Step report after the last break, until a generation follows."""
         self._reported: pb.ReportBrokenRequest | None = None
         """Report of a failed collective, until the break is notified."""
         self._broken: dict[int, str] = {}
         self.lost: frozenset[str] = frozenset()
-        """Members that were lost in this member's generations, as far as notified."""
+        """Members lost in this member's generations, as far as notified."""
 
     def is_broken(self, generation: int) -> bool:
         """True if the generation is over, by a loss or an aborted bring-up."""
@@ -69,7 +66,7 @@ class GenerationTrack:
 
     @property
     def successor(self) -> pb.GenerationRecord | None:
-        """Record of the planned generation, once the members agreed where the present one stops."""
+        """Record of the planned generation, once members agreed where the present one stops."""
         change = self.change
         return change.record if change is not None and change.stop_at is not None else None
 
@@ -82,11 +79,9 @@ class GenerationTrack:
         return self._propose_request(proposal)
 
     def begin_step(self, step: int) -> StepBegun | BringUpGeneration | PlannedChange:
-        """Begin the step, or return the generation to bring up instead, or the change that the
-        trainer has to wait for."""
+        """Begin the step, or return the generation to bring up instead, or the change to wait
+        for."""
         change = self.change
-        # The offered step and later ones are not begun before all members have agreed where to stop
-        # (see `boundary`).
         if change is None or step < change.boundary or self.generation in self._broken:
             self._begun = step
             return BEGUN
@@ -97,10 +92,8 @@ class GenerationTrack:
         return BringUpGeneration(record=change.record)
 
     def enter(self, above: int) -> pb.GenerationRecord | None:
-        """Enter the generation of the newest record with a number above `above`, if there is
-        one."""
+        """Enter the generation of the newest record, if its number is above `above`."""
         record = self._record
-        # A broken generation is never entered, and no generation is entered twice.
         if record is None or not self._is_new(record.roster.generation, above):
             return None
         self.generation = record.roster.generation
@@ -113,8 +106,8 @@ class GenerationTrack:
     def become_ready(self, roster: pb.Roster) -> pb.ReadyRequest:
         self._ready_generation = roster.generation
         if self._proposal is not None and roster.synchronous:
-            # A later leader gets this proposal again, which then has to state that this member
-            # holds the state.
+            # A later leader gets this proposal again, and must see that this member holds the
+            # state.
             self._proposal.has_state = True
             self._proposal.step = max(self._proposal.step, self.step)
         return self._ready_request(roster.generation)
@@ -140,8 +133,8 @@ class GenerationTrack:
     # --- the coordinator ---
 
     def is_superseded_by(self, record: pb.GenerationRecord) -> bool:
-        """True if survivors formed a generation that replaces this member's. The old generation is
-        then over, even if the leader died before it notified any member of the break.
+        """True if survivors formed a generation that replaces this member's: the old one is over,
+        even if no break was notified.
         """
         roster = record.roster
         formed = roster.synchronous and not roster.planned
@@ -167,13 +160,10 @@ class GenerationTrack:
             return None
         if self.change is None or self.change.generation != number:
             self.change = PlannedChange(record=record, offer=self._begun + 1)
-        # A repeated record gets the same offer: since the first offer, this member has begun only
-        # steps below the offered one.
+        # A repeated record gets the same offer: this member has begun only steps below it.
         return self._offer_request(self.generation, number, self.change.offer)
 
     def _offer_again(self, number: int) -> pb.OfferRequest | None:
-        """Answer a new leader, which collects the offers again, with the step at which the old
-        generation stopped."""
         if number == self.generation and self._crossed_at is not None:
             return self._offer_request(number, number, self._crossed_at)
         return None
@@ -183,7 +173,7 @@ class GenerationTrack:
             self.change = replace(self.change, stop_at=stop.step)
 
     def take_aborted(self, generation: int) -> bool:
-        """Record an aborted generation. True if it had been committed, so that it is now broken."""
+        """Record an aborted generation; True if it had been committed."""
         if self.change is not None and self.change.generation == generation:
             self.change = None
         return self._record is not None and self._record.roster.generation == generation
@@ -198,23 +188,22 @@ class GenerationTrack:
         return True
 
     def idle_step_report(self) -> pb.SettleRequest | None:
-        """Step report of a trainer that is in no generation; None if it made no report. A trainer
-        that never entered any generation is still at the step that it proposed.
+        """Step report of a trainer that is in no generation, if any. A trainer that entered none is
+        at the step that it proposed.
         """
         if self._step_report is not None or self.generation or self._proposal is None:
             return self._step_report
         return self._settle_request(self._proposal.step, has_state=self._proposal.has_state)
 
     def proposed(self) -> pb.ProposeRequest | None:
-        """Proposal, repeated for a new leader, which reads the rosters from etcd but does not have
-        the members' proposals."""
+        """Proposal to repeat for a new leader, which does not have the members' proposals."""
         return self._propose_request(self._proposal) if self._proposal is not None else None
 
     def report_to_repeat(
         self,
     ) -> pb.SettleRequest | pb.ReportBrokenRequest | pb.ReadyRequest | None:
-        """Report to repeat for a new leader: the trainer's step, a failed collective, or that its
-        generation is up. The old leader may have died before it notified members of the break."""
+        """Report to repeat for a new leader: of the trainer's step, a failed collective, or
+        readiness."""
         if self._step_report is not None:
             return self._step_report
         if self._reported is not None and self.generation not in self._broken:

@@ -1,5 +1,5 @@
-"""Answers of the coordinator that the processes of one host share: the first process that needs one
-fetches it for all."""
+"""Answers of the coordinator that the processes of one host share: the first process that needs an
+answer fetches it for all."""
 
 import fcntl
 import hashlib
@@ -16,17 +16,15 @@ log = structlog.get_logger(__name__)
 
 MAX_FILES = 8
 LOOK_AGAIN_S = 0.005
-"""Interval of attempts to get the lock: the kernel does not notify of its release."""
+"""The kernel does not notify of the lock's release: try this often."""
 _DIGEST_BYTES = 32
 
 
 class HostFiles:
-    """Answers as files, one each, in a folder that the processes of one host share.
+    """Answers as files in a folder that the processes of one host share.
 
     A file begins with a digest of the rest, so that a truncated file is not used. A lock keeps two
-    processes from fetching the same answer. The kernel releases the lock when the process that
-    holds it ends; if SIGSTOP has suspended that process, the others wait for at most `wait_s`. If
-    the directory cannot be made, each process fetches for itself.
+    processes from fetching the same answer; the others wait for at most `wait_s`.
     """
 
     def __init__(self, directory: Path, closing: threading.Event, wait_s: float) -> None:
@@ -36,9 +34,8 @@ class HostFiles:
         self._wait_s = wait_s
 
     def get(self, key: str, ask: Callable[[], bytes]) -> bytes:
-        """The answer named `key`; `ask` fetches it if no process of this host has it.
-
-        Raises what `ask` raises.
+        """The answer named `key`; `ask` fetches it if no process of this host has it, and may
+        raise.
         """
         path = self._directory / hashlib.sha256(key.encode()).hexdigest()
         if (found := _read(path)) is not None:
@@ -65,12 +62,11 @@ class HostFiles:
             for old in files[:-MAX_FILES]:
                 old.unlink(missing_ok=True)
         except OSError as error:
-            # The other processes fetch the answer themselves.
+            # Other processes fetch the answer themselves.
             log.info("answer_not_shared", directory=str(self._directory), reason=str(error))
 
 
 def _read(path: Path) -> bytes | None:
-    """The answer in a file; None if there is none, or it is not complete."""
     try:
         kept = path.read_bytes()
     except OSError:

@@ -1,4 +1,4 @@
-"""Identity of a member for the coordinator and for other members."""
+"""Identity of a member."""
 
 from dataclasses import dataclass, field
 
@@ -12,15 +12,15 @@ class Identity:
     spec: pb.JobSpec
     member_id: str
     incarnation: str = field(repr=False)
-    """UUID of the process; a secret."""
+    """Secret UUID of the process."""
     public_id: str
-    """Public id of the incarnation, as in rosters."""
+    """Public id, as in rosters."""
     info: pb.MemberInfo
     job_secret: str = field(default="", repr=False)
-    """Secret of the job, set by its first member; empty: none."""
+    """Set by the job's first member; empty: none."""
 
     def token(self, generation: int) -> Token:
-        """The fencing token for a generation; 0: for none yet."""
+        """The fencing token for a generation; 0: none yet."""
         return Token(
             job=self.spec.job,
             generation=generation,
@@ -30,9 +30,9 @@ class Identity:
         )
 
     def is_in(self, roster: pb.Roster) -> bool:
-        """True if this very process is in the roster, not another process of its name."""
+        """True if this process is in the roster, not another one of its name."""
         own_id, own_process = self.member_id, self.public_id
-        # Names first: only one of possibly thousands of entries has this member's name.
+        # Only one of possibly thousands of entries has this member's name.
         return any(e.member_id == own_id and e.public_id == own_process for e in roster.entries)
 
     def attend_request(self, generation: int) -> pb.AttendRequest:

@@ -1,4 +1,4 @@
-"""End of a membership by the member's own decision, or an operator's."""
+"""End of a membership, wanted by the member or an operator."""
 
 from shoal_client.membership import member_events as ev
 from shoal_client.membership.identity import Identity
@@ -7,11 +7,11 @@ from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.identity_pb2 import Token
 
 UNANSWERED_LEAVE_TIMEOUT_S = 0.3
-"""Time limit of the call to leave if no coordinator answered during the whole drain."""
+"""Time limit of the call to leave after a drain without an answer."""
 
 
 def drained(identity: Identity, reason: str) -> MemberDrained:
-    """Error that ends the membership of a member that was asked to leave."""
+    """Error that ends the membership of a drained member."""
     return MemberDrained(f"{identity.member_id} leaves job {identity.spec.job}", seen=reason)
 
 
@@ -20,23 +20,20 @@ class LeaveState:
 
     def __init__(self) -> None:
         self.reason = ""
-        """Reason for which this member is drained; empty while it is not."""
+        """Empty: no drain."""
         self.is_noticed = False
-        """True if the leave has been logged."""
         self.no_generation_follows = False
-        """True if no further generation follows once this member has left."""
+        """True if no generation follows the leave."""
         self.is_unanswered = False
-        """True if no coordinator answered during the whole drain."""
+        """True if no coordinator answered during the drain."""
         self.has_begun = False
         self.is_acknowledged = False
-        """True if the coordinator accepted the leave."""
         self.work_done_request: pb.LeaveRequest | None = None
-        """Request in which this member announced that its work is done and it stays, or that it
-        closes the job; None: neither."""
+        """Newest request of `work_done`, if any."""
         self._drained = False
 
     def request_leave(self, reason: str) -> None:
-        """Set the reason to leave, unless there is one already."""
+        """Set the reason to leave, if there is none yet."""
         self.reason = self.reason or reason
 
     def begin(self, *, drained: bool) -> None:
@@ -66,8 +63,7 @@ class LeaveState:
     # --- staying with the work done ---
 
     def work_done(self, event: ev.WorkDone, token: Token) -> pb.LeaveRequest:
-        """Return the request in which a member announces that its work is done and it stays, or
-        that it closes the job. New leaders get the same request."""
+        """Return the request for a member that stays with its work done, or closes the job."""
         before = self.work_done_request or pb.LeaveRequest()
         self.work_done_request = pb.LeaveRequest(
             token=token,

@@ -1,4 +1,4 @@
-"""A member's configuration, and the callbacks of its session."""
+"""A member's configuration and callbacks."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,34 +15,29 @@ from shoal_proto.v1 import membership_pb2 as pb
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """A member's configuration: its job, its identity, and the coordinators."""
+    """Configuration of a member."""
 
     coordinators: Sequence[str]
-    """host:port of every coordinator."""
+    """host:port of each."""
     spec: pb.JobSpec
     member_id: str
     incarnation: str = field(repr=False)
-    """UUID of the process; a secret."""
+    """Secret UUID of the process."""
     info: pb.MemberInfo
     beat_slot: BeatSlot | None = None
-    """Slot by which this host's launcher sends heartbeats for the member. Without it the member
-    sends its own."""
+    """Slot for heartbeats by the launcher; None: the member sends its own."""
 
     launcher_job: str = ""
-    """Job that this host's launcher runs workers for; empty: there is no launcher, or its job is
-    unknown."""
+    """Job of this host's launcher; empty: none, or unknown."""
     job_secret: str = field(default="", repr=False)
     """See `shoal_proto.secrets`; empty: the job has none."""
     shared_directory: Path | None = None
-    """Directory for files that the members of this host share. None: they share no files, and each
-    member fetches its rosters for itself."""
+    """Directory that the members of this host share; None: each member fetches its rosters."""
     admission_s: float = ADMISSION_S
-    """Time within which a coordinator must admit the member, so that a wrong address is
-    reported."""
 
     @property
     def identity(self) -> Identity:
-        """Identity of the member for the coordinator."""
+        """The member's identity."""
         return Identity(
             spec=self.spec,
             member_id=self.member_id,
@@ -55,19 +50,18 @@ class Member:
 
 @dataclass(frozen=True, kw_only=True)
 class MemberHooks:
-    """Callbacks of a session to its owner. They run on the thread that reads the stream of notices;
-    only `on_break` may run on any thread of the session, the trainer's included."""
+    """Callbacks of a session to its owner, on the thread that reads the notices; `on_break` may run
+    on any thread of the session, the trainer's included."""
 
     validate: Callable[[pb.Prepare], Sequence[pb.Rejection]] = lambda prepare: ()
     find_unreachable: Callable[[pb.Prepare], Mapping[str, str]] = lambda prepare: {}
-    """Peers that this member cannot reach, each with the error."""
+    """Peers that this member cannot reach, with the error."""
     find_checkpoints: Callable[[], Sequence[int]] = lambda: ()
     """Steps of the complete checkpoints that this member sees; asked for if no member of the roster
-    holds the job's state."""
+    has the job's state."""
     on_break: Callable[[int, str], None] = lambda generation, reason: None
-    """Called with the generation and the reason when a generation breaks, and when the membership
-    ends with an error (then possibly a second time for the same generation). A planned change is no
-    break."""
+    """Called when a generation breaks, or when the membership ends with an error. A planned change
+    is no break."""
 
     def validate_roster(self, effect: ev.ValidateRoster) -> ev.RosterValidated:
         """The member's answer to a roster."""
@@ -77,7 +71,7 @@ class MemberHooks:
             generation=prepare.roster.generation,
             digest=effect.digest,
             rejections=rejections,
-            # For a rejected roster the network need not be checked.
+            # The network need not be checked for a rejected roster.
             unreachable={} if rejections else self.find_unreachable(prepare),
             checkpoint_steps=self.find_checkpoints()
             if effect.from_checkpoint and not rejections
@@ -86,12 +80,11 @@ class MemberHooks:
 
 
 _completed: set[tuple[str, str]] = set()
-"""(job, member_id) of each job that this process has trained to its end."""
+"""(job, member_id) of jobs that this process has trained to their end."""
 
 
 class OwnJob:
-    """A member's job among the jobs that its process joins one after another, such as the folds of
-    a cross-validation."""
+    """A member's job among those that its process joins one after another."""
 
     def __init__(self, member: Member) -> None:
         self._key = (member.spec.job, member.member_id)
@@ -107,11 +100,8 @@ class OwnJob:
         _completed.add(self._key)
 
     def ending(self, error: ShoalError, *, admitted: bool) -> MembershipEnding:
-        """Ending that is reported to the launcher for this error.
-
-        `admitted`: True if the member had been admitted to the job. If the job was finished before,
-        the member was not needed, which is usually no failure. In a script with several jobs it
-        counts as a failure, so that no job is skipped unnoticed.
+        """Ending to report to the launcher. A job that was finished before the admission is usually
+        no failure. In a script with several jobs it is one, so that no job is skipped unnoticed.
         """
         ending = MembershipEnding.of(error)
         several = self._differs_from_launcher or self._key in _completed
@@ -122,14 +112,13 @@ class OwnJob:
         )
 
     def explain(self, failure: ShoalError) -> ShoalError:
-        """The error of a join, with advice for a script that joins several jobs."""
+        """The error of a join, with advice for scripts with several jobs."""
         again = self._key in _completed
         if not isinstance(failure, JobFinished) or not (again or self._differs_from_launcher):
             return failure
         finished = f"job {self._key[0]} is finished"
         if failure.what != finished:
-            # Another refusal, for example because the job was started over, has nothing to do with
-            # several jobs.
+            # Another refusal, for example because the job was started over.
             return failure
         by = "by an earlier session of this process" if again else "by others"
         fix = "Give each a name, as in shoal.join(f'fold-{k}')" if again else "Catch JobFinished"

@@ -1,4 +1,4 @@
-"""Handling of a member's calls that were answered or failed."""
+"""Handling of a member's calls."""
 
 from dataclasses import replace
 
@@ -7,26 +7,21 @@ from shoal_proto.errors import ShoalError
 from shoal_proto.v1 import membership_pb2 as pb
 
 ADMISSION_LOGGED_AFTER_S = 1.0
-"""Time after which a member logs that it still waits for admission."""
 _UNANSWERED_EVENTS = {
     pb.PauseRequest: "pause_not_told",
     pb.DrainRequest: "drain_not_taken",
     pb.HeartbeatRequest: "heartbeat_failed",
 }
-"""Events logged for calls that are given up."""
 
 
 class MemberCalls:
-    """Makes the effects that make and repeat calls, and that log one line at the beginning of an
-    outage, and one at its end."""
+    """Makes effects that repeat calls, and that log the beginning and the end of an outage."""
 
     def __init__(self, member_id: str) -> None:
         self._member_id = member_id
         self._is_answered = True
-        """True if the last heartbeat was answered."""
         self._joined_s = self._joins_within_s = 0.0
         self._is_wait_logged = False
-        """True if the wait for admission has been logged."""
 
     def new(
         self,
@@ -86,7 +81,7 @@ class MemberCalls:
     def repeat_call(
         self, call: ev.CallLeader, error: ShoalError, chance: float, now_s: float
     ) -> list[ev.Effect]:
-        """Repeat a call until it is given up: there may be no coordinator for hours."""
+        """Repeat a call until it is given up."""
         left_s = call.give_up_s - now_s
         next_call = replace(
             call,
@@ -103,7 +98,7 @@ class MemberCalls:
         ]
 
     def repeat_after_pause(self, call: ev.CallLeader) -> ev.CallLeader:
-        """Repeat a call after a pause, since some calls fail at once."""
+        """Repeat a call after a pause: some calls fail at once."""
         return replace(call, after_s=call.back_off.pause_s(1.0))
 
     def give_up_call(self, call: ev.CallLeader, error: ShoalError) -> list[ev.Effect]:

@@ -1,8 +1,7 @@
 """State and decisions of a member of a job, without I/O: an event and the time go in, effects come
-out. `MemberSession` submits an event on one of its threads and carries out its effects on the same
-thread, in order. The end of a call is an event again. After every event, waiting threads ask for
-their decisions again. The trainer's decisions (`begin_step`, `next_generation`, `judge_break`) are
-methods; their outcome changes with events.
+out. `MemberSession` carries out an event's effects in order, on the thread that submitted it. The
+trainer's decisions (`begin_step`, `next_generation`, `judge_break`) are methods: waiting threads
+call them again after every event.
 """
 
 from dataclasses import dataclass, replace
@@ -42,7 +41,7 @@ class OwnPause:
     limit_s: float
     since_s: float
     number: int
-    """Number of the pause within this process, from 1."""
+    """Counts the pauses of this process, from 1."""
     over: bool = False
 
     def ended(self) -> "OwnPause":
@@ -50,7 +49,7 @@ class OwnPause:
         return replace(self, over=True)
 
     def request(self, token: Token, now_s: float) -> pb.PauseRequest:
-        """Request that reports the pause; it shows a new leader how much of the limit is left."""
+        """Request that reports the pause, with the elapsed part of its limit."""
         return pb.PauseRequest(
             token=token,
             paused=not self.over,
@@ -69,11 +68,9 @@ class MemberCore:
         self.track = GenerationTrack(identity)
         self.clock = WaitClock()
         self.failure: ShoalError | None = None
-        """Error that ended the membership, if any."""
         self.waiting_for = "the coordinator to admit this member"
         """The coordinator's latest reason why this member is not training."""
         self.is_standby = False
-        """True if this member is on standby."""
         self.leaving = LeaveState()
         self.closed = False
         self._admitted: pb.Admitted | None = None
@@ -100,11 +97,11 @@ class MemberCore:
 
     @property
     def token(self) -> Token:
-        """The fencing token as of the generation that the trainer was last sent into."""
+        """The fencing token for the generation that the trainer was last sent into."""
         return self.identity.token(self.track.generation)
 
     def is_idle(self, call: ev.CallLeader) -> bool:
-        """True if the call is of no use any more because the membership has ended."""
+        """True if the call is of no use since the membership has ended."""
         return call.persistence in ev.FOR_MEMBERS and self.failure is not None
 
     def is_over(self, generation: int) -> bool:
@@ -116,7 +113,7 @@ class MemberCore:
     # --- events ---
 
     def step(self, event: ev.Event, now_s: float) -> Effects:
-        """Handle an event. The returned effects are to be carried out in order."""
+        """Handle an event; return the effects, in order."""
         effects: Effects
         match event:
             case ev.HeartbeatDue() | ev.HeartbeatRefused():
@@ -136,7 +133,7 @@ class MemberCore:
                 effects = self._pause(event, now_s)
             case ev.DrainWanted():
                 self.leaving.request_leave(event.reason)
-                # Before admission no request can be sent: this one is sent on admission.
+                # The request is sent on admission.
                 effects = [self._drain_call(event.reason, now_s)] if self.admitted else []
             case ev.LeaveWanted():
                 effects = self._leave(event, now_s)
@@ -150,7 +147,6 @@ class MemberCore:
         return effects
 
     def _request_of(self, event: ev.TrainerEvent) -> ev.Request:
-        """Request of the trainer, which is repeated until it is answered."""
         match event:
             case ev.ProposalMade():
                 return self.track.propose(event.proposal)
@@ -166,7 +162,7 @@ class MemberCore:
                 return self.leaving.work_done(event, self.token)
 
     def progress(self, step: int) -> None:
-        """Set the number of steps committed so far, for the heartbeats."""
+        """Set the number of committed steps."""
         self.track.step = step
 
     # --- the stream ---
@@ -183,7 +179,7 @@ class MemberCore:
         return self._follow(event, waited_for, now_s)
 
     def _follow(self, event: ev.NoticeReceived, waited_for: str, now_s: float) -> Effects:
-        """Act on a notice. `waited_for`: the reason in the notice before it."""
+        """`waited_for`: the reason in the notice before this one."""
         notice = event.notice
         effects: Effects = []
         match notice.WhichOneof("kind"):
@@ -219,7 +215,7 @@ class MemberCore:
 
     def _take_admitted(self, admitted: pb.Admitted, now_s: float) -> Effects:
         again, self._admitted = self.admitted, admitted
-        # The next notice names the paused members, if there are any.
+        # The next notice names the paused members.
         self.clock.pause((), now_s)
         self.track.num_waiting = 0
         limits = admitted.limits
@@ -234,7 +230,7 @@ class MemberCore:
             effects.append(ev.AskForDrain(reason=self.leaving.reason))
         if not again:
             return effects + self._calls.handle_admission(now_s)
-        # A new leader reads the roster from etcd, but does not have what members have reported.
+        # A new leader does not have what members have reported.
         pause = self._own_pause
         repeated = (
             self.track.proposed(),
@@ -286,12 +282,11 @@ class MemberCore:
                 ev.LogMessage(event="generation_broken", fields=fields, is_detail=True),
                 ev.BreakGeneration(generation=generation, reason=reason),
             ]
-        # Report for a trainer that never entered the generation that is over.
+        # For a trainer that never entered the generation that is over.
         report = self.track.idle_step_report()
         return effects + ([self._with_stream(report, now_s)] if report is not None else [])
 
     def _stream_ended(self, event: ev.StreamEnded, now_s: float) -> Effects:
-        """Find the present leader and open a new stream."""
         self.clock.set_away(now_s, away=True)
         error = event.error
         if self.closed or self.failure is not None:
@@ -316,16 +311,14 @@ class MemberCore:
         return self.identity.attend_request(self.track.generation)
 
     def _end_certificate_wait(self) -> None:
-        """Record that a coordinator has answered: if the certificate is refused later, the member
-        waits for a renewed one for the full time again."""
         if self._certificate.record_acceptance():
             self.waiting_for = "the coordinator to admit this member again"
 
     # --- calls ---
 
     def _with_stream(self, request: ev.Request, now_s: float) -> ev.CallLeader:
-        # The end of the stream is not noticed during the call. So the call must be shorter than any
-        # wait for others, whose clock stops only once the end is noticed.
+        # The end of the stream is not noticed during the call. So the call is shorter than any wait
+        # for others, whose clock stops only once the end is noticed.
         timeout_s = self.limits.collective_s / 2
         return self._calls.new(request, ev.Persistence.WITH_STREAM, timeout_s, now_s)
 
@@ -352,8 +345,6 @@ class MemberCore:
         return [ev.RaiseError(error=self.failure or error)]
 
     def _heartbeat(self, event: ev.HeartbeatDue | ev.HeartbeatRefused, now_s: float) -> Effects:
-        """Send a heartbeat, unless the launcher did. If a heartbeat is refused, end the
-        membership."""
         if isinstance(event, ev.HeartbeatRefused):
             if self._outlasts(event.error, now_s):
                 return []
@@ -364,8 +355,6 @@ class MemberCore:
         return [self._calls.new(request, ev.Persistence.ONCE, self.limits.lease_s, now_s)]
 
     def _pause(self, event: ev.PauseBegun | ev.PauseEnded, now_s: float) -> Effects:
-        """Report the start or end of a pause. An error that ended the membership is raised when the
-        trainer asks for its next step."""
         if isinstance(event, ev.PauseBegun):
             number = self._own_pause.number + 1 if self._own_pause is not None else 1
             self._own_pause = OwnPause(
@@ -381,9 +370,8 @@ class MemberCore:
     # --- the end ---
 
     def _outlasts(self, error: ShoalError, now_s: float) -> bool:
-        """True if the membership continues after the error: no coordinator answers, or the leader
-        cannot continue this job for now. The trainer trains on meanwhile. After a refused
-        certificate an admitted member waits for a renewed one, for a limited time."""
+        """True if the membership continues. An admitted member waits a limited time for a renewed
+        certificate."""
         if isinstance(error, CertificateRefused) and self.admitted:
             return self._certificate.record_refusal(now_s)
         quarantined = isinstance(error, JobQuarantined) and self.track.generation > 0
@@ -393,7 +381,7 @@ class MemberCore:
         if self.failure is not None:
             return []
         if isinstance(error, MemberDrained):
-            # The others train without this member; the notice of that has not arrived yet.
+            # The others train without this member; that notice has not arrived yet.
             return self._take_drain(error.seen, now=True)
         if isinstance(error, CertificateRefused) and self._certificate.is_waiting:
             error = self._certificate.final_error(error)
@@ -404,17 +392,15 @@ class MemberCore:
         return effects
 
     def _report_ending(self, error: ShoalError) -> Effects:
-        """Report an ending to the launcher, unless the member leaves by its own decision."""
         return [] if self.leaving.has_begun else [ev.ReportEnding(error=error)]
 
     def _take_drain(
         self, reason: str, *, now: bool, no_generation_follows: bool = False
     ) -> Effects:
-        """Handle a notice to leave. `now`: no other member needs this one any more.
-        `no_generation_follows`: see `LeaveState`."""
+        """`now`: no other member needs this one any more."""
         fields = {"member": self.identity.member_id, "now": now, "reason": reason}
         # The notice is sent twice: when the coordinator accepts the drain, and when the others go
-        # on without this member.
+        # on.
         is_detail = self.leaving.is_noticed
         self.leaving.is_noticed = True
         effects: Effects = [
@@ -440,7 +426,7 @@ class MemberCore:
 
     def _drain_unanswered(self, call: ev.CallLeader, error: ShoalError, now_s: float) -> Effects:
         if not isinstance(error, RetryError | JobQuarantined):
-            # A leader that does not know this member yet gets the request again on admission.
+            # A leader that does not know this member yet gets the request on admission.
             return self._calls.give_up_call(call, error)
         assert isinstance(call.request, pb.DrainRequest)
         if self.closed:
@@ -448,7 +434,7 @@ class MemberCore:
         if now_s >= call.give_up_s:
             self.leaving.is_unanswered = True
             reason = f"{call.request.reason}; meanwhile {error}"
-            # No coordinator answers, so none forms a generation without this member.
+            # No coordinator forms a generation without this member.
             return self._take_drain(reason, now=True, no_generation_follows=True)
         return [self._calls.repeat_after_pause(call)]
 
@@ -478,11 +464,11 @@ class MemberCore:
         handed_over: bool = True,
         steps_before_leaving: bool = False,
     ) -> ev.StepBegun | ev.BringUpGeneration | ev.HandOver | ev.WaitUntil | ev.RaiseError:
-        """Decide whether step number `step` (0-based) may begin in the current generation.
+        """Decide if step number `step` (0-based) may begin.
 
         `handed_over`: False if this member has yet to hand over data that the others need.
-        `steps_before_leaving`: if `leaving.no_generation_follows` is set, the member takes further
-        steps, until the members write a checkpoint.
+        `steps_before_leaving`: a drained member that no generation follows takes further steps,
+        until the members write a checkpoint.
         """
         stays = steps_before_leaving and self.leaving.no_generation_follows
         stays = stays and isinstance(self.failure, MemberDrained)
@@ -510,13 +496,12 @@ class MemberCore:
 
     @property
     def _boundary_limit_s(self) -> float:
-        """Time limit for the slowest member to finish its step, and for the bring-up without this
-        member."""
+        """Limit for the slowest member's step, and for the bring-up without this member."""
         return 2 * self.limits.collective_s + self.limits.bring_up_s
 
     def _boundary_overdue(self, change: PlannedChange) -> ShoalError:
         if change.stop_at is not None:
-            # The others have stopped too, and no coordinator reports their next generation.
+            # No coordinator reports the others' next generation.
             return drained(self.identity, "no report that the others' next generation runs")
         return DeadlineExceeded(
             "the members did not agree on a step to stop at", seen=self.waiting_for
@@ -525,8 +510,8 @@ class MemberCore:
     def next_generation(
         self, above: int, since_s: float, now_s: float, limit_s: float | None = None
     ) -> ev.BringUpGeneration | ev.WaitUntil | ev.RaiseError:
-        """The next committed record with a number above `above` that includes this member. By
-        default the wait is limited to the join limit plus ADMISSION_S, on the `WaitClock`.
+        """The next committed record above `above` that includes this member. `limit_s` None: the
+        join limit plus ADMISSION_S, on the `WaitClock`.
         """
         if self.failure is not None:
             return ev.RaiseError(error=self.failure)
@@ -546,17 +531,15 @@ class MemberCore:
     def others_done(
         self, generation: int, give_up_s: float, away_limit_s: float, now_s: float
     ) -> ev.GenerationOver | ev.WaitUntil:
-        """Decide if this member, which has done its work, is still needed. See `WaitClock`."""
+        """Decide if this member is still needed with its work done."""
         is_over = self.is_over(generation) or self.track.is_closing
         return self.clock.work_done(give_up_s, away_limit_s, now_s, is_over=is_over)
 
     def judge_break(
         self, generation: int, since_s: float, limit_s: float, now_s: float
     ) -> ev.GenerationOver | ev.WaitUntil:
-        """Decide if the generation, in which a collective failed, is over for all.
-
-        Also over if the membership has ended. While no coordinator is reached, the limit does not
-        run.
+        """Decide if a generation with a failed collective, or the membership, is over. The limit
+        does not run while no coordinator is reached.
         """
         if self.track.is_broken(generation) or self.failure is not None:
             return ev.GenerationOver(over=True)

@@ -1,4 +1,4 @@
-"""Events that a member handles, effects that it asks for, and decisions for its trainer."""
+"""Events, effects and decisions of a member."""
 
 import enum
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ class NoticeReceived:
 
     notice: pb.Notice
     refusal: ShoalError | None = None
-    """Error in a notice of the kind `refused`."""
+    """Error in a notice `refused`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,29 +27,29 @@ class StreamEnded:
 
     error: ShoalError | None
     chance: float = 1.0
-    """Random number from 0 to 1, for the pause before the next stream."""
+    """Random number from 0 to 1, for the next pause."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RosterValidated:
-    """Answer of this member to a roster that it was sent."""
+    """Answer of this member to a roster."""
 
     generation: int
     digest: str
     rejections: Sequence[pb.Rejection] = ()
     unreachable: Mapping[str, str] = field(default_factory=dict)
-    """Peers that this member cannot reach, each with the error."""
+    """Peers that this member cannot reach, with the error."""
     checkpoint_steps: Sequence[int] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class CallEnded:
-    """A call was answered (no error), refused, or got no answer in its time (RetryError)."""
+    """A call was answered, refused, or not answered in its time (RetryError)."""
 
     call: "CallLeader"
     error: ShoalError | None = None
     chance: float = 1.0
-    """Random number from 0 to 1, for the pause before the call is repeated."""
+    """Random number from 0 to 1, for the next pause."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ class HeartbeatDue:
     """`heartbeat_s` have passed. The fields state the trainer's activity, as in a `Beat`."""
 
     has_recent_beat: bool = False
-    """True if the launcher's heartbeats for this member were accepted recently."""
+    """True if the launcher's heartbeats were accepted recently."""
     moved: int = 0
     waits: bool = False
     own_code_s: float = 0.0
@@ -66,8 +66,7 @@ class HeartbeatDue:
 
 @dataclass(frozen=True, kw_only=True)
 class HeartbeatRefused:
-    """The coordinator answered a heartbeat with an error, usually because it no longer knows this
-    member."""
+    """The coordinator answered a heartbeat with an error."""
 
     error: ShoalError
 
@@ -78,7 +77,6 @@ class HeartbeatRefused:
 @dataclass(frozen=True, kw_only=True)
 class JoinWanted:
     within_s: float = 0.0
-    """Time limit of the wait for admission, for the log."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +100,7 @@ class CollectiveFailed:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerStopped:
-    """Report after a break: the number of optimizer steps in the trainer's state."""
+    """Report after a break: the optimizer steps in the trainer's state."""
 
     step: int
     has_state: bool
@@ -131,12 +129,12 @@ class LeaveWanted:
     reason: str
     timeout_s: float
     failed: bool = False
-    """True if the training has ended without a usable result."""
+    """True if training has ended without a usable result."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkDone:
-    """The member stays, without a step left (`finished`), or closes the job to newcomers."""
+    """The member stays without a step left (`finished`), or closes the job to newcomers."""
 
     reason: str
     finished: bool = False
@@ -145,7 +143,7 @@ class WorkDone:
 
 @dataclass(frozen=True)
 class ThreadFailed:
-    """A thread of the membership ended with an unexpected error: the membership cannot continue."""
+    """A thread of the membership ended with an unexpected error."""
 
     error: ShoalError
 
@@ -178,7 +176,7 @@ Event = (
 
 
 TrainerEvent = ProposalMade | GenerationBroughtUp | TrainerStopped | CollectiveFailed | WorkDone
-"""Events of the trainer that are repeated until they are answered."""
+"""Events that are repeated until they are answered."""
 
 
 def heartbeat_request(event: HeartbeatDue, token: Token, step: int) -> pb.HeartbeatRequest:
@@ -198,16 +196,15 @@ def heartbeat_request(event: HeartbeatDue, token: Token, step: int) -> pb.Heartb
 
 
 class Persistence(enum.Enum):
-    """Handling of an unanswered call. A refused call is not repeated, unless the refusal is a
+    """Handling of an unanswered call. A refused call is repeated only after a
     CertificateRefused."""
 
     UNTIL_ANSWERED = enum.auto()
-    """Repeated until `give_up_s`: the trainer waits meanwhile, and the call is idempotent."""
+    """Repeated until `give_up_s`, while the trainer waits. The call is idempotent."""
     WITH_STREAM = enum.auto()
-    """Not repeated: the stream whose notice caused the call is closed, and a notice on the next
-    stream causes it again."""
+    """Not repeated: the stream is closed, and a notice on the next stream causes the call again."""
     FOR_A_TIME = enum.auto()
-    """A request to drain: repeated until `give_up_s`; then the member leaves without an answer."""
+    """A request to drain: repeated until `give_up_s`; then the member leaves."""
     ONCE = enum.auto()
     """Logged and dropped: a new leader gets the report again, or the next call includes it."""
     LAST = enum.auto()
@@ -215,7 +212,7 @@ class Persistence(enum.Enum):
 
 
 FOR_MEMBERS = (Persistence.UNTIL_ANSWERED, Persistence.WITH_STREAM)
-"""Kinds of calls that are of no use once the membership has ended."""
+"""Calls of no use once the membership has ended."""
 
 Request = (
     pb.ProposeRequest
@@ -233,15 +230,13 @@ Request = (
 
 @dataclass(frozen=True, kw_only=True)
 class CallLeader:
-    """One call to the leader, within `timeout_s`; its end is an event, `CallEnded`."""
+    """One call to the leader; its end is an event, `CallEnded`."""
 
     request: Request
     persistence: Persistence
     timeout_s: float
     after_s: float = 0.0
-    """Wait before the call."""
     since_s: float = 0.0
-    """Time of the first attempt."""
     give_up_s: float = 0.0
     num_failures: int = 0
     back_off: BackOff = field(default_factory=BackOff, compare=False, repr=False)
@@ -260,7 +255,7 @@ class CancelStream:
 
 @dataclass(frozen=True, kw_only=True)
 class FindLeader:
-    """Choose another coordinator: the current one has failed with this error."""
+    """Choose another coordinator after this error."""
 
     error: ShoalError
 
@@ -272,7 +267,7 @@ class ValidateRoster:
     prepare: pb.Prepare
     digest: str
     from_checkpoint: bool
-    """True if no member of the roster holds the job's state."""
+    """True if no member of the roster has the job's state."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -306,7 +301,7 @@ class UnclaimBeats:
 
 @dataclass(frozen=True, kw_only=True)
 class ReportEnding:
-    """Report the error that ended the membership to the launcher, even if the script handles it."""
+    """Report the error that ended the membership to the launcher."""
 
     error: ShoalError
 
@@ -317,12 +312,11 @@ class LogMessage:
     fields: Mapping[str, object]
     is_warning: bool = False
     is_detail: bool = False
-    """True for details that are useful only when searching for a fault."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RaiseError:
-    """End the trainer's call with this error; the effects after it are discarded."""
+    """End the trainer's call with this error; later effects are discarded."""
 
     error: ShoalError
 
@@ -360,7 +354,7 @@ class BringUpGeneration:
 
 @dataclass(frozen=True)
 class HandOver:
-    """The others go on without this member: hand over the data that they need, then ask again."""
+    """Hand over the data that the others need, then ask again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -372,7 +366,7 @@ class WaitUntil:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationOver:
-    """Result of a wait: `over` is True if the generation is over."""
+    """Result of a wait."""
 
     over: bool
 

@@ -1,7 +1,6 @@
-"""A worker's membership as its trainer uses it. `MemberCore` decides; this module has the threads,
-the calls and the clock. One thread reads the stream of notices, and reports a break at once through
-`on_break`. Another sends heartbeats, a third sends wishes to leave. The trainer's waits have time
-limits, most of which do not run while no coordinator is reached.
+"""A worker's membership as its trainer uses it: threads, calls and clock around `MemberCore`. One
+thread reads the stream of notices, one sends heartbeats, one sends wishes to leave. Most time
+limits do not run while no coordinator is reached.
 """
 
 import queue
@@ -36,17 +35,17 @@ from shoal_proto.v1.identity_pb2 import Token
 log = structlog.get_logger(__name__)
 
 FIRST_ANSWER_S = 1.0
-"""Time to wait for a coordinator's first notice before another is asked; see `HeldStream`."""
+"""See `HeldStream`."""
 LEAVE_TIMEOUT_S = 3.0
 BEATEN_WITHIN_HEARTBEATS = 1.5
-"""Age, in heartbeat intervals, up to which the launcher's heartbeat replaces the member's own."""
+"""Heartbeat intervals for which a heartbeat of the launcher counts."""
 
 Decision = TypeVar("Decision")
 
 
 class MemberSession:
-    """One member's session with the coordinators. Methods are for the trainer's thread, unless they
-    say otherwise."""
+    """One member's session with the coordinators. Methods are for the trainer's thread, unless
+    stated otherwise."""
 
     def __init__(
         self,
@@ -70,11 +69,9 @@ class MemberSession:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._core = MemberCore(member.identity, wait_s())
-        """Changed under the condition's lock only, except by `progress`; single values are read
-        without it."""
+        """Changed under the lock only, except by `progress`; single values are read without it."""
         self._threads = SessionThreads(lambda error: self._submit(ev.ThreadFailed(error=error)))
         self._joining = tracing.OngoingSpan("Join")
-        """Span of joining, up to the first generation."""
         self._stream = HeldStream(FIRST_ANSWER_S)
         shared: HostFiles | None = None
         if member.shared_directory is not None:
@@ -83,23 +80,19 @@ class MemberSession:
         self._rosters = Rosters(self._fetched_roster, shared)
         self._status = TrainerStatus()
         self._has_failed = False
-        """True if the trainer has ended with TrainingFailed."""
-        # A SimpleQueue: its `put` may be called in a signal handler.
+        # Its `put` may be called in a signal handler.
         self._drain_wishes: queue.SimpleQueue[str | None] = queue.SimpleQueue()
 
     # --- joining ---
 
     def join(self, timeout_s: float | None = None) -> None:
-        """Become a member.
-
-        Raises DeadlineExceeded if no coordinator admits the member within `timeout_s` (by default
-        its `admission_s`), MemberDrained if the member is asked to leave before that, or the
-        refusal, such as JobFinished, JobStopped, StateLost, InvalidSpec, ProposalConflict,
-        ProtocolMismatch or AccessDenied.
+        """Become a member. Raises DeadlineExceeded if no coordinator admits the member within
+        `timeout_s` (None: its `admission_s`), MemberDrained if the member is to leave before that,
+        or the refusal, such as JobFinished.
         """
         timeout_s = self._member.admission_s if timeout_s is None else timeout_s
         core = self._core
-        # This thread reads one stream after another, until the membership ends.
+        # Reads one stream after another.
         self._threads.start("shoal-member", lambda: self._submit(ev.JoinWanted(within_s=timeout_s)))
         self._threads.start("shoal-drain", self._ask_for_drain)
         with self._changed:
@@ -133,12 +126,12 @@ class MemberSession:
         optional_fields: Mapping[str, str] = MappingProxyType({}),
         listings: Mapping[str, bytes] = MappingProxyType({}),
     ) -> None:
-        """State what this member would train, which makes it a candidate. Raises the coordinator's
-        refusal, such as ProposalConflict or StateLost, or a RetryError at `give_up_at`.
+        """State what this member would train. Raises the coordinator's refusal, such as
+        ProposalConflict, or a RetryError: see `give_up_at`.
 
-        `optional_fields`: compared only with members that state them too. `listings`: the contents
-        of fields whose values are digests, to name the first entry that differs. `stateless`:
-        members of this job have no state to give; their scripts keep it.
+        `optional_fields`: compared only with members that state them too. `listings`: contents of
+        fields with digests, to name the first entry that differs. `stateless`: members have no
+        state to give; their scripts keep it.
         """
         proposal = pb.Proposal(
             fields=fields,
@@ -152,12 +145,9 @@ class MemberSession:
         self._submit(ev.ProposalMade(proposal=proposal))
 
     def await_generation(self, above: int, timeout_s: float | None = None) -> pb.GenerationRecord:
-        """Wait for the next committed record with a number above `above` that includes this member.
-        Waits through aborted attempts and standby, for at most `timeout_s`. By default this is the
-        job's join limit plus ADMISSION_S, on a clock that stops while no coordinator is reached, a
-        member is paused, this member is on standby, or a bring-up makes progress. Raises the
-        coordinator's refusal (ProposalConflict, JobFinished, StateLost, Fenced ...), or
-        DeadlineExceeded with the reason for the wait.
+        """Wait, through aborted attempts and standby, for the next committed record above `above`
+        that includes this member. `timeout_s` None: the join limit plus ADMISSION_S, by the
+        `WaitClock`. Raises the coordinator's refusal, or DeadlineExceeded.
         """
         since_s = time.monotonic()
         return self._decided(
@@ -165,14 +155,13 @@ class MemberSession:
         ).record
 
     def ready(self, record: pb.GenerationRecord) -> None:
-        """Report that the first collective of the generation passed, at the step set by
-        `progress`."""
+        """Report that the first collective of the generation passed."""
         self._submit(ev.GenerationBroughtUp(record=record))
         self._joining.end()
 
     def give_up_at(self, time_s: float) -> None:
         """Set the time, by `time.monotonic`, at which the trainer's waits and later calls end with
-        a RetryError. It does not end `wait_generation_over` or a call that is in progress now."""
+        a RetryError, except for `wait_generation_over`."""
         with self._lock:
             self._core.clock.give_up_at_s = time_s
 
@@ -185,17 +174,14 @@ class MemberSession:
         *,
         steps_before_leaving: bool = False,
     ) -> pb.GenerationRecord | None:
-        """Ask whether step number `step` (0-based) may begin in the current generation.
+        """Begin step number `step` (0-based) and return None; or return a record if the generation
+        stops here by agreement: bring the record's generation up, then ask again.
 
-        Returns None once the step has begun. Returns a record if the old generation stops here by
-        agreement: bring up the record's generation instead, then ask again. Waits only while the
-        members agree where to stop: if a coordinator answers, no longer than a step of the slowest
-        member. If the next generation does not include this member, calls `hand_over` once, waits
-        until that generation runs, and raises MemberDrained. Raises DeadlineExceeded if the members
-        do not agree in time, and any other error that ended the membership.
-
-        `steps_before_leaving`: if this member is to leave and no further generation follows, the
-        step still begins, so that the members can write a checkpoint.
+        Waits while the members agree where to stop: with a coordinator, no longer than the slowest
+        member's step. If the next generation does not include this member, calls `hand_over` once,
+        waits until that generation runs, and raises MemberDrained. Raises DeadlineExceeded without
+        an agreement, and any error that ended the membership. `steps_before_leaving`: see
+        `MemberCore.begin_step`.
         """
         core = self._core
         while True:
@@ -213,26 +199,25 @@ class MemberSession:
             if isinstance(decision, ev.BringUpGeneration):
                 return decision.record
             if hand_over is not None:
-                # Without the lock: this may take long, and notices arrive meanwhile.
+                # Without the lock: notices arrive meanwhile.
                 hand_over()
                 hand_over = None
 
     def progress(self, step: int) -> None:
-        """Set the number of steps committed so far, for the heartbeats. Cheap to call."""
+        """Set the number of committed steps. Cheap to call."""
         self._core.progress(step)
         if self._slot is not None:
             self._slot.progress(step)
 
     def report_status(self, status: TrainerStatus) -> None:
-        """Set the trainer's activity, for the heartbeats. Cheap to call; any thread."""
+        """Set the trainer's activity. Cheap to call; any thread."""
         self._status = status
         if self._slot is not None:
             self._slot.report_status(status)
 
     def pause(self, reason: str, limit_s: float) -> None:
-        """Ask the other members to wait while the trainer runs its script's own code; `resume` ends
-        the pause. If no coordinator can be reached, the pause is reported later: until then no
-        limit of the other members runs either.
+        """Ask the other members to wait while the trainer runs its script's own code, until
+        `resume`. Without a coordinator, the pause is reported later.
         """
         self._submit(ev.PauseBegun(reason=reason, limit_s=limit_s))
 
@@ -241,13 +226,13 @@ class MemberSession:
         self._submit(ev.PauseEnded())
 
     def is_broken(self, generation: int) -> bool:
-        """True if the generation is over, by a loss or an aborted bring-up. Cheap to call."""
+        """True if the generation is over by a loss or an aborted bring-up. Cheap to call."""
         return self._core.track.is_broken(generation)
 
     def await_break(self, generation: int, limit_s: float) -> bool:
-        """Wait for the break of a generation in which a collective failed; return True if the
-        generation is over or the membership has ended, False after `limit_s`. While no coordinator
-        is reached, `limit_s` does not run.
+        """Wait for the break of a generation in which a collective failed. True if the generation
+        or the membership is over, False after `limit_s`, which does not run while no coordinator is
+        reached.
         """
         since_s = time.monotonic()
         return self._decided(
@@ -265,20 +250,18 @@ class MemberSession:
             return self._changed.wait_for(lambda: self._core.is_over(generation), timeout_s)
 
     def report_broken(self, error: str, *, own: bool = False, state_lost: bool = False) -> None:
-        """Report to the coordinator that a collective of the current generation failed on this
-        member. For a failed bring-up: `own` if the failure was this member's own, and `state_lost`
-        if the members together hold no complete state, and there is no checkpoint.
+        """Report that a collective of the current generation failed. For a failed bring-up: `own`
+        if by this member's failure, and `state_lost` if the members hold no complete state, and
+        there is no checkpoint.
         """
         self._submit(ev.CollectiveFailed(error=error, own=own, state_lost=state_lost))
 
     def settle(self, step: int, *, has_state: bool, enough_for_call: int = 0) -> None:
-        """Report, after a break, that the trainer has stopped with `step` optimizer steps in its
-        state.
+        """Report, after a break, that the trainer has stopped at `step`. Raises the coordinator's
+        refusal, such as JobFinished or Fenced, or a RetryError: see `give_up_at`.
 
-        `enough_for_call`: if the trainer is in a shared call, the number of the call's participants
-        that suffice to repeat it; no other member joins before that. Raises the coordinator's
-        refusal, such as JobFinished (other members completed the job meanwhile) or Fenced (this
-        member was lost), or a RetryError at `give_up_at`.
+        `enough_for_call`: in a shared call, the participants that suffice to repeat it; no other
+        member joins before that.
         """
         event = ev.TrainerStopped(step=step, has_state=has_state, enough_for_call=enough_for_call)
         self._submit(event)
@@ -286,48 +269,43 @@ class MemberSession:
     # --- leaving ---
 
     def end_work(self, reason: str, *, finished: bool = False, closes: bool = False) -> None:
-        """Report that this member stays although it has no step left (`finished`), or close the job
-        to newcomers (`closes`).
-
-        Raises the coordinator's refusal, or a RetryError at `give_up_at`.
+        """Report that this member stays with no step left (`finished`), or close the job to
+        newcomers (`closes`). Raises the coordinator's refusal, or a RetryError.
         """
         self._submit(ev.WorkDone(reason=reason, finished=finished, closes=closes))
 
     def await_others_done(self, generation: int, timeout_s: float, *, away_limit_s: float) -> bool:
         """Wait, with the work done, until the job completes or continues in another generation.
-        False after `timeout_s`, or once no coordinator was reached for `away_limit_s`."""
+        False after `timeout_s`, or after `away_limit_s` without a coordinator."""
         give_up_s = time.monotonic() + timeout_s
         return self._decided(
             lambda now_s: self._core.others_done(generation, give_up_s, away_limit_s, now_s)
         ).over
 
     def drain(self, reason: str) -> None:
-        """Ask to leave in order: the others agree to go on without this member. Returns at once and
-        takes no lock, so that a signal handler may call it. Training goes on until `begin_step`, or
-        another method that waits, raises MemberDrained.
+        """Ask to leave in order. Takes no lock: a signal handler may call it. Training goes on
+        until a method that waits, such as `begin_step`, raises MemberDrained.
         """
         self._drain_wishes.put(reason)
 
     @property
     def draining(self) -> bool:
-        """True if this member is to leave, at its own or an operator's request."""
+        """True if this member is to leave."""
         return bool(self._core.leaving.reason)
 
     @property
     def lost(self) -> frozenset[str]:
-        """Members that were lost in this member's generations. Cheap to call; any thread."""
+        """Members lost in this member's generations. Cheap to call; any thread."""
         return self._core.track.lost
 
     @property
     def no_generation_follows(self) -> bool:
-        """True if this member is to leave and no further generation follows. Cheap to call; any
-        thread."""
+        """True if no generation follows this member's leave. Any thread."""
         return self._core.leaving.no_generation_follows
 
     def leave(self, *, completed: bool, reason: str, timeout_s: float = LEAVE_TIMEOUT_S) -> bool:
-        """End the membership; return True if the coordinator has acknowledged the leave. If no
-        coordinator answers within `timeout_s`, that is logged: coordinators notice the leave
-        anyway.
+        """End the membership; True if the coordinator has acknowledged the leave within
+        `timeout_s`. Coordinators notice an unanswered leave anyway.
         """
         if completed:
             self._own_job.completed()
@@ -360,7 +338,7 @@ class MemberSession:
             self._slot.end(ending)
 
     def close(self) -> None:
-        """Stop the threads and close the connection, without notifying the coordinator."""
+        """Stop the threads and close the connections, without notifying the coordinator."""
         self._threads.closing.set()
         self._drain_wishes.put(None)
         if self._slot is not None:
@@ -376,22 +354,22 @@ class MemberSession:
 
     @property
     def coordinators(self) -> Coordinators:
-        """Connections to the coordinators, on which their other services can be called too."""
+        """Connections to the coordinators, also for calls of other services."""
         return self._coordinators
 
     @property
     def token(self) -> Token:
-        """The fencing token as of the generation last returned to the trainer."""
+        """The fencing token for the generation last returned to the trainer."""
         return self._core.token
 
     @property
     def limits(self) -> pb.Limits:
-        """The job's time limits, once this member is admitted."""
+        """The job's time limits, after admission."""
         return self._core.limits
 
     @property
     def http_url(self) -> str:
-        """URL to which reports for the coordinator are sent, once this member is admitted."""
+        """URL for reports to the coordinator, after admission."""
         return self._core.http_url
 
     @property
@@ -401,24 +379,24 @@ class MemberSession:
 
     @property
     def held_until_s(self) -> float:
-        """Time, by `time.monotonic`, up to which no limit of a wait for others ran. This is the
-        current time while a member is paused or no coordinator is reached. Any thread.
+        """Time, by `time.monotonic`, up to which no limit of a wait for others ran: the current
+        time while a member is paused or no coordinator is reached. Any thread.
         """
         return self._core.clock.held_until_s(time.monotonic())
 
     @property
     def is_disconnected(self) -> bool:
-        """True if this member has no open stream from a coordinator now. Cheap to call."""
+        """True without an open stream from a coordinator. Cheap to call."""
         return self._core.clock.away
 
     @property
     def away_s(self) -> float:
-        """Seconds since this member's last stream from a coordinator ended; 0 while one is open."""
+        """Seconds since the last stream ended; 0 while one is open."""
         return self._core.clock.away_s(time.monotonic())
 
     @property
     def track(self) -> GenerationTrack:
-        """The generations as this member knows them. Read-only; any thread."""
+        """The generations that this member knows. Read-only; any thread."""
         return self._core.track
 
     @property
@@ -436,9 +414,8 @@ class MemberSession:
     def _decided(
         self, decide: Callable[[float], Decision | ev.WaitUntil | ev.RaiseError]
     ) -> Decision:
-        """Ask for a decision until there is one: after each event, and at the end of a wait."""
-        # Use the lock, not the condition: each step calls this, and `Condition.__enter__` is a
-        # Python function.
+        """Ask for a decision after each event, and at the end of a wait."""
+        # Each step calls this, and `Condition.__enter__` is a Python function.
         with self._lock:
             while True:
                 now_s = time.monotonic()
@@ -456,8 +433,7 @@ class MemberSession:
                 self._changed.wait(min(max(left_s, 0.0), threading.TIMEOUT_MAX))
 
     def _submit(self, event: ev.Event) -> None:
-        """Submit an event, and carry out its effects on this thread. Raises the error of a
-        `RaiseError`."""
+        """Submit an event; carry out its effects on this thread."""
         due = deque(self._step(event))
         while due:
             follows = self._carry_out(due.popleft())
@@ -471,7 +447,6 @@ class MemberSession:
             return effects
 
     def _carry_out(self, effect: ev.Effect) -> ev.Event | None:
-        """Carry out an effect; return the event that follows, if any."""
         match effect:
             case ev.RaiseError():
                 raise effect.error
@@ -525,7 +500,6 @@ class MemberSession:
     # --- threads ---
 
     def _hold_stream(self, opening: ev.OpenStream) -> ev.StreamEnded | None:
-        """Read the stream until it ends, or until an effect of a notice fails."""
         if self._threads.closing.wait(opening.after_s):
             return None
         error = self._stream.hold(
@@ -538,8 +512,7 @@ class MemberSession:
     def _received(self, notice: pb.Notice) -> ev.NoticeReceived:
         refused = notice.WhichOneof("kind") == "refused"
         refusal = from_detail(notice.refused) if refused else None
-        # The limit of every call on the thread that reads the stream: see
-        # `MemberCore._with_stream`.
+        # See `MemberCore._with_stream`.
         whole = self._rosters.complete(notice, self.limits.collective_s / 2)
         return ev.NoticeReceived(notice=whole, refusal=refusal)
 
@@ -548,7 +521,6 @@ class MemberSession:
         return self._coordinators.call(calls.get_roster, request, timeout_s=timeout_s).roster
 
     def _beat(self) -> None:
-        """Send a heartbeat every `heartbeat_s` unless the launcher did, until one is refused."""
         slot = self._slot
         while not self._threads.closing.wait(self.limits.heartbeat_s):
             if slot is not None:
@@ -568,17 +540,15 @@ class MemberSession:
                 return
 
     def _ask_for_drain(self) -> None:
-        """Send each wish to leave to the coordinator."""
         while (reason := self._drain_wishes.get()) is not None:
             self._submit(ev.DrainWanted(reason=reason))
 
 
 class SessionThreads:
-    """Threads of a session. Each ends when `closing` is set, or with an error of its own or of a
-    script's callback."""
+    """Threads of a session. Each ends when `closing` is set, or with an error."""
 
     def __init__(self, on_failure: Callable[[ShoalError], None]) -> None:
-        """`on_failure`: called with the error of a thread that fails, on that thread."""
+        """`on_failure`: called with a thread's error, on that thread."""
         self._on_failure = on_failure
         self.closing = threading.Event()
         self.running: list[threading.Thread] = []
@@ -608,6 +578,6 @@ class SessionThreads:
                 " again; otherwise please report it.",
             )
             failure.__cause__ = error
-            # Before the log: a traceback with its variables can take a second to write.
+            # A traceback with its variables can take a second to write.
             self._on_failure(failure)
             log.exception("thread_failed", thread=name)

@@ -1,8 +1,4 @@
-"""Rosters that notices do not contain, but name by their digests.
-
-A member keeps the newest rosters that it was sent. It reads others from the files that the members
-of its host share, or fetches them from the coordinator.
-"""
+"""Rosters that notices do not contain, but name by their digests."""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -13,19 +9,16 @@ from shoal_proto.rosters import roster_digest, unpack
 from shoal_proto.v1 import membership_pb2 as pb
 
 KEPT_ROSTERS = 2
-"""Number of rosters that are kept: of the generation that trains, and of the newest one sent."""
+"""The roster of the generation that trains, and the newest one sent."""
 LOCK_WAIT_S = 2.0
-"""Maximum wait for another member of the host that fetches a roster; then this member fetches it,
-too.
-"""
+"""Maximum wait for another member of the host that fetches a roster."""
 
 Fetch = Callable[[str, float], bytes]
-"""Function that fetches a packed roster from the coordinator, by its digest and within a timeout in
-seconds."""
+"""Fetches a packed roster, by its digest and a timeout in seconds."""
 
 
 class Rosters:
-    """Rosters of one member. Used by the thread that reads its stream."""
+    """Rosters of one member, for the thread that reads its stream."""
 
     def __init__(self, fetch: Fetch, shared: HostFiles | None = None) -> None:
         self._fetch = fetch
@@ -33,10 +26,9 @@ class Rosters:
         self._kept: OrderedDict[str, pb.Roster] = OrderedDict()
 
     def complete(self, notice: pb.Notice, timeout_s: float) -> pb.Notice:
-        """The notice with its whole roster, if it is a Prepare or a committed record.
-
-        Raises Unavailable if the coordinator no longer has the roster: a new stream brings newer
-        notices. Raises what `fetch` raises, and InternalError for a roster of another digest.
+        """The notice with its whole roster, if it has one. Raises Unavailable if the coordinator no
+        longer has the roster, InternalError for a roster of another digest, and what `fetch`
+        raises.
         """
         shown: pb.Prepare | pb.GenerationRecord
         if notice.HasField("prepare"):

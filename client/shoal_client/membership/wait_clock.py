@@ -7,41 +7,36 @@ from shoal_client.membership.member_events import GenerationOver, WaitUntil
 
 
 class WaitClock:
-    """Clock of waits for other members. It stops while a member is paused, while no coordinator can
-    be reached, and while this member is on standby, which has no limit. After a stop, the limit of
-    each wait begins anew.
+    """Clock of waits for other members. It stops while a member is paused, no coordinator is
+    reached, or this member is on standby. After a stop, each limit begins anew.
     """
 
     def __init__(self) -> None:
         self.away = True
         """True if this member has no open stream from a coordinator."""
         self.give_up_at_s = math.inf
-        """Time at which the trainer's own calls and waits end in any case."""
+        """End of the trainer's calls and waits in any case."""
         self.away_since_s = math.inf
-        """Time at which this member's last stream ended; infinite while one is open, and before the
-        first."""
+        """End of the last stream; infinite while a stream is open, and before the first."""
         self._turned_s = -math.inf
-        """Time at which `away` was last set."""
         self._paused: Sequence[str] = ()
-        """Members that are paused."""
         self._released_s = -math.inf
-        """Time at which `_paused` was last set."""
         self._is_standby = False
         self._stood_by_s = -math.inf
         """Newest time at which this member was known to be on standby."""
 
     def set_away(self, now_s: float, *, away: bool) -> None:
-        """Record that the stream has ended (`away`), or that its first notice arrived."""
+        """Record that the stream has ended (`away`), or its first notice."""
         self.away_since_s = min(self.away_since_s, now_s) if away else math.inf
         self.away, self._turned_s = away, now_s
 
     def away_s(self, now_s: float) -> float:
-        """Seconds since this member's last stream ended; 0 while one is open."""
+        """Seconds since the last stream ended; 0 while one is open."""
         return max(0.0, now_s - self.away_since_s)
 
     def pause(self, member_ids: Sequence[str], now_s: float) -> None:
-        """Set the members that are paused now. Limits begin anew even if no member is paused: the
-        coordinator also sends this notice while a bring-up makes progress."""
+        """Set the paused members. Limits begin anew in any case: the coordinator also sends this
+        notice while a bring-up makes progress."""
         self._paused, self._released_s = tuple(member_ids), now_s
 
     def set_standby(self, now_s: float, *, is_standby: bool) -> None:
@@ -51,7 +46,7 @@ class WaitClock:
         self._is_standby = is_standby
 
     def paused_until_s(self, now_s: float) -> float:
-        """Time of the newest notice about pauses; the current time while a member is paused."""
+        """Time of the newest notice about pauses; the current time during a pause."""
         return now_s if self._paused else self._released_s
 
     def held_until_s(self, now_s: float) -> float:
@@ -59,8 +54,7 @@ class WaitClock:
         return now_s if self.away else self.paused_until_s(now_s)
 
     def give_up_s(self, since_s: float, limit_s: float, now_s: float) -> float:
-        """Time at which a wait for a notice ends; infinite on standby, and while this member has no
-        open stream."""
+        """End of a wait for a notice; infinite on standby, and without a stream."""
         if self.away or self._is_standby:
             return math.inf
         held_s = max(self._turned_s, self._stood_by_s, self.paused_until_s(now_s))
@@ -69,8 +63,8 @@ class WaitClock:
     def work_done(
         self, give_up_s: float, away_limit_s: float, now_s: float, *, is_over: bool
     ) -> GenerationOver | WaitUntil:
-        """Decide if other members still need a member that has done its work. Ends with
-        `over=False` after `give_up_s`, or if no coordinator was reached for `away_limit_s`.
+        """Decide if other members still need a member that has done its work: at most until
+        `give_up_s`, and for `away_limit_s` without a coordinator.
         """
         until_s = min(give_up_s, self.away_since_s + away_limit_s)
         done = is_over or now_s >= until_s

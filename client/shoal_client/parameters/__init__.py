@@ -1,1 +1,1 @@
-"""A job's parameters and tables on its parameter servers: create, pull and push."""
+"""A job's parameters and tables on its parameter servers."""

@@ -1,4 +1,4 @@
-"""Calls to one server about shards: over the bulk transport if there is one, else over gRPC."""
+"""Calls to one server about shards: over the bulk transport, or else gRPC."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
@@ -29,13 +29,12 @@ from shoal_proto.v1.parameters_pb2 import (
 from shoal_proto.v1.parameters_pb2_grpc import ParametersStub
 
 CONNECT_AHEAD_S = 2.0
-"""Time limit of each of the two calls that may connect to a server ahead of its first call; a call
-made meanwhile waits for them."""
+"""Time limit of a call that connects ahead."""
 
 
 class ParameterCalls:
-    """Calls to one server. For one thread at a time, except `close`. Raises grpc.RpcError or a
-    ShoalError. `parts`: the data of the call's shards or items, in the header's order."""
+    """Calls to one server, for one thread at a time, except `close`. Raises grpc.RpcError or a
+    ShoalError. `parts`: the data of shards or items, in the header's order."""
 
     def __init__(
         self,
@@ -62,7 +61,7 @@ class ParameterCalls:
         """Connect ahead of calls with about `num_parts` parts of at most `largest_bytes` each.
         Raises grpc.RpcError."""
         if self._bulk.connection(largest_bytes, num_parts, CONNECT_AHEAD_S) is None:
-            # A cheap call, which makes gRPC connect.
+            # Makes gRPC connect.
             self._stub.Describe(DescribeRequest(job=self._token().job), timeout=CONNECT_AHEAD_S)
 
     def create(
@@ -115,7 +114,7 @@ class ParameterCalls:
         return self._stub.Push(requests(), timeout=timeout_s)
 
     def check_codecs(self, kinds: Collection[str], timeout_s: float) -> None:
-        """Raise InvalidSpec unless the server reads compressed gradients of all these kinds."""
+        """Raise InvalidSpec unless the server reads gradients of all these codecs."""
         if kinds and self._codecs is None:
             request = DescribeRequest(job=self._token().job)
             self._codecs = frozenset(self._stub.Describe(request, timeout=timeout_s).codecs)
@@ -135,16 +134,15 @@ class ParameterCalls:
 
     @property
     def transport(self) -> str:
-        """Transport of the last pull, lookup or push, as `BulkTransport.name`."""
+        """See `BulkTransport.name`."""
         return self._bulk.name
 
     def close(self) -> None:
-        """Close the connection; a call in progress on another thread fails."""
+        """Close the connection; a call in progress fails."""
         self._bulk.close()
 
 
 def _pieces(parts: Iterable[GradientPart]) -> Iterator[Piece]:
-    """The parts' data as messages of a gRPC call."""
     for part in parts:
         for offset_bytes, buffers in part.pieces(PIECE_BYTES):
             yield _piece(part.shard_id, offset_bytes, buffers)

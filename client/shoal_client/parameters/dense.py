@@ -1,7 +1,5 @@
-"""A job's parameters on its parameter servers: create, pull and push, without asyncio.
-
-Values and gradients are the caller's own buffers, one for each parameter. This module finds the
-server of each part, and repeats calls while a server is unavailable.
+"""A job's parameters on its parameter servers: create, pull and push. Values and gradients are the
+caller's own buffers, one for each parameter.
 """
 
 import time
@@ -33,27 +31,24 @@ from shoal_proto.v1.shards_pb2 import (
 from shoal_proto.v1.tables_pb2 import TableSpec
 
 PULL_WAIT_S = 10.0
-"""Maximum time for which one call waits at a server for shards that do not exist yet."""
+"""A call waits this long at a server for shards that do not exist yet."""
 
 
 @dataclass(kw_only=True)
 class PushResult:
-    """Result of one push. Every shard's part was applied exactly once, except those in `stale`."""
+    """Result of a push. Every shard has applied its part once, except those in `stale`."""
 
     sequence: int
     versions: dict[int, int] = field(default_factory=dict)
-    """Version of each shard right after this push."""
     staleness: dict[int, int] = field(default_factory=dict)
-    """Number, by shard, of updates between the version that the gradient was computed on and this
-    push."""
+    """Updates, by shard, since the version that the gradient was computed on."""
     retries: int = 0
-    """Number of rounds of attempts beyond the first, plus the longest chain of redirects of each
-    round."""
+    """Rounds of attempts beyond the first, plus the longest chain of redirects of each round."""
     duplicates: int = 0
-    """Number of shards that answered a retry of a push that they had applied before."""
+    """Shards that had applied the push before a retry."""
     stale: dict[int, StalePush] = field(default_factory=dict)
-    """Errors by shard, of shards that refused their part as too stale: pull, compute the gradient
-    again, and push it to these shards only. The others have applied their parts."""
+    """Shards that refused their part as too stale: pull, compute the gradient again, and push it to
+    these shards only."""
 
     @property
     def staleness_max(self) -> int:
@@ -67,12 +62,11 @@ class PushResult:
 class ParameterClient:
     """One member's view of its job's parameters. For one thread at a time, except `close`.
 
-    A call is bounded by `timeout_s`, retries included; `ShardServers.run` names the longer waits.
-    Only temporary failures are retried, and a retry never applies a gradient twice. Raises
-    RetryError when the time is over, Fenced if the member was declared lost or the job was started
-    over, StateLost if a shard is lost, ChecksumMismatch for damaged data, RefusedError for a bad
-    request, InternalError before the first map. `transport`: how servers are reached (see
-    `transport_of`)."""
+    A call is bounded by `timeout_s`; `ShardServers.run` names longer waits. A retry never applies a
+    gradient twice. Raises RetryError when the time is over, Fenced if the member was declared lost
+    or the job was started over, StateLost if a shard is lost, ChecksumMismatch for damaged data,
+    RefusedError for a bad request, InternalError before the first map. `transport`: see
+    `transport_of`."""
 
     def __init__(
         self,
@@ -102,23 +96,20 @@ class ParameterClient:
     def place(
         self, parameters: Sequence[ParameterSpec], tables: Sequence[TableSpec] = ()
     ) -> ShardMap:
-        """Return the job's shard map; make it if this is the first call for the job.
-
-        `tables` get shards too, which are not in the returned map: see
-        `shoal_client.parameters.tables`. Raises ProposalConflict or ShapeMismatch, naming the
-        parameters or tables that differ from the job's, NoServers, and InvalidSpec for a schema
-        that the coordinator does not take."""
+        """Return the job's shard map without the shards of `tables`; the first call makes it.
+        Raises ProposalConflict or ShapeMismatch if parameters or tables differ from the job's,
+        NoServers, and InvalidSpec for a schema that the coordinator does not take."""
         request = PlaceRequest(token=self._token(), parameters=parameters, tables=tables)
         return self._job.place(request)
 
     def fetch_map(self, wait_s: float = 0.0, *, timeout_s: float | None = None) -> ShardMap:
-        """Fetch the newest shard map; see `JobShards.fetch_map`."""
+        """See `JobShards.fetch_map`."""
         return self._job.fetch_map(wait_s, timeout_s)
 
     def create(self, optimizer: OptimizerSpec, values: Buffers) -> int:
-        """Give the shards their first values; return the number of shards that this call created.
-        The number is too low if an answer was lost. An existing shard is left unchanged, so any
-        member may create at any time. Raises ShapeMismatch."""
+        """Give the shards their first values; return the number of created shards, too low if an
+        answer was lost. Existing shards stay unchanged: any member may create at any time. Raises
+        ShapeMismatch."""
         shard_map = self._job.cached_map()
         check_buffers(shard_map, values, complete=True, writable=False)
         created: list[int] = []
@@ -135,7 +126,6 @@ class ParameterClient:
         return len(created)
 
     def _part(self, shard: Shard, sources: Sequence[Buffers]) -> GradientPart:
-        """Part of a call with the shard's bytes from each of `sources`, one after the other."""
         blocks = self._blocks[shard.shard_id]
 
         def pieces_of(piece_bytes: int) -> Pieces:
@@ -147,11 +137,11 @@ class ParameterClient:
         return GradientPart(shard.shard_id, num_bytes, pieces_of)
 
     def pull(self, into: Buffers, *, wait_s: float | None = None) -> None:
-        """Write the newest values into the buffers.
+        """Write the newest values into the buffers. Each shard's values are of one version.
 
-        Waits for shards that are not created yet, up to `wait_s` (None: `timeout_s`) and never
-        longer than `timeout_s`; then raises ShardNotReady. Each shard's values are of one version.
-        If the call fails, some buffers may have new values, others not. Raises ShapeMismatch."""
+        Waits for shards that are not created yet, up to `wait_s` (None: `timeout_s`), but never
+        longer than `timeout_s`; then raises ShardNotReady. After an error, some buffers may have
+        new values. Raises ShapeMismatch."""
         ready_by_s = time.monotonic() + (self._timeout_s if wait_s is None else wait_s)
         check_buffers(self._job.cached_map(), into, complete=True, writable=True)
 
@@ -178,7 +168,7 @@ class ParameterClient:
 
     def joint_step(self, rows_in: Collection[int]) -> JointStep:
         """Begin a step that includes the next push of this client, to every shard, and a push of
-        rows to `rows_in`. Pass the step to both pushes. See `TableClient.shard_ids`."""
+        rows to `rows_in` (see `TableClient.shard_ids`). Pass the step to both pushes."""
         self._sequence += 1
         own = (shard.shard_id for shard in self._job.cached_map().shards)
         return JointStep(sequence=self._sequence, shard_ids=sorted({*own, *rows_in}))
@@ -196,16 +186,14 @@ class ParameterClient:
     ) -> PushResult:
         """Apply gradients, each exactly once, and write the resulting values into `into`.
 
-        The optimizer does not change parameters without a gradient. `lr`: a learning rate for each
-        parameter group; empty: as in `create`. `bases`: the values on which the gradients were
-        computed, for servers that compensate for delay; they must not share memory with `into`.
-        `only`: ids of the shards to push to; no other shard is touched or read. `step`: the result
-        of `joint_step` for this push and a push of rows, which may be made at the same time.
-        `encoded`: data to send for some shards in place of their gradients; `gradients` still
-        states which parameters have a gradient. Raises NonFiniteGradient with the parameter's name,
-        InvalidSpec if a server does not read a codec, ShapeMismatch, and ForgottenPush if a shard
-        no longer knows whether it applied its part. After an error, some shards may have applied
-        their parts."""
+        Parameters without a gradient do not change. `lr`: a learning rate for each parameter group;
+        empty: as in `create`. `bases`: the values on which the gradients were computed, for servers
+        that compensate for delay; not in the memory of `into`. `only`: ids of the shards to push
+        to. `step`: see `joint_step`. `encoded`: data to send for some shards in place of their
+        gradients; `gradients` still names the parameters with a gradient. Raises NonFiniteGradient
+        with the parameter's name, InvalidSpec if a server does not read a codec, ShapeMismatch, and
+        ForgottenPush if a shard no longer knows whether it applied its part. After an error, some
+        shards may have applied their parts."""
         shard_map = self._job.cached_map()
         check_buffers(shard_map, gradients, complete=False, writable=False)
         if into is not None:
@@ -217,7 +205,7 @@ class ParameterClient:
             self._sequence += 1
         sequence = self._sequence if step is None else step.sequence
         result, versions = PushResult(sequence=sequence), dict(self._versions)
-        # For shards without received values: the shard's present epoch.
+        # Shards without received values: the present epoch.
         epochs = {shard.shard_id: shard.epoch for shard in shard_map.shards} | self._epochs
         sources = (gradients, bases) if bases else (gradients,)
         shards_encoded = {} if encoded is None else encoded.shards
@@ -237,7 +225,6 @@ class ParameterClient:
             gradient = shards_encoded.get(shard.shard_id)
             if gradient is None:
                 return self._part(shard, sources)
-            # The values are returned without a codec.
             num_bytes = self._blocks[shard.shard_id].num_bytes
             return GradientPart(shard.shard_id, num_bytes, gradient.pieces)
 
@@ -272,7 +259,7 @@ class ParameterClient:
 
     @property
     def shard_map(self) -> ShardMap:
-        """The shard map fetched last. Assignments may have changed since; the layout has not."""
+        """The shard map fetched last; assignments may have changed since."""
         return self._job.cached_map()
 
     def _adopt(self, received: ShardMap) -> ShardMap:
@@ -284,20 +271,18 @@ class ParameterClient:
 
     @property
     def versions(self) -> Mapping[int, int]:
-        """Version, by shard, of the values received last."""
+        """Versions of the values received last, by shard."""
         return dict(self._versions)
 
     @property
     def transports(self) -> Mapping[str, str]:
-        """Transport of the last pull or push, by server address: `shared-memory`, `unix-socket`,
-        `tcp`, `tls` or `grpc`."""
+        """Transport by server address: see `BulkTransport.name`."""
         return self._job.transports
 
     def wait_for_lost(self, wait_s: float) -> None:
-        """Make later calls wait for lost shards to come back; after `wait_s` they raise
-        StateLost."""
+        """Make later calls wait for lost shards; after `wait_s` they raise StateLost."""
         self._job.wait_for_lost(wait_s)
 
     def close(self) -> None:
-        """Close every connection; a call in progress on another thread fails."""
+        """Close every connection; a call in progress fails."""
         self._job.close()

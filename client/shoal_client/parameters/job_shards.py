@@ -1,4 +1,4 @@
-"""A job's shard map, and calls to the servers that it names, for parameters and for rows."""
+"""A job's shard map, and calls to its servers, for parameters and for rows."""
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -42,24 +42,23 @@ from shoal_proto.v1.shards_pb2_grpc import ShardsStub
 log = structlog.get_logger(__name__)
 
 MAP_TIMEOUT_S = 2.0
-"""Time that a call in progress spends on fetching a newer map: there may be no coordinator."""
+"""A call in progress spends this time on a newer map: there may be no coordinator."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class JointStep:
-    """Makes a push of gradients and a push of rows one step: a snapshot of the job has both or
-    neither. Both must be made, or the next snapshot waits for the missing push until it gives the
-    step up."""
+    """Makes a push of gradients and a push of rows one step: a snapshot has both or neither.
+    Without one of the pushes, the next snapshot waits until it gives the step up."""
 
     sequence: int
     """Number of both pushes."""
     shard_ids: Sequence[int]
-    """Ids of all shards of both pushes, on all servers."""
+    """All shards of both pushes, on all servers."""
 
 
 class Receiver:
-    """Writes the values of shards into the caller's buffers as they arrive, in pieces that follow
-    one another. A shard is done when its last byte is written."""
+    """Writes the values of shards into the caller's buffers as they arrive, in order. A shard is
+    done with its last byte."""
 
     def __init__(
         self,
@@ -99,46 +98,44 @@ class Receiver:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardPush:
-    """Push over all its attempts. The functions are called from several threads, by one thread
-    at a time for each shard."""
+    """Push over all its attempts. Functions are called from several threads, by one at a time for
+    each shard."""
 
     span: str
     """Name of the push in traces."""
     sequence: int
-    """The push's number, the same in every attempt."""
+    """The same in every attempt."""
     item: Callable[[Shard], PushItem]
     part: Callable[[Shard], GradientPart]
-    """Returns the data of a shard."""
     applied: Callable[[PushOutcome, int], None]
-    """Called with the outcome of each shard that has applied its part, and the shard's epoch."""
+    """Called with the outcome of each applied part, and the shard's epoch."""
     refused: Callable[[int, StalePush], None]
-    """Called with each shard that has refused its part as too stale: the shard is then done."""
+    """Called with each shard that refused its part as too stale, and is done."""
     receiver: Callable[[set[int]], Receiver] | None = None
-    """Makes the receiver of the values that are returned; None: no values are returned."""
+    """Makes the receiver of the values; None: no values are returned."""
     shard_ids: Collection[int] | None = None
-    """Ids of the shards to push to; None: all of the map."""
+    """Shards to push to; None: all of the map."""
     all_shard_ids: Sequence[int] = ()
-    """Ids of all shards that the step touches; empty: every dense shard of the job."""
+    """All shards that the step touches; empty: every dense shard."""
     lr: Sequence[float] = ()
     counts_rows: bool = False
     """True if `sequence` counts pushes of rows alone."""
 
 
 class SeenVersions:
-    """Newest version seen of each shard, in an answer to a push or with received values. A later
-    epoch is newer: a snapshot that was restored meanwhile has lower versions."""
+    """Newest version seen of each shard. A later epoch is newer: a restored snapshot has lower
+    versions."""
 
     def __init__(self) -> None:
         self._seen: dict[int, tuple[int, int]] = {}
 
     def note(self, shard_id: int, epoch: int, version: int) -> None:
-        """Record a version that a server reported in this epoch. One thread at a time for each
-        shard."""
+        """Record a version that a server reported. One thread at a time for each shard."""
         self._seen[shard_id] = max(self._seen.get(shard_id, (0, 0)), (epoch, version))
 
     def explained(self, lost: StateLost, what: str = "") -> StateLost:
-        """The error, with the newest version seen of its shard. `what` replaces the error's `what`,
-        unless it is empty."""
+        """The error, with the newest version seen of its shard. `what`: replaces the error's,
+        unless empty."""
         _, version = self._seen.get(int(lost.details.get("shard", -1)), (0, 0))
         seen_version = f"version {version}" if version else "no version of it"
         return StateLost(
@@ -151,7 +148,7 @@ class SeenVersions:
 
 
 class JobShards:
-    """Shard map of a job and calls to its servers. For one thread at a time, except `close`."""
+    """Shard map of a job and calls to its servers, for one thread at a time, except `close`."""
 
     def __init__(
         self,
@@ -166,8 +163,8 @@ class JobShards:
         table_of: Callable[[StateLost], str] = lambda lost: "",
     ) -> None:
         """`adopt` gets each map that arrives, and returns the map to use. `transport`: see
-        `transport_of`. `slot_bytes_for`: see `BulkTransport`. `table_of`: returns the name of the
-        table to which a lost shard belongs, or an empty text."""
+        `transport_of`. `slot_bytes_for`: see `BulkTransport`. `table_of`: returns a lost shard's
+        table, or an empty text."""
         self._coordinators = Coordinators(coordinators)
         self._token = token
         self._timeout_s = timeout_s
@@ -187,7 +184,7 @@ class JobShards:
         self._log = LogLimit(log)
 
     def token(self) -> Token:
-        """The caller's token for a call to a server. It names the run of the known shard map."""
+        """The caller's token, with the run of the known shard map."""
         token = self._token()
         if self._map is None or not self._map.run:
             return token
@@ -197,7 +194,7 @@ class JobShards:
         return named
 
     def place(self, request: PlaceRequest) -> ShardMap:
-        """Return the job's shard map; make it if this is the first call for the job."""
+        """Return the job's shard map; the first call makes it."""
         return self._accept_map(
             self._coordinators.call(
                 lambda channel: ShardsStub(channel).Place, request, timeout_s=self._timeout_s
@@ -205,10 +202,9 @@ class JobShards:
         )
 
     def fetch_map(self, wait_s: float = 0.0, timeout_s: float | None = None) -> ShardMap:
-        """Fetch the newest shard map. If there is none yet, waits for up to `wait_s`, and never
-        longer than the coordinator's limit of a call; then raises DeadlineExceeded. `timeout_s`:
-        limit of the whole call; None: the sum of `wait_s` and the client's `timeout_s`. Raises
-        Fenced if the job was started over since the last map."""
+        """Fetch the newest shard map; wait up to `wait_s` for the first one, then raise
+        DeadlineExceeded. `timeout_s` None: `wait_s` plus the client's. Raises Fenced if the job was
+        started over since the last map."""
         request = GetMapRequest(token=self._token(), wait_s=wait_s)
         limit_s = self._timeout_s + wait_s if timeout_s is None else timeout_s
         return self._accept_map(
@@ -236,7 +232,7 @@ class JobShards:
         try:
             self.fetch_map(timeout_s=MAP_TIMEOUT_S)
         except OUTLASTED as error:
-            # Go on with the known map; servers refuse calls if it is out of date.
+            # Servers refuse calls if the known map is out of date.
             self._log.info("shard_map_not_fetched", reason=str(error))
 
     def cached_map(self) -> ShardMap:
@@ -253,8 +249,8 @@ class JobShards:
         ready_by_s: float = math.inf,
         shard_ids: Collection[int] | None = None,
     ) -> int:
-        """Run attempts at every server until each shard is done. Returns and raises what
-        `ShardServers.run` does; a StateLost also has the newest version seen, and the table."""
+        """Run attempts at every server until each shard is done, as `ShardServers.run`; a StateLost
+        also has the newest version seen, and the table."""
         try:
             return self._servers.run(
                 self.cached_map, self._refetch_map, attempt, ready_by_s, shard_ids
@@ -271,8 +267,7 @@ class JobShards:
         return explained
 
     def push(self, push: ShardPush) -> int:
-        """Push until each shard has applied its part or refused it as stale. Returns and raises
-        what `run` does."""
+        """Push until each shard has applied its part or refused it as stale. See `run`."""
 
         def attempt(
             calls: ParameterCalls, shards: Sequence[Shard], timeout_s: float, todo: set[int]
@@ -318,8 +313,7 @@ class JobShards:
     def _note(
         self, push: ShardPush, outcome: PushOutcome, epoch: int, parts: Sequence[GradientPart]
     ) -> ShoalError | None:
-        """Note the outcome of one shard; return the error with which its part was refused, unless
-        the shard is done."""
+        """Note the outcome of one shard; return its error, unless the shard is done."""
         if outcome.next_address:
             self._servers.connect_ahead(outcome.next_address, partial(_connect, parts))
         if outcome.HasField("error"):
@@ -333,20 +327,19 @@ class JobShards:
         return None
 
     def wait_for_lost(self, wait_s: float) -> None:
-        """Make later calls wait for lost shards to come back, for at most `wait_s` each."""
+        """Make later calls wait for lost shards, at most `wait_s` each."""
         self._servers.lost_wait_s = wait_s
 
     @property
     def transports(self) -> Mapping[str, str]:
-        """Transport of the last pull, lookup or push, by server address."""
+        """Transport by server address."""
         return {address: calls.transport for address, calls in self._servers.stubs.items()}
 
     def close(self) -> None:
-        """Close every connection; a call in progress on another thread fails."""
+        """Close every connection; a call in progress fails."""
         self._servers.close()
         self._coordinators.close()
 
 
 def _connect(parts: Sequence[GradientPart], calls: ParameterCalls) -> None:
-    """Connect ahead of calls like the one with these parts."""
     calls.connect(max(part.num_bytes for part in parts), len(parts))

@@ -1,4 +1,4 @@
-"""Calls to all servers that hold a job's shards, until each shard is done."""
+"""Calls to all servers of a job's shards, until each shard is done."""
 
 import os
 import threading
@@ -37,9 +37,8 @@ from shoal_proto.v1.shards_pb2 import Shard, ShardMap
 log = structlog.get_logger(__name__)
 
 MAX_REDIRECTS = 4
-"""Maximum number of redirects that are followed in a row, before the next round."""
 MAX_SERVERS = 64
-"""Maximum number of threads that call servers, beside the caller's own; further calls wait."""
+"""Threads that call servers, beside the caller's own; further calls wait."""
 
 Stub = TypeVar("Stub")
 Attempt = Callable[[Stub, Sequence[Shard], float, set[int]], None]
@@ -48,8 +47,7 @@ shards that are done from the set; raises an error for the others."""
 
 
 class ShardServers(Generic[Stub]):
-    """Connections to one service of the parameter servers. For one thread at a time, except
-    `close`."""
+    """Connections to the parameter servers, for one thread at a time, except `close`."""
 
     def __init__(
         self,
@@ -57,28 +55,26 @@ class ShardServers(Generic[Stub]):
         timeout_s: float,
         close_stub: Callable[[Stub], None] = lambda stub: None,
     ) -> None:
-        """`stub_of` makes the stub for a server from its address and a channel to it, once for each
-        channel."""
+        """`stub_of`: makes the stub for a server, once for each channel."""
         self._process = os.getpid()
         self._stub_of = stub_of
         self._close_stub = close_stub
         self._timeout_s = timeout_s
         self.lost_wait_s = 0.0
-        """Time for which a call waits, from its beginning, for servers that ended and their shards
-        to come back, both before and after the shards are declared lost."""
+        """A call waits this long, from its beginning, for servers that ended and for lost
+        shards."""
         self._closed = threading.Event()
         self._log = LogLimit(log)
         self._lock = threading.Lock()
         self._channels = Channels(SERVER_NAME)
         self._reached: dict[str, tuple[grpc.Channel, Stub]] = {}
-        """The newest stub to each address, with the channel that it was made on."""
+        """The newest stub to each address, with its channel."""
         self._stub_locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
-        """Lock for each address: a stub is for one thread at a time."""
+        """A stub is for one thread at a time."""
         self._ahead: dict[str, Future[None]] = {}
-        """Connections that are being opened ahead of a first call, by address."""
+        """Connections that are being opened ahead of a first call."""
         self._has_connected = False
-        """True once a server has answered without an error: later calls wait for the renewal of a
-        refused certificate."""
+        """True once a server has answered: later calls wait for a renewed certificate."""
         self._pool = ThreadPoolExecutor(MAX_SERVERS, thread_name_prefix="shoal-parameters")
 
     def run(
@@ -89,17 +85,14 @@ class ShardServers(Generic[Stub]):
         ready_by_s: float,
         shard_ids: Collection[int] | None = None,
     ) -> int:
-        """Attempt until all shards of the map, or of `shard_ids`, are done; return the number of
-        rounds beyond the first, plus the longest chain of redirects of each round.
+        """Attempt until all shards of the map, or of `shard_ids`, are done; return the rounds
+        beyond the first, plus the longest chain of redirects of each round.
 
-        Temporary failures are retried for `timeout_s`, with a newer map if the old one may be
-        outdated. Three kinds of waits have other limits: a wait for space on a full disk has none,
-        a wait for a renewed certificate, once a server has answered, SHOAL_CERTIFICATE_WAIT_S, and
-        a wait for lost shards `lost_wait_s`. The wait for shards without values ends at
-        `ready_by_s` of the monotonic clock if `timeout_s` does not end it before. A refusal that
-        names a shard's new primary is followed at once, and the map is updated. Raises the error
-        that ended the attempts; if this is a DeadlineExceeded, the last other error, if there was
-        one. Raises InvalidSpec in a forked process.
+        Temporary failures are retried for `timeout_s`. Other limits: none for space on a full disk,
+        SHOAL_CERTIFICATE_WAIT_S for a renewed certificate once a server has answered, `lost_wait_s`
+        for lost shards, and `ready_by_s` of the monotonic clock for shards without values. Raises
+        the error that ended the attempts; instead of a DeadlineExceeded, the last other error, if
+        any. Raises InvalidSpec in a forked process.
         """
         self._check_process()
         deadline_s = time.monotonic() + self._timeout_s
@@ -119,7 +112,7 @@ class ShardServers(Generic[Stub]):
                 attempt, held, todo, deadline_s - time.monotonic()
             )
             retries += redirects
-            # A connection that broke after its last shard was done does not matter.
+            # A connection may break after its last shard was done.
             if not todo and all(isinstance(error, RetryError) for error in errors):
                 return retries
             worst = most_severe(errors) if errors else _incomplete(todo)
@@ -145,20 +138,18 @@ class ShardServers(Generic[Stub]):
                 or _comes_back(worst, lost_deadline_s)
             )
             if not can_succeed or out_of_time or self._closed.is_set():
-                # After a timeout, raise the last other error: it says more than the timeout.
                 raise reason or worst
             retries += 1
             self._log.info("parameters_call_retried", num_shards=len(todo), reason=str(worst))
             self._closed.wait(pause_s)
             if any(isinstance(error, WrongEpoch | Unavailable | StateLost) for error in errors):
                 refetch()
-                # Close the other connections: gRPC would try to reconnect for ever.
+                # To other servers gRPC would try to reconnect for ever.
                 self._keep_only({shard.address for shard in shard_map().shards})
 
     def _check_process(self) -> None:
-        """Raise InvalidSpec in a forked process. It shares sockets, memory and push numbers with
-        its parent: each would read the other's answers, and locks held at the fork are never
-        released."""
+        """Raise InvalidSpec in a forked process: it shares sockets and push numbers with its
+        parent, and locks held at the fork are never released."""
         if os.getpid() != self._process:
             raise InvalidSpec(
                 "the parameter client belongs to another process, from which this one was forked",
@@ -174,18 +165,17 @@ class ShardServers(Generic[Stub]):
         before: ShoalError | None,
         lost_deadline_s: float,
     ) -> float:
-        """Return `deadline_s`, or a later time if an error allows a longer wait. `before`: the
-        error for which the call waited until now."""
+        """Return `deadline_s`, or a later time for an error with a longer wait. `before`: the error
+        of the last round."""
         for error in errors:
             if isinstance(error, DiskFull):
-                # The call succeeds once there is space on the disk.
                 event = "waiting_for_room_on_a_disk"
             elif isinstance(error, CertificateRefused) and self._has_connected:
                 event = "certificate_refused"
             elif _comes_back(error, lost_deadline_s):
                 event = "waiting_for_lost_shards"
             elif isinstance(error, Unavailable) and deadline_s < lost_deadline_s:
-                # The shards of the gone server are not declared lost yet.
+                # The server's shards are not declared lost yet.
                 log.info("waiting_for_lost_servers", reason=str(error))
                 deadline_s = lost_deadline_s
                 continue
@@ -199,8 +189,6 @@ class ShardServers(Generic[Stub]):
     def _attempt_all(
         self, attempt: Attempt[Stub], shards: Sequence[Shard], todo: set[int], timeout_s: float
     ) -> tuple[list[ShoalError], int]:
-        """Call each server once, following redirects; return the errors, and the length of the
-        longest chain of redirects."""
         *others, last = _by_address(shards).items()
 
         deadline_s = time.monotonic() + timeout_s
@@ -223,14 +211,13 @@ class ShardServers(Generic[Stub]):
             except ShoalError as refusal:
                 return refusal
             except ValueError:
-                # gRPC raises this for a channel that was closed meanwhile.
+                # gRPC's error for a channel that was closed meanwhile.
                 if not self._closed.is_set():
                     raise
                 return _closed_error()
             return None
 
         def run(address: str, held: Sequence[Shard]) -> ShoalError | None:
-            """Call one server and follow its redirects, without waiting for other servers."""
             error = once(address, held)
             for number in range(MAX_REDIRECTS):
                 left = [shard for shard in held if shard.shard_id in todo]
@@ -242,11 +229,11 @@ class ShardServers(Generic[Stub]):
                 error = most_severe(errors) if errors else None
             return error
 
-        # This thread calls one of the servers: with a single server no other thread is needed.
+        # With a single server no other thread is needed.
         try:
             futures = [self._pool.submit(run, address, held) for address, held in others]
         except RuntimeError:
-            # The pool raises this once `close` has shut it down.
+            # The pool's error after `close`.
             if not self._closed.is_set():
                 raise
             return [_closed_error()], 0
@@ -254,8 +241,8 @@ class ShardServers(Generic[Stub]):
         return [error for error in results if error is not None], max(redirects, default=0)
 
     def connect_ahead(self, address: str, connect: Callable[[Stub], None]) -> None:
-        """Connect, in the background, to a server that is about to be called. If `connect` fails,
-        that is logged, and the first call to the server connects."""
+        """Connect in the background to a server that is about to be called. A failure is only
+        logged."""
         with self._lock:
             if self._closed.is_set() or address in self._reached or address in self._ahead:
                 return
@@ -274,9 +261,8 @@ class ShardServers(Generic[Stub]):
     def _stub(self, address: str) -> Stub:
         with self._lock:
             ahead = self._ahead.pop(address, None)
-        # `connect` may still wait for a thread of the pool. Then it is dropped, and this call
-        # connects: all threads may be waiting here. If it runs, wait for its end: a stub is for one
-        # thread at a time.
+        # If `connect` still waits for a thread of the pool, drop it: all threads may be waiting
+        # here. Else wait for its end: a stub is for one thread at a time.
         if ahead is not None and not ahead.cancel():
             ahead.result()
         return self._stub_for(address)
@@ -292,14 +278,14 @@ class ShardServers(Generic[Stub]):
             stub = self._stub_of(address, channel)
             self._reached[address] = channel, stub
         if reached is not None:
-            # The stub has an outdated certificate. No call uses it: the caller holds this address'
-            # lock.
+            # The stub has an outdated certificate. The caller holds this address' lock, so no call
+            # uses the stub.
             self._close_stub(reached[1])
         return stub
 
     @property
     def stubs(self) -> dict[str, Stub]:
-        """Stubs by address, for the connected servers."""
+        """Stubs of the connected servers, by address."""
         with self._lock:
             return {address: stub for address, (_, stub) in self._reached.items()}
 
@@ -313,7 +299,6 @@ class ShardServers(Generic[Stub]):
         self._pool.shutdown(wait=False)
 
     def _keep_only(self, addresses: Collection[str]) -> None:
-        """Close the connections to all other addresses."""
         with self._lock:
             gone = [self._reached.pop(a)[1] for a in list(self._reached) if a not in addresses]
             channels = self._channels.pop_all(keep=addresses)
@@ -324,12 +309,12 @@ class ShardServers(Generic[Stub]):
 
 def most_severe(errors: Sequence[ShoalError]) -> ShoalError:
     """The error that decides what follows: preferably one that forbids a retry, then one without a
-    redirect. If it is a redirect, it gets the routes of all the errors."""
+    redirect. A redirect gets the routes of all errors."""
     worst = min(
         errors,
         key=lambda error: (
             isinstance(error, RetryError),
-            # Last among errors that forbid a retry: it allows a wait.
+            # Allows a wait, so it is last among errors that forbid a retry.
             isinstance(error, StateLost),
             _has_route(error),
         ),
@@ -338,7 +323,6 @@ def most_severe(errors: Sequence[ShoalError]) -> ShoalError:
 
 
 def _comes_back(error: ShoalError, lost_deadline_s: float) -> bool:
-    """True if a shard is lost, and calls still wait for it to come back."""
     return isinstance(error, StateLost) and time.monotonic() < lost_deadline_s
 
 
@@ -348,7 +332,7 @@ def _has_route(error: ShoalError) -> bool:
 
 def _apply_redirects(shards: Sequence[Shard], errors: Sequence[ShoalError]) -> bool:
     """Update the shards with the primaries that the errors name. True if each error named a newer
-    primary, so that the next attempt need not wait."""
+    primary: the next attempt need not wait."""
     by_id = {shard.shard_id: shard for shard in shards}
     redirects = [
         routes.from_error(error) if isinstance(error, WrongEpoch) else [] for error in errors
@@ -365,7 +349,6 @@ def _apply_redirects(shards: Sequence[Shard], errors: Sequence[ShoalError]) -> b
 
 
 def _by_address(shards: Sequence[Shard]) -> dict[str, list[Shard]]:
-    """The shards of each server."""
     grouped: dict[str, list[Shard]] = {}
     for shard in shards:
         grouped.setdefault(shard.address, []).append(shard)
@@ -379,7 +362,7 @@ def _incomplete(todo: set[int]) -> ShoalError:
 
 
 def _no_address(shards: Sequence[Shard], left_s: float) -> ShoalError:
-    """Error for shards whose server is not registered, and that have no other primary yet."""
+    """Error for shards that have no registered server, and no other primary yet."""
     servers = sorted({shard.server_id for shard in shards})
     return Unavailable(
         f"no primary serves shard {shards[0].shard_id}"
@@ -392,7 +375,7 @@ def _no_address(shards: Sequence[Shard], left_s: float) -> ShoalError:
 
 
 def _no_answer(address: str, shards: Sequence[Shard], error: ShoalError) -> ShoalError:
-    """Error for a server that does not answer. It is still registered, but may have ended."""
+    """Error for a server that does not answer. The server is still registered."""
     return Unavailable(
         f"no answer from server {shards[0].server_id} at {address}, the primary of"
         f" shard {shards[0].shard_id}"

@@ -23,13 +23,12 @@ from shoal_proto.v1.parameters_pb2 import (
 
 ID_BYTES = 8
 ITEM_BYTES = 1024 * 1024
-"""Maximum bytes of values, and of ids and births, in one item of a lookup: together at most twice
-as many. Only an item of a single row may exceed this.
-"""
+"""Maximum bytes of values, or of ids and births, in one item of a lookup, unless the item is a
+single row."""
 MIN_SLOT_BYTES = 16 * 1024
 
 Where = tuple[str, int]
-"""Name of a table, and the index of one of its shards."""
+"""Table, and index of one of its shards."""
 Bytes = bytes | memoryview
 
 
@@ -40,17 +39,16 @@ class Rows:
     version: int
     epoch: int
     births: bytes
-    """Little-endian uint64 for each row: the version that created the row; 0 for a row that
-    does not exist yet and is returned with initial values.
-    """
+    """Little-endian uint64 for each row: the version that created the row; 0: the row does not
+    exist yet, and has initial values."""
     values: bytes
     step: int
-    """Number of the table's steps that the shard knew of."""
+    """The table's steps that the shard knew of."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gradients:
-    """Gradients for rows of one shard, and the version on which they were computed."""
+    """Gradients for rows of one shard, and their base version."""
 
     ids: Bytes
     births: Bytes
@@ -58,11 +56,11 @@ class Gradients:
     base_version: int
     base_epoch: int
     step: int = 0
-    """Number of the table's steps, as far as the caller knows."""
+    """The table's steps that the caller knows of."""
     lr: float | None = None
-    """Learning rate; None: the one in the table's spec."""
+    """None: the rate in the table's spec."""
     codec: GradientCodec | None = None
-    """Codec of the gradients; None: in the table's dtype."""
+    """None: gradients in the table's dtype."""
 
     @property
     def num_rows(self) -> int:
@@ -70,35 +68,29 @@ class Gradients:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row's encoded gradient."""
+        """Bytes of a row's encoded gradient."""
         return len(self.gradients) // max(self.num_rows, 1)
 
 
 @dataclass(kw_only=True)
 class TablePushResult:
-    """Result of one push. Every shard's part was applied exactly once, except those in `stale`."""
+    """Result of a push; see `PushResult`."""
 
     sequence: int
     versions: dict[Where, int] = field(default_factory=dict)
-    """Version of each shard right after this push."""
     staleness: dict[Where, int] = field(default_factory=dict)
-    """Number, by shard, of updates between `Gradients.base_version` and this push."""
     fates: dict[Where, bytes] = field(default_factory=dict)
-    """RowFate of each pushed row, by shard; empty: all were applied."""
+    """RowFate of each pushed row; empty: all were applied."""
     steps: dict[Where, int] = field(default_factory=dict)
-    """Number of the table's steps that each shard knows of."""
+    """The table's steps that each shard knows of."""
     retries: int = 0
-    """Number of rounds of attempts beyond the first, plus the longest chain of redirects of each
-    round."""
     duplicates: int = 0
-    """Number of shards that answered a retry of a push that they had applied before."""
     stale: dict[Where, StalePush] = field(default_factory=dict)
-    """Errors by shard, of shards that applied nothing: they were lost and reset after the lookup,
-    so the rows of these gradients no longer exist."""
+    """Shards that applied nothing: they were lost and reset after the lookup."""
 
 
 def route(ids: Iterable[int], num_shards: int) -> "dict[int, array[int]]":
-    """Group ids by the index of their shard in the table: each id once, in rising order."""
+    """Group ids by the index of their shard: each id once, in rising order."""
     routed: dict[int, array[int]] = {}
     for row_id in sorted(set(ids)):
         routed.setdefault(shard_of(row_id, num_shards), array("q")).append(row_id)
@@ -114,7 +106,7 @@ def note(result: TablePushResult, where: Where, reply: PushOutcome) -> None:
 
 
 def joined(parts: Sequence[Rows]) -> Rows:
-    """Join the parts of one shard's rows. The version is the parts' lowest: no row is older."""
+    """Join parts of one shard's rows. The version is the lowest: no row is older."""
     if len(parts) == 1:
         return parts[0]
     return Rows(
@@ -127,8 +119,7 @@ def joined(parts: Sequence[Rows]) -> Rows:
 
 
 def slot_bytes_for(num_bytes: int) -> int:
-    """Size of a slot for parts of this size, with space to spare: the number of rows of a shard
-    differs from step to step."""
+    """Size of a slot, with space to spare: a shard's number of rows differs from step to step."""
     return max(num_bytes + num_bytes // 4, MIN_SLOT_BYTES)
 
 
@@ -139,8 +130,7 @@ def part_of(shard_id: int, rows: Gradients) -> GradientPart:
 
 
 def rows_an_item(row_bytes: int) -> int:
-    """Number of rows in one item of a lookup: as many as have ITEM_BYTES of values, or of ids and
-    births if these are larger; at least one."""
+    """Rows in one item of a lookup; see ITEM_BYTES."""
     return max(1, ITEM_BYTES // max(row_bytes, 2 * ID_BYTES))
 
 
@@ -165,8 +155,8 @@ class AskedRows:
 def look_up(
     calls: ParameterCalls, token: Token, asked: Sequence[AskedRows], timeout_s: float
 ) -> Iterator[tuple[int, Rows | ShoalError]]:
-    """Look rows up at one server. Yield for each item, by its number and in order of arrival, the
-    rows or the error."""
+    """Look rows up at one server. Yield each item's number, and its rows or error, as they
+    arrive."""
     items = [LookupItem(shard_id=a.shard_id, epoch=a.epoch, num_rows=a.num_rows) for a in asked]
     parts = [
         GradientPart(number, a.answer_bytes, in_pieces([memoryview(a.ids)]))
@@ -178,8 +168,8 @@ def look_up(
 def received(
     asked: Sequence[AskedRows], replies: "Iterable[LookupReply | OnlyPiece]"
 ) -> Iterator[tuple[int, Rows | ShoalError]]:
-    """Yield each item's rows, once all its bytes have arrived, or its error. Raises
-    MalformedMessage or ChecksumMismatch."""
+    """Yield each item's rows, once complete, or its error. Raises MalformedMessage or
+    ChecksumMismatch."""
     incoming: dict[int, _IncomingRows] = {}
     for reply in replies:
         if isinstance(reply, OnlyPiece) or reply.HasField("piece"):
@@ -209,15 +199,13 @@ def received(
 
 
 class _IncomingRows:
-    """Received bytes of one item: births, then values."""
-
     def __init__(self, found: FoundRows, num_rows: int) -> None:
         self._found = found
         self._births_bytes = num_rows * ID_BYTES
         self._data = bytearray()
 
     def take(self, piece: AnyPiece) -> None:
-        # Each access to the data of a message copies them.
+        # Each access to a message's data copies them.
         data = piece.data
         if piece.offset_bytes != len(self._data):
             raise _unexpected(f"bytes from {piece.offset_bytes} on, after {len(self._data)} bytes")
@@ -227,7 +215,6 @@ class _IncomingRows:
         self._data += data
 
     def whole(self) -> Rows | None:
-        """The rows; None until all bytes have arrived."""
         if len(self._data) < self._found.num_bytes:
             return None
         births, values = self._data[: self._births_bytes], self._data[self._births_bytes :]

@@ -1,7 +1,5 @@
-"""A job's tables on its parameter servers: look up and push rows, without asyncio.
-
-Ids, births and values are little-endian bytes, sorted by shard; `route` sorts plain integers. This
-module finds the server of each shard, and repeats calls while a server is unavailable."""
+"""A job's tables on its parameter servers: look up and push rows. Ids, births and values are
+little-endian bytes, sorted by shard."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -36,12 +34,8 @@ from shoal_proto.v1.tables_pb2 import TableSpec
 
 
 class TableClient:
-    """One member's view of its job's tables. For one thread at a time, except `close`.
-
-    A call is bounded by `timeout_s`, retries included; `ShardServers.run` names the longer waits. A
-    retry never applies a gradient twice. Raises RetryError when the time is over, Fenced if the
-    member was declared lost or the job was started over, StateLost if a shard is lost, RefusedError
-    for a bad request."""
+    """One member's view of its job's tables. For one thread at a time, except `close`. Time limits,
+    retries and errors are those of `ParameterClient`."""
 
     def __init__(
         self,
@@ -67,7 +61,7 @@ class TableClient:
         self._sequence = 0
 
     def fetch_map(self, wait_s: float = 0.0, *, timeout_s: float | None = None) -> ShardMap:
-        """Fetch the newest shard map; see `JobShards.fetch_map`."""
+        """See `JobShards.fetch_map`."""
         return self._job.fetch_map(wait_s, timeout_s)
 
     def _adopt(self, received: ShardMap) -> ShardMap:
@@ -76,8 +70,8 @@ class TableClient:
         return received
 
     def look_up(self, wanted: Mapping[Where, Bytes]) -> dict[Where, Rows]:
-        """Return the rows of the wanted ids (bytes of int64), by shard, in the order of the ids.
-        Creates no rows. Raises UnknownShard."""
+        """Return the rows of the wanted ids (bytes of int64), by shard, in the ids' order. Creates
+        no rows. Raises UnknownShard."""
         found: dict[Where, Rows] = {}
 
         def attempt(
@@ -106,7 +100,6 @@ class TableClient:
         return found
 
     def _cut(self, ids: Bytes, shard: Shard) -> Iterator[AskedRows]:
-        """The ids in items of bounded size; at least one item, which may be empty."""
         row_bytes = self._row_bytes(shard)
         size = rows_an_item(row_bytes)
         for start in range(0, max(len(ids) // ID_BYTES, 1), size):
@@ -127,10 +120,9 @@ class TableClient:
     ) -> TablePushResult:
         """Apply gradients, each exactly once.
 
-        `step`: the result of `ParameterClient.joint_step` for this push and a push of parameters.
-        Give a step to all pushes of this client, or to none. Raises NonFiniteGradient with table
-        and row, ShapeMismatch for lengths that do not fit the ids, and UnknownShard. After an
-        error, some shards may have applied their rows."""
+        `step`: see `ParameterClient.joint_step`; for all pushes of this client, or none. Raises
+        NonFiniteGradient with table and row, ShapeMismatch for lengths that do not fit the ids, and
+        UnknownShard. After an error, some shards may have applied their rows."""
         for (name, _), rows in pushed.items():
             if name in self._tables:
                 plain = row_bytes_of(self._tables[name])
@@ -170,7 +162,6 @@ class TableClient:
         return row_bytes_of(self._tables[shard.table])
 
     def _table_of(self, lost: StateLost) -> str:
-        """The name of the lost shard's table."""
         names = {str(shard.shard_id): table for (table, _), shard in self._shards.items()}
         return names.get(lost.details.get("shard", ""), "")
 
@@ -185,17 +176,15 @@ class TableClient:
 
     @property
     def transports(self) -> Mapping[str, str]:
-        """Transport of the last call about rows, by server address: `shared-memory`, `unix-socket`,
-        `tcp`, `tls` or `grpc`."""
+        """Transport by server address: see `BulkTransport.name`."""
         return self._job.transports
 
     def wait_for_lost(self, wait_s: float) -> None:
-        """Make later calls wait for lost shards to come back; after `wait_s` they raise
-        StateLost."""
+        """Make later calls wait for lost shards; after `wait_s` they raise StateLost."""
         self._job.wait_for_lost(wait_s)
 
     def close(self) -> None:
-        """Close every connection; a call in progress on another thread fails."""
+        """Close every connection; a call in progress fails."""
         self._job.close()
 
 
@@ -205,7 +194,6 @@ def row_bytes_of(table: TableSpec) -> int:
 
 
 def _check_lengths(table: str, rows: Gradients, row_bytes: int) -> None:
-    """Raise ShapeMismatch unless there is a birth and a gradient for each id."""
     expected_bytes = rows.num_rows * ID_BYTES, rows.num_rows * row_bytes
     if (len(rows.births), len(rows.gradients)) != expected_bytes or len(rows.ids) % ID_BYTES:
         raise ShapeMismatch(

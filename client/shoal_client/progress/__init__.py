@@ -1,1 +1,1 @@
-"""A member's progress in its job: its leased samples, and its clock."""
+"""Progress of a member in its job: leased samples, and a clock."""

@@ -1,4 +1,4 @@
-"""A member's clock, in a job with a bound on the distance between its members."""
+"""A member's clock, in a job with a staleness bound."""
 
 import math
 import time
@@ -15,7 +15,7 @@ from shoal_proto.v1.identity_pb2 import Token
 log = structlog.get_logger(__name__)
 
 POLL_S = 5.0
-"""Maximum wait of one call, so that a call that was lost is soon repeated."""
+"""Maximum wait of one call: a lost call is soon repeated."""
 REPORT_WITHIN_S = 0.25
 REPORT_AGAIN_S = 0.5
 REST_WITHIN_S = 2.0
@@ -24,7 +24,7 @@ REST_AGAIN_S = 1.0
 
 
 class Clock:
-    """One member's clock, kept at the coordinator. For one thread; the last call is `rest`.
+    """One member's clock. For one thread; the last call is `rest`.
 
     A step of a round begins with `begin` and ends with `finished`. Meanwhile the other members that
     take steps are at most `bound` rounds ahead or behind."""
@@ -38,9 +38,8 @@ class Clock:
         wait_s: float = 60.0,
         ended: Callable[[], ShoalError | None] = lambda: None,
     ) -> None:
-        """`wait_s`: limit on a wait for other members while a coordinator answers; the coordinator
-        removes members that make others wait too long. `ended`: returns the error that ended the
-        membership, if any; it ends every wait."""
+        """`wait_s`: limit on a wait for other members while a coordinator answers. `ended`: returns
+        the error that ended the membership, if any; the error ends every wait."""
         self._coordinators = coordinators
         self._token = token
         self._bound = bound
@@ -53,21 +52,19 @@ class Clock:
 
     @property
     def round(self) -> int:
-        """The round of the next step, or of the step in progress."""
+        """The round of the present or next step."""
         return self._round
 
     @property
     def slowest(self) -> int:
-        """The lowest clock of all members in the last answer; it does not fall until `rest`."""
+        """The lowest clock of all members in the last answer."""
         return self._slowest
 
     def begin(self) -> bool:
         """Return once a step of this member may begin; True if newer values must be pulled first.
-        No pull is needed if an earlier answer already permitted this step: then all updates that
-        the step's values must include were applied before the last pull. While no coordinator
-        answers, this call waits only if the step is the member's first (or its first after `rest`),
-        or if the last answer does not permit the step. Raises DeadlineExceeded, which names the
-        members waited for, a refusal, or the error that ended the membership.
+        Waits, also for a coordinator, only if the step is the first (or the first after `rest`), or
+        if the last answer does not permit it. Raises DeadlineExceeded, which names the members
+        waited for, a refusal, or the error that ended the membership.
         """
         known = self._slowest
         if self._enters or known < self._round - self._bound:
@@ -82,15 +79,14 @@ class Clock:
         self._wait(pulled=True)
 
     def finished(self) -> None:
-        """End the round: its step's push is acknowledged, and the next step is of the next
-        round."""
+        """End the round once its push is acknowledged."""
         self._round += 1
 
     def rest(self) -> None:
-        """Report that this member takes no steps for now, so that no member waits for it. Further
-        calls before the next `begin` repeat the report at most once in REST_AGAIN_S. If no
-        coordinator answers within REST_WITHIN_S, this is only logged: call again, as the next
-        leader waits for members whose clocks it does not know. Raises refusals."""
+        """Report that this member takes no steps for now, so that no member waits for it. Repeat
+        the call until `begin`: a new leader waits for members whose clocks it does not know. The
+        report is sent at most once in REST_AGAIN_S. Raises refusals; a missing answer is only
+        logged."""
         now_s = time.monotonic()
         if self._enters and now_s - self._rested_s < REST_AGAIN_S:
             return
@@ -104,18 +100,17 @@ class Clock:
             log.info("clock_not_reported", reason=str(error))
 
     def _report(self) -> None:
-        """Report the round of this member, which may begin its step at once."""
         if time.monotonic() < self._silent_until_s:
             return
         try:
             reply = self._call(0.0, REPORT_WITHIN_S, begins=True)
             self._slowest = max(self._slowest, reply.slowest)
             if reply.clock > self._round:
-                # The other members are ahead. The new round takes effect once it is reported.
+                # The new round takes effect once it is reported.
                 self._round = reply.clock
                 self._call(0.0, REPORT_WITHIN_S, begins=True)
         except OUTLASTED as error:
-            # Training goes on without a coordinator; a later step reports again.
+            # A later step reports again.
             self._silent_until_s = time.monotonic() + REPORT_AGAIN_S
             log.info("clock_not_reported", reason=str(error))
 
@@ -135,9 +130,6 @@ class Clock:
         )
 
     def _ask(self, wait_s: float, *, pulled: bool) -> tuple[pb.AdvanceReply, float]:
-        """Return the answer, and how long the answered attempt took. Time without a coordinator is
-        not counted."""
-
         def ask() -> tuple[pb.AdvanceReply, float]:
             sent_s = time.monotonic()
             reply = self._call(wait_s, wait_s + ANSWER_WITHIN_S, pulled=pulled)
@@ -148,7 +140,7 @@ class Clock:
                 ask, waits_for="the others' clocks", gives_up=self._is_over
             )
         except OUTLASTED as error:
-            # For example, the member was asked to leave while no coordinator answered.
+            # The member may have been asked to leave.
             raise self._ended() or error from None
 
     def _is_over(self) -> bool:

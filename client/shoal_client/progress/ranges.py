@@ -19,7 +19,7 @@ def size_of(ranges: Iterable[SampleRange]) -> int:
 
 
 def joined(ranges: Iterable[SampleRange]) -> list[SampleRange]:
-    """The same samples in as few ranges as possible, in order."""
+    """The same samples in as few ranges as possible."""
     found: list[SampleRange] = []
     for r in sorted(ranges):
         last = found[-1] if found else None
@@ -33,7 +33,7 @@ def joined(ranges: Iterable[SampleRange]) -> list[SampleRange]:
 def subtract_ranges(
     ranges: Iterable[SampleRange], taken: Iterable[SampleRange]
 ) -> list[SampleRange]:
-    """Ranges without the parts that are in `taken`."""
+    """Ranges without the parts in `taken`."""
     left = list(ranges)
     for t in taken:
         parts = [(r, max(r.start, t.start), min(r.stop, t.stop)) for r in left]

@@ -1,4 +1,4 @@
-"""A worker's client of the sample ledger: it leases ranges, and reports completed ranges."""
+"""A worker's client of the sample ledger."""
 
 import threading
 import time
@@ -20,17 +20,14 @@ class SampleLease:
     """The coordinator's answer to a lease request."""
 
     range: SampleRange | None
-    """Range to train on next; it may be shorter than requested. None: nothing now."""
+    """May be shorter than requested. None: nothing now."""
     exhausted: bool
-    """True if every sample of every epoch was completed: stop."""
     retry_after_s: float
-    """Time after which to ask again, if `range` is None and not `exhausted`: other members still
-    train on the rest."""
+    """Wait before the next request, if `range` is None and not `exhausted`."""
     reserve_max: int = 0
-    """Maximum number of samples to hold, so that enough are left for other members. 0: any
-    number."""
+    """Samples to hold at most; 0: any number."""
     not_held: tuple[SampleRange, ...] = ()
-    """Leased ranges that no longer belong to this member: they must not be begun."""
+    """Ranges that no longer belong to this member: do not begin them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,22 +35,22 @@ class Reserve:
     """Samples that a member wants to hold for times without a coordinator."""
 
     num_samples: int
-    """Number of samples to hold in all, at least 1."""
+    """Samples to hold in all, at least 1."""
     step_samples: int
-    """Number of samples of one step: ranges are multiples of it, unless an epoch ends."""
+    """Samples of a step: ranges are multiples of it, unless an epoch ends."""
     given_back: Sequence[SampleRange] = ()
-    """Leased ranges that were never begun: other members may train on them."""
+    """Ranges that were never begun: other members may train on them."""
     num_begun: int = 0
-    """Number of samples begun, among those held or reported as completed in this call."""
+    """Samples begun, among those held or completed in this call."""
     begins_per_s: int = 0
-    """Maximum number of further samples that are begun in a second."""
+    """Maximum rate of further begun samples."""
 
 
 class SampleClient:
-    """Leases samples of one job for one member. Thread-safe: calls are made one after the other.
+    """Leases samples of one job for one member. Thread-safe.
 
-    Leased ranges are held until they are reported as completed or given back. The first call gives
-    back all ranges that another client of the same process had leased."""
+    Ranges are held until they are completed or given back. The first call gives back what another
+    client of this process held."""
 
     def __init__(
         self,
@@ -63,9 +60,7 @@ class SampleClient:
         dataset_size: int,
         num_epochs: int,
     ) -> None:
-        """`token` returns the member's current token, at each call.
-
-        `dataset_size` and `num_epochs` must be the same for every member of the job."""
+        """`dataset_size` and `num_epochs`: the same for all members."""
         self.coordinators = coordinators
         self._token = token
         self._dataset_size = dataset_size
@@ -75,12 +70,10 @@ class SampleClient:
         self._unreported: list[SampleRange] = []
         self._given_back: list[SampleRange] = []
         self._not_durable: dict[int, list[SampleRange]] = {}
-        """Reported ranges that may not be durable yet, by the sequence number of the request that
-        reported them."""
+        """Reported ranges that may not be durable yet, by the request's number."""
         self._unanswered: samples_pb2.LeaseRequest | None = None
         self._not_held: list[SampleRange] = []
-        """Ranges that an answer said this member no longer holds, until `lease` returns them to the
-        caller."""
+        """Ranges that this member no longer holds, until `lease` has returned them."""
         self._sequence = 0
 
     @property
@@ -90,14 +83,13 @@ class SampleClient:
 
     @property
     def held(self) -> tuple[SampleRange, ...]:
-        """Ranges leased and neither reported as completed nor given back, in order."""
+        """Ranges neither reported as completed nor given back, in order."""
         with self._lock:
             return tuple(self._held)
 
     @property
     def has_unreported(self) -> bool:
-        """True if the last request had no answer, or if ranges that were completed or given back
-        are not reported yet."""
+        """True if the last request had no answer, or ranges are to be reported."""
         with self._lock:
             return bool(self._unanswered is not None or self._unreported or self._given_back)
 
@@ -110,18 +102,13 @@ class SampleClient:
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> SampleLease:
         """Report `completed` ranges (leased ranges, or parts of them) and lease at most
-        `num_samples` more. With a reserve, a report is repeated until it is durable, so a
-        coordinator's death loses none. Retries through a restart or failover of the coordinator for
-        `timeout_s`. Raises Fenced if this member was declared lost, ProposalConflict if the job has
-        other samples, JobQuarantined, CertificateRefused, and the last RetryError when the time is
-        over.
+        `num_samples` more. With a reserve, a report is repeated until it is durable. Raises Fenced
+        if this member was declared lost, ProposalConflict if the job has other samples,
+        JobQuarantined, CertificateRefused, and the last RetryError after `timeout_s`.
 
-        After JobQuarantined, CertificateRefused or a RetryError other than Overloaded, the request
-        may have been carried out. So the next call first repeats the request, within its own
-        `timeout_s`. If a range is granted to the repeated request, the next call returns that range
-        and sends no request of its own. The ranges that were given to the next call as `completed`
-        are then reported by the call after it. If the next call's `num_samples` is 0, it gives the
-        granted range back instead, and returns no range."""
+        The request may have been carried out in the last three cases, except for Overloaded. So the
+        next call repeats it first. If a range is granted then, that call returns the range, and
+        reports its own `completed` ranges later; with `num_samples` 0 it gives the range back."""
         with self._lock:
             done = list(completed)
             back = list(reserve.given_back) if reserve is not None else []
@@ -130,7 +117,7 @@ class SampleClient:
             self._held = subtract_ranges(self._held, [*done, *back])
             answer = None
             if self._unanswered is not None:
-                # The request may have been carried out: a retry gets the first answer.
+                # A retry gets the first answer.
                 answer = self._call(self._unanswered, timeout_s)
                 if answer.range is not None and not num_samples:
                     # The caller would not know of the range, and nobody would train on it.
@@ -148,7 +135,7 @@ class SampleClient:
                 lambda channel: SamplesStub(channel).Lease, request, timeout_s=timeout_s
             )
         except Overloaded:
-            # The request had no effect, and would be refused again.
+            # Without effect; it would be refused again.
             self._unanswered = None
             self._unreported = joined([*map(_range, request.completed), *self._unreported])
             self._given_back = joined([*map(_range, request.given_back), *self._given_back])
@@ -177,7 +164,7 @@ class SampleClient:
         )
 
     def _request(self, num_samples: int, reserve: Reserve | None) -> samples_pb2.LeaseRequest:
-        # The clock keeps the number rising across several `SampleClient`s of one process.
+        # Rising across several `SampleClient`s of one process.
         self._sequence = max(self._sequence + 1, time.monotonic_ns())
         request = samples_pb2.LeaseRequest(
             token=self._token(),
@@ -208,8 +195,7 @@ class SampleClient:
         reserve: Reserve | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
-        """Report completed ranges without a request for more, for example before leaving. Raises
-        what `lease` raises."""
+        """Report completed ranges only. Raises what `lease` raises."""
         self.lease(0, completed, reserve=reserve, timeout_s=timeout_s)
 
 

@@ -1,1 +1,1 @@
-"""Other machines over ssh, as the user, and the control plane that is started on them."""
+"""Other machines over ssh, and the control plane on them."""

@@ -1,8 +1,6 @@
 """`shoal up --hosts` and `shoal down`: a control plane on several hosts, which outlives the
-command. Each host has an etcd member and a coordinator.
-
-Each order to a host is one call of `on_host` over ssh. The certificates' authority, and a record of
-the hosts for `shoal down`, stay on this machine.
+command. An order to a host is one call of `on_host` over ssh. The certificates' authority, and a
+record of the hosts, stay on this machine.
 """
 
 import json
@@ -41,12 +39,11 @@ from shoal_proto.tls.identity import CA_FILE, in_folder
 from shoal_proto.tls.names import CertificateRole
 
 ANSWER_S = 90.0
-"""Time for a host to connect and answer: a busy host may take long to start Python."""
+"""A busy host may take long to start Python."""
 STARTED_S = 300.0
-"""Time for the parts of a host to come up."""
 LEADS_WITHIN_S = 60.0
 VALID = timedelta(days=365)
-"""Validity of the certificates, which are not renewed: the authority's key is on this machine."""
+"""The certificates are not renewed: the authority's key is on this machine."""
 RECORD = "hosts.json"
 CERTIFICATES = "certs"
 LAST_LINES = 3
@@ -56,20 +53,20 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class HostFailure:
-    """Reason for which a host did not carry out an order."""
+    """Reason why a host did not carry out an order."""
 
     reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class ControlPlaneHosts:
-    """Hosts of a control plane, and how they are reached; kept as the record on this machine."""
+    """Hosts of a control plane, as recorded on this machine."""
 
     names: Sequence[str]
     directory: str = ""
-    """Directory of the control plane on the hosts and on this machine; empty: the usual ones."""
+    """Directory on the hosts and on this machine; empty: the usual ones."""
     python: str = ""
-    """Python on the hosts; empty: the path of this one."""
+    """Empty: the path of this Python."""
 
     @property
     def here(self) -> Path:
@@ -80,15 +77,15 @@ class ControlPlaneHosts:
 
     @property
     def certificates(self) -> Path:
-        """Folder of the certificates on this machine, with the authority's key."""
+        """Certificates on this machine, with the authority's key."""
         return self.here / CERTIFICATES
 
     def ask(
         self, orders: Mapping[str, HostOrder], within_s: float
     ) -> dict[str, HostAnswer | HostFailure]:
         """Send each host its order, all at once; return the answers and failures by host. If a
-        START fails, all hosts are stopped, and that failure is returned alone: the other hosts'
-        parts could wait long for an etcd member that does not come up."""
+        START fails, all hosts are stopped, and only that failure is returned: the other hosts could
+        wait long for an etcd member that does not come up."""
         answers: dict[str, HostAnswer | HostFailure] = {}
         with ThreadPoolExecutor(max(1, len(orders))) as pool:
             asked = {
@@ -104,7 +101,7 @@ class ControlPlaneHosts:
         return {name: answers[name] for name in orders}
 
     def order(self, name: str, action: str) -> HostOrder:
-        """Return an order for the host of this name."""
+        """Return an order for this host."""
         return HostOrder(action=action, name=name, directory=self.directory)
 
     def _ask(self, name: str, order: HostOrder, within_s: float) -> HostAnswer | HostFailure:
@@ -138,7 +135,7 @@ class ControlPlaneConfig:
 
     hosts: ControlPlaneHosts
     base_port: int = 0
-    """First of four ports on each host; 0: any free ones."""
+    """First of four; 0: any free ones."""
     num_parameter_servers: int = 0
     snapshot_roots: Sequence[str] = ()
     prefix: str = ""
@@ -151,7 +148,7 @@ class ControlPlane:
     """A control plane that is up."""
 
     coordinators: Sequence[str]
-    """host:port of each coordinator."""
+    """host:port of each."""
     pages: Sequence[str]
     etcd: Sequence[str]
     directories: Mapping[str, str]
@@ -160,7 +157,7 @@ class ControlPlane:
 
 
 def check_number(names: Sequence[str]) -> None:
-    """Raise InvalidSpec for a number of hosts that is even or above 5."""
+    """Raise InvalidSpec for a number of hosts other than 1, 3 or 5."""
     if len(names) not in (1, 3, 5):
         raise InvalidSpec(
             "bad number of hosts for a control plane",
@@ -210,9 +207,8 @@ def start(config: ControlPlaneConfig, say: Say) -> ControlPlane:
 
 
 def stop(hosts: ControlPlaneHosts, say: Say) -> Sequence[str]:
-    """End the parts on the hosts, and remove their data; return the hosts on which that failed. The
-    record keeps hosts that were not stopped; if there are none, the record and the certificates are
-    removed."""
+    """End the parts on the hosts, and remove their data; return the hosts on which that failed, and
+    which the record keeps."""
     answers = hosts.ask({name: hosts.order(name, STOP) for name in hosts.names}, ANSWER_S)
     failed = []
     for name, answer in answers.items():
@@ -234,8 +230,8 @@ def stop(hosts: ControlPlaneHosts, say: Say) -> Sequence[str]:
 
 
 def recorded(directory: str = "") -> ControlPlaneHosts | None:
-    """Return the hosts of the control plane that was started from this machine; None if there is
-    none. `directory`: as it was given at the start. Raises InvalidSpec for a damaged record."""
+    """Return the hosts of the recorded control plane, if any. `directory`: as at the start. Raises
+    InvalidSpec for a damaged record."""
     path = ControlPlaneHosts(names=(), directory=directory).here / RECORD
     try:
         return ControlPlaneHosts(**json.loads(path.read_text()))
@@ -259,7 +255,6 @@ def _write_record(hosts: ControlPlaneHosts) -> None:
 
 
 def _check_record(hosts: ControlPlaneHosts) -> None:
-    """Raise InvalidSpec if the record names other hosts, whose parts would be forgotten."""
     known = recorded(hosts.directory)
     if known is not None and {*known.names} - {*hosts.names}:
         raise InvalidSpec(
@@ -273,8 +268,6 @@ def _check_record(hosts: ControlPlaneHosts) -> None:
 def _usable(
     answers: Mapping[str, HostAnswer | HostFailure], verb: str = "be used"
 ) -> dict[str, HostAnswer]:
-    """Return the answers. Raises Unavailable, with the reasons, if a host has failed or has another
-    release of Shoal."""
     bad = {name: each.reason for name, each in answers.items() if isinstance(each, HostFailure)}
     good = {name: each for name, each in answers.items() if isinstance(each, HostAnswer)}
     own = version("shoal")
@@ -305,8 +298,8 @@ def _check_free(hosts: ControlPlaneHosts, found: Mapping[str, HostAnswer]) -> No
 
 
 def _addresses(found: Mapping[str, HostAnswer]) -> dict[str, str]:
-    """Return the address of each host: the one at which ssh has reached it. Raises InvalidSpec if
-    the hosts cannot reach each other at these addresses."""
+    """Raises InvalidSpec if the hosts cannot reach each other at the addresses at which ssh has
+    reached them."""
     clients = Counter(each.client for each in found.values() if each.client)
     usual = clients.most_common(1)[0][0] if clients else "127.0.0.1"
     addresses = {name: answer.address or usual for name, answer in found.items()}
@@ -330,7 +323,7 @@ def _plans(
     ports: Mapping[str, Mapping[str, int]],
 ) -> dict[str, HostPlan]:
     token = secrets.token_hex(4)
-    # Names for etcd's members: a host's name may have characters with which etcd separates names.
+    # A host's name may have characters with which etcd separates names.
     members = {name: f"etcd-{number}" for number, name in enumerate(addresses)}
     at = {name: HostPorts(**ports[name]) for name in addresses}
     peers = {members[name]: _at(addresses[name], at[name].peer) for name in addresses}
@@ -357,8 +350,6 @@ def _plans(
 
 
 def _make_certificates(path: Path, addresses: Sequence[str]) -> Mapping[str, str]:
-    """Make the authorities and certificates of a new control plane in a folder; return the files
-    for its hosts, without the authorities' keys."""
     shutil.rmtree(path, ignore_errors=True)
     hosts = [*dict.fromkeys((*addresses, "127.0.0.1", "localhost"))]
     folder, of_etcd = CertificateFolder(path), CertificateFolder(path / ETCD_CERTIFICATES)

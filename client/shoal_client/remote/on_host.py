@@ -3,10 +3,9 @@
     python -m shoal_client.remote.on_host               # one order on stdin, one answer on stdout
     python -m shoal_client.remote.on_host serve PATH    # the parts of this host, until SIGTERM
 
-An order is a line of JSON on stdin: it may contain private keys, and other users of the host could
-read them on a command line. `serve` is started by an order, in its own session, and outlives the
-connection. It holds a lock on the host's directory, which shows that the parts run.
-systemd-tmpfiles does not clear a locked directory.
+An order is a line of JSON on stdin: it may contain private keys, which other users of the host
+could read on a command line. `serve` outlives the connection. It holds a lock on the host's
+directory, which shows that the parts run. systemd-tmpfiles does not clear a locked directory.
 """
 
 import fcntl
@@ -45,7 +44,6 @@ PID = "pid"
 LOG = "host.log"
 CERTIFICATES = "certs"
 STOPPED_S = 20.0
-"""Time for the parts of a host to end by themselves, before they are killed."""
 KILLED_S = 10.0
 LOOK_EVERY_S = 0.05
 
@@ -65,13 +63,13 @@ class HostPlan:
     """Parts of one host of a control plane."""
 
     address: str
-    """Address of the host for the other hosts and for workers."""
+    """Address for the other hosts and for workers."""
     ports: Mapping[str, int]
-    """`HostPorts`, by name."""
+    """`HostPorts`."""
     etcd: Sequence[str]
-    """host:port of each etcd member for clients, this host's member first."""
+    """host:port for clients, this host's member first."""
     member: Mapping[str, object]
-    """`EtcdAddresses` of this host's member, by name."""
+    """`EtcdAddresses` of this host's member."""
     num_parameter_servers: int
     first_parameter_server: int
     snapshot_roots: Sequence[str]
@@ -85,17 +83,17 @@ class HostOrder:
     """Order to a host, and the directory of the host's files."""
 
     action: str
-    """LOOK: report what is there; START: start the parts of `plan`; STOP: end them."""
+    """LOOK, START the parts of `plan`, or STOP them."""
     name: str
     """Name of the host, for its directory."""
     directory: str = ""
-    """Directory of the control plane on every host; empty: the usual one."""
+    """The same on every host; empty: the usual one."""
     base_port: int = 0
     """LOOK: first of the ports to use; 0: any free ones."""
     plan: Mapping[str, object] = field(default_factory=dict)
-    """START: `HostPlan`, by name."""
+    """START: `HostPlan`."""
     files: Mapping[str, str] = field(default_factory=dict)
-    """START: contents of the certificates' files, by path in their folder."""
+    """START: the certificates' files, by path in their folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +113,7 @@ class HostAnswer:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Carry out the order on stdin; return 1 if it fails, with the reason on stdout."""
+    """Carry out the order on stdin; return 1, with the reason on stdout, if it fails."""
     if arguments[:1] == ["serve"]:
         return serve(Path(arguments[1]))
     os.dup2(sys.stdout.fileno(), sys.stderr.fileno())
@@ -147,12 +145,12 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def usual_directory() -> Path:
-    """Return the usual directory: on a disk of the host, as etcd needs, and kept at a reboot."""
+    """Return a directory on a disk, as etcd needs, that a reboot keeps."""
     return Path("/var/tmp") / f"shoal-hosts-{os.geteuid()}"
 
 
 def host_directory(order: HostOrder) -> Path:
-    """Return the directory of this host's parts; hosts that share a disk have different ones."""
+    """Return the directory of this host's parts: hosts that share a disk have different ones."""
     root = Path(order.directory) if order.directory else usual_directory()
     return root / "hosts" / order.name.rpartition("@")[2].replace(":", "_")
 
@@ -161,7 +159,7 @@ def host_directory(order: HostOrder) -> Path:
 
 
 def start(directory: Path, order: HostOrder) -> None:
-    """Start the parts, and return once they serve. Raises InvalidSpec if parts run already, and
+    """Start the parts; return once they serve. Raises InvalidSpec if parts run already, and
     Unavailable, with the end of a log, if they do not come up: then none is left."""
     for path in (*reversed(directory.parents[:2]), directory):
         _make_private(path)
@@ -184,7 +182,7 @@ def start(directory: Path, order: HostOrder) -> None:
                 file.write(text)
         with (directory / LOG).open("ab") as log:
             serving = subprocess.Popen(
-                # The lock's descriptor is inherited: there is no time without the lock.
+                # With the lock's descriptor, there is no time without the lock.
                 [sys.executable, "-P", "-m", __spec__.name, "serve", str(directory)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -209,8 +207,8 @@ def start(directory: Path, order: HostOrder) -> None:
 
 
 def stop(directory: Path) -> None:
-    """End the parts of the host, and remove all their files but logs. Raises Unavailable if they
-    do not end."""
+    """End the parts of the host, and remove their files but logs. Raises Unavailable if they do not
+    end."""
     if not directory.is_dir():
         return
     for number, within_s in ((signal.SIGTERM, STOPPED_S), (signal.SIGKILL, KILLED_S)):
@@ -220,7 +218,7 @@ def stop(directory: Path) -> None:
             os.kill(int((directory / PID).read_text()), number)
         end_s = time.monotonic() + within_s
         while _is_locked(directory) and time.monotonic() < end_s:
-            # The process is not a child: nothing reports its end.
+            # Nothing reports the end of a process that is not a child.
             time.sleep(LOOK_EVERY_S)
     else:
         if _is_locked(directory):
@@ -229,7 +227,6 @@ def stop(directory: Path) -> None:
 
 
 def _ports(base: int) -> HostPorts:
-    """Return the ports to use. Raises InvalidSpec if one of those from `base` on is taken."""
     with ExitStack() as stack:
         found = []
         for number in range(4):
@@ -250,8 +247,7 @@ def _ports(base: int) -> HostPorts:
 
 
 def _make_private(path: Path) -> None:
-    """Make a directory to which only this user writes. Raises InvalidSpec if others can write
-    there: they could replace what is in it."""
+    """Raises InvalidSpec if others can write to the directory: they could replace its contents."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = path.lstat()
     mine = found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
@@ -287,7 +283,7 @@ def _remove_all_in(directory: Path) -> None:
 
 
 def serve(directory: Path) -> int:
-    """Run the parts of the plan in `directory` until SIGTERM; return 1 if they do not stay up."""
+    """Run the parts of the plan until SIGTERM; return 1 if they do not stay up."""
     ended: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     def leave(number: int, frame: FrameType | None) -> None:

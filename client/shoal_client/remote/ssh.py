@@ -1,5 +1,4 @@
-"""Commands on other hosts with the system's ssh: names of hosts, the command line, and the mark of
-messages in the output."""
+"""Commands on other hosts with the system's ssh."""
 
 import ipaddress
 import re
@@ -13,17 +12,16 @@ from cyclopts import Parameter
 from shoal_proto.errors import InvalidSpec
 
 LOCALHOST = "localhost"
-"""Name of this machine among hosts: it is used without ssh."""
+"""This machine among hosts, used without ssh."""
 MARK = "shoal-host: "
-"""Start of the lines that are messages to the connecting command; other lines are output."""
+"""Start of messages to the connecting command; other lines are output."""
 # A name that begins with "-" would be an option of ssh.
 HOST_NAME = r"([A-Za-z0-9_][A-Za-z0-9_.-]*@)?([A-Za-z0-9_][A-Za-z0-9_.-]*|\[[0-9A-Fa-f:.]+\])"
-"""Pattern of a host: HOST or USER@HOST, with brackets around an IPv6 address."""
+"""HOST or USER@HOST, with brackets around an IPv6 address."""
 SSH_OPTIONS = (
     "-T",
     *("-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ClearAllForwardings=yes"),
     # Override ~/.ssh/config: a connection that is the master of others would not end before them.
-    # A master that exists is used.
     *("-o", "RemoteCommand=none", "-o", "ControlMaster=no"),
     # A host that is cut off counts as lost after half a minute.
     *("-o", "ServerAliveInterval=10", "-o", "ServerAliveCountMax=3", "-o", "LogLevel=ERROR"),
@@ -34,7 +32,7 @@ ADVICE = (
 
 
 def command_on(host: str, words: Sequence[str]) -> Sequence[str]:
-    """Return the command that runs `words` on the host, as this user."""
+    """Return the command that runs `words` on the host."""
     line = f"exec {shlex.join(words)}"
     if host == LOCALHOST:
         return ("sh", "-c", line)
@@ -53,8 +51,8 @@ def check_ssh(hosts: Sequence[str]) -> None:
 
 
 def bare_name(name: str) -> str | None:
-    """Return a name that matches HOST_NAME without its brackets; None if these contain something
-    other than an IPv6 address."""
+    """Return a name that matches HOST_NAME without its brackets; None if they contain no IPv6
+    address."""
     if name.endswith("]"):
         try:
             ipaddress.IPv6Address(name[name.index("[") + 1 : -1])
@@ -70,8 +68,7 @@ def check_once(names: Sequence[str], expected: str) -> None:
 
 
 def parse_host_names(text: str) -> tuple[str, ...]:
-    """Return the hosts in `HOST,...`. Raises InvalidSpec for a bad host, and for a host that is
-    given twice."""
+    """Return the hosts in `HOST,...`. Raises InvalidSpec for a bad or repeated host."""
     names = []
     for part in (each.strip() for each in text.split(",") if each.strip()):
         name = bare_name(part) if re.fullmatch(HOST_NAME, part) else None
@@ -102,4 +99,3 @@ HostNames = Annotated[
         json_dict=False,
     ),
 ]
-"""The option --hosts of a command that starts no workers."""

@@ -1,1 +1,1 @@
-"""Layout of a job's bytes in its shards, and the data that a call sends for a shard."""
+"""Layout of a job's bytes in its shards."""

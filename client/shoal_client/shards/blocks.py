@@ -1,4 +1,4 @@
-"""Layout of a job's parameters in its shards, with copying from and to the caller's buffers."""
+"""Layout of a job's parameters in its shards, with copying."""
 
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +17,7 @@ Buffers = Mapping[str, memoryview]
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """One block: `num_bytes` from `start` in the shard lie at `offset` in the parameter."""
+    """A block: `num_bytes` from `start` in the shard lie at `offset` in the parameter."""
 
     start: int
     parameter: str
@@ -49,7 +49,7 @@ class ShardBlocks:
         self, buffers: Buffers, piece_bytes: int
     ) -> Iterator[tuple[int, Sequence[memoryview]]]:
         """Yield (offset, parts) of pieces that together contain every block with a buffer, in
-        order. The parts of a piece are consecutive in the shard; they are the caller's memory."""
+        order. The parts are consecutive in the shard, and the caller's memory."""
         parts: list[memoryview] = []
         held = start = 0
         for run in self._runs:
@@ -74,8 +74,8 @@ class ShardBlocks:
             yield start, parts
 
     def scatter(self, piece: AnyPiece, buffers: Buffers) -> int:
-        """Write a piece's bytes into the buffers of the shard's parameters; return the number of
-        bytes. Raises ChecksumMismatch or MalformedMessage."""
+        """Write a piece's bytes into the parameters' buffers; return the number of bytes. Raises
+        ChecksumMismatch or MalformedMessage."""
         data = memoryview(piece.data)
         verify(f"a piece of shard {self.shard_id}", piece.checksum, data)
         position, stop = piece.offset_bytes, piece.offset_bytes + len(data)
@@ -100,7 +100,7 @@ class ShardBlocks:
 
 def check_buffers(shard_map: ShardMap, buffers: Buffers, *, complete: bool, writable: bool) -> None:
     """Raise ShapeMismatch unless each buffer is one of the job's parameters, whole and flat.
-    `complete`: each parameter with elements needs a buffer. `writable`: no buffer is read-only."""
+    `complete`: each parameter with elements needs one. `writable`: none is read-only."""
     sizes = {p.name: prod(p.shape) * DTYPE_BYTES[p.dtype] for p in shard_map.parameters}
     for name, buffer in buffers.items():
         if name not in sizes:

@@ -4,7 +4,7 @@ from shoal_proto.v1.shards_pb2 import Shard, ShardMap
 
 
 def without_tables(shard_map: ShardMap) -> ShardMap:
-    """The same map with the shards of parameters only."""
+    """The map with the shards of parameters only."""
     if not shard_map.tables:
         return shard_map
     dense = ShardMap()
@@ -15,8 +15,8 @@ def without_tables(shard_map: ShardMap) -> ShardMap:
 
 
 def keep_addresses(shard_map: ShardMap, last: ShardMap | None) -> None:
-    """Add the last map's addresses to shards without an address. A server whose registration in
-    etcd has expired is listed without an address. It may still be the primary of its shards.
+    """Add the last map's addresses to shards without an address: a server whose registration in
+    etcd has expired may still be their primary.
     """
     if last is None:
         return
@@ -28,5 +28,5 @@ def keep_addresses(shard_map: ShardMap, last: ShardMap | None) -> None:
 
 
 def of_tables(shard_map: ShardMap) -> dict[tuple[str, int], Shard]:
-    """The shards of tables, by name of the table and index of the shard in it."""
+    """The shards of tables, by table and index in it."""
     return {(shard.table, shard.table_index): shard for shard in shard_map.shards if shard.table}

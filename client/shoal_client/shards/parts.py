@@ -1,4 +1,4 @@
-"""Data that a call sends for one shard, over any transport."""
+"""Data that a call sends for one shard."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from shoal_proto.v1.codec_pb2 import GradientCodec
 
 PIECE_BYTES = 2 * 1024 * 1024
-"""Maximum size of a piece. Most shards fit into one; a server has to join several, which copies
-them."""
+"""Most shards fit into one piece; a server has to join several, which copies them."""
 
 Pieces = Iterable[tuple[int, Sequence[memoryview]]]
 """Offset in the shard, and the caller's memory with the bytes from that offset on."""
@@ -18,15 +17,15 @@ class GradientPart:
     """One shard of a call."""
 
     shard_id: int
-    """Id of the shard; in a lookup of rows, the number of the item."""
+    """Id of the shard; in a lookup of rows, the item's number."""
     num_bytes: int
-    """Maximum number of bytes that are sent, and that are returned, for the shard."""
+    """Maximum, for sent and for returned bytes."""
     pieces: Callable[[int], Pieces]
-    """Returns the pieces in order, of at most the given size each."""
+    """Returns the pieces in order, of at most the given size."""
 
 
 def in_pieces(buffers: Sequence[memoryview]) -> Callable[[int], Pieces]:
-    """Return the `pieces` of a part that consists of these buffers, one after the other."""
+    """Return the `pieces` of a part that consists of these buffers."""
 
     def pieces(piece_bytes: int) -> Iterator[tuple[int, Sequence[memoryview]]]:
         start, held_bytes = 0, 0
@@ -61,8 +60,8 @@ class EncodedGradient:
 
 @dataclass(frozen=True, slots=True)
 class EncodedPush:
-    """Encoded gradients that a push sends for some shards, the same at every attempt."""
+    """Encoded gradients that a push sends for some shards, at every attempt."""
 
     shards: Mapping[int, EncodedGradient]
     applied: Callable[[int], None]
-    """Called with each of these shards once its part is known to be applied."""
+    """Called with each of these shards once it has applied its part."""

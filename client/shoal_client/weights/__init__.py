@@ -1,1 +1,1 @@
-"""Published weights: clients that publish a rank's segment, and that fetch versions."""
+"""Published weights: clients that publish, and that fetch versions."""

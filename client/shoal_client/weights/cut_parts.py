@@ -1,6 +1,5 @@
-"""Layouts of the segments that parameter servers make from a cut: a job's parameters and tables.
-
-The columns of a table's shard are tensors with reserved names: `shoal.tables/TABLE/SHARD/COLUMN`.
+"""Layouts of the segments that parameter servers make from a cut. The columns of a table's shard
+are tensors with reserved names: `shoal.tables/TABLE/SHARD/COLUMN`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,19 +12,16 @@ from shoal_proto.v1 import weights_pb2 as pb
 
 TABLES = "shoal.tables/"
 MAX_PART_LAYOUT_BYTES = MAX_MESSAGE_BYTES - 64 * 1024
-"""Maximum size of a rank's layout. The message with the layout also has metadata, and the digest,
-size and holders of the segment."""
+"""Leaves space for the rest of the message."""
 IDS, BIRTHS, VALUES = "ids", "births", "values"
 
 Numbers = tuple[int, ...]
 
 
 def cut_parts(cut: pb.CutTablesReply, tied: Mapping[str, str]) -> list[pb.CutPart]:
-    """The parts of a cut, in the order of its shards. The publisher's own part is that of rank 0;
-    the parts of the cut are those of ranks 1, 2, ...
-
-    `tied`: maps each further name of a parameter to the parameter's first name. Raises
-    MalformedMessage if the cut has a block of a parameter that it does not describe.
+    """The parts of a cut, in the order of its shards, for ranks 1, 2, ...; the publisher's own part
+    is of rank 0. `tied`: first names of parameters, by further name. Raises MalformedMessage for a
+    block of an undescribed parameter.
     """
     specs = {each.name: each for each in cut.parameters}
     names: dict[str, list[str]] = {name: [name] for name in specs}
@@ -54,8 +50,8 @@ def cut_parts(cut: pb.CutTablesReply, tied: Mapping[str, str]) -> list[pb.CutPar
 
 
 def check_layout(layout: pb.Layout) -> None:
-    """Raise InvalidSpec if a tensor of the publisher has a name that is reserved for tables, or if
-    the layout is too large for a message."""
+    """Raise InvalidSpec if a tensor has a name that is reserved for tables, or the layout is too
+    large for a message."""
     if (num_bytes := layout.ByteSize()) > MAX_PART_LAYOUT_BYTES:
         raise InvalidSpec(
             "the names, shapes and slices of a rank's tensors are too large for a publication",
@@ -94,11 +90,8 @@ def _add_run(
 
 
 def boxes(shape: Sequence[int], start: int, count: int) -> Iterator[tuple[Numbers, Numbers, int]]:
-    """Split a run of elements of a flattened tensor into rectangular parts. Yields, in order, the
-    offsets and sizes of each part and the number of its first element.
-
-    Whole rows of the outermost dimension are one part. A partial row before or after them is split
-    in the same way.
+    """Split a run of elements of a flattened tensor into rectangular parts. Yields, in order, each
+    part's offsets, sizes and first element.
     """
     if not shape:
         yield (), (), start

@@ -8,8 +8,8 @@ from shoal_proto.v1.weights_pb2 import ElementRun, Layout, Slice
 
 
 def elements_of(layout: Layout, segment: int) -> list[ElementRun]:
-    """Runs of elements of equal size that make up segment number `segment`. Bytes of no tensor, and
-    of tensors with an unknown dtype, count as elements of one byte."""
+    """Runs of elements of equal size that make up a segment. Bytes of no tensor, and of unknown
+    dtypes, count as elements of one byte."""
     runs: list[ElementRun] = []
     at = 0
     for start, stop, element_bytes in sorted(_spans(layout, segment)):

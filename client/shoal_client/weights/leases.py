@@ -1,4 +1,4 @@
-"""A reader's reports to the coordinator: its leases, and the version that it serves."""
+"""A reader's reports to the coordinator."""
 
 import threading
 import time
@@ -15,13 +15,13 @@ from shoal_proto.v1.weights_pb2_grpc import WeightSeriesStub
 log = structlog.get_logger(__name__)
 
 FIRST_LEASE_S = 30.0
-"""Assumed length of a lease until the coordinator has sent it."""
+"""Length of a lease until the coordinator has sent it."""
 LEAVING_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class InstalledVersion:
-    """The version that a reader installed last (number 0: none), and the cost of fetching it."""
+    """The version that a reader installed last (0: none), and the cost of the fetch."""
 
     number: int = 0
     digest: bytes = b""
@@ -30,8 +30,7 @@ class InstalledVersion:
 
 
 class ReaderLeases:
-    """Leases that a reader holds on versions, renewed by its reports. Coordinators keep a leased
-    version until the lease ends. Thread-safe."""
+    """Leases that a reader holds on versions, renewed by its reports. Thread-safe."""
 
     def __init__(
         self, coordinators: Coordinators, series: str, reader: str, serves_at: str = ""
@@ -40,17 +39,16 @@ class ReaderLeases:
         self._series = series
         self._reader = reader
         self.serves_at = serves_at
-        """Address at which this reader serves other relays; empty: it is no relay."""
+        """Address for other relays; empty: this reader is no relay."""
         self._lock = threading.Lock()
         self._reporting = threading.Lock()
-        """Lock held during a report. Each report has the reader's whole state, and replaces the one
-        before."""
+        """Held during a report: each report replaces the one before."""
         self._sequence = time.time_ns() // 1000
-        """Number of the last report. It is higher than in earlier processes of this reader."""
+        """Higher than in earlier processes of this reader."""
         self._leased: Counter[int] = Counter()
         self._gone: set[int] = set()
         self._reported: set[int] = set()
-        """Leases in the last report: the coordinator holds them until the next report."""
+        """Leases in the last report, which the coordinator holds until the next."""
         self._until_s: dict[int, float] = {}
         self._relays: dict[int, str] = {}
         self._lease_s = FIRST_LEASE_S
@@ -61,10 +59,9 @@ class ReaderLeases:
         self._thread.start()
 
     def take(self, number: int, timeout_s: float) -> None:
-        """Take a lease on a version. Leases are counted: call `release` once for each `take`.
-
-        Raises VersionGone if it is not kept any more, Overloaded if the series has its maximum of
-        readers or leases, another RetryError if no coordinator answers in time, and refusals."""
+        """Take a lease on a version; call `release` once for each `take`. Raises VersionGone if the
+        version is not kept any more, Overloaded if the series has its maximum of readers or leases,
+        another RetryError without an answer in time, and refusals."""
         with self._lock:
             self._leased[number] += 1
             is_held = self._until_s.get(number, 0.0) > time.monotonic()
@@ -77,7 +74,7 @@ class ReaderLeases:
             raise
 
     def release(self, number: int) -> None:
-        """Give up a lease that was taken."""
+        """Give up a lease."""
         with self._lock:
             self._leased[number] -= 1
             if self._leased[number] <= 0:
@@ -88,12 +85,12 @@ class ReaderLeases:
         self._wake.set()
 
     def relay_of(self, number: int) -> str:
-        """Address of the relay to fetch a leased version from; empty: fetch from the servers."""
+        """Relay to fetch a leased version from; empty: fetch from the servers."""
         with self._lock:
             return self._relays.get(number, "")
 
     def check(self, number: int) -> None:
-        """Raise VersionGone if the coordinator has reported that a leased version was dropped."""
+        """Raise VersionGone if a leased version was dropped."""
         with self._lock:
             is_gone = number in self._gone
         if is_gone:
@@ -104,8 +101,7 @@ class ReaderLeases:
             )
 
     def report(self, installed: InstalledVersion) -> None:
-        """Report an installed version to the coordinator, in the background. Raises Regressed if a
-        newer version was reported before."""
+        """Report an installed version in the background. Raises Regressed after a newer version."""
         with self._lock:
             if installed.number < self.installed.number:
                 raise Regressed(
@@ -120,8 +116,7 @@ class ReaderLeases:
         self._wake.set()
 
     def close(self) -> None:
-        """End the reports, and report that this reader leaves, if a coordinator answers within
-        LEAVING_S."""
+        """End the reports; the last one says that this reader leaves."""
         with self._lock:
             self._is_closed = True
         self._wake.set()
@@ -160,9 +155,8 @@ class ReaderLeases:
                 self._gone |= {each for each in reply.gone if each in self._leased}
                 for number in reply.leased:
                     if number in self._leased:
-                        # A lease begins when its request was sent.
                         self._until_s[number] = sent_s + reply.lease_s
-                # A coordinator of an earlier release names no relays.
+                # Coordinators of earlier releases name no relays.
                 for number, relay in zip(reply.leased, reply.relays, strict=False):
                     if number in self._leased:
                         self._relays[number] = relay

@@ -1,4 +1,4 @@
-"""Publication of one rank's part: the segment to servers, its description to the coordinator."""
+"""Publication of one rank's part."""
 
 import threading
 import time
@@ -27,17 +27,17 @@ log = structlog.get_logger(__name__)
 
 TIMEOUT_S = 600.0
 OVERLOADED_S = 10.0
-"""Time for which a publication is retried while servers have no space: leases may end meanwhile."""
+"""Retry this long while servers have no space: leases may end meanwhile."""
 CALL_S = 10.0
 PART_S = 30.0
-"""Time for which one call that adds a part waits for the other ranks; then the call is repeated."""
+"""One call that adds a part waits this long for the other ranks."""
 CUT_S = 90.0
-"""Time limit of a cut, which waits for steps in progress and for servers to copy their shards."""
+"""A cut waits for steps in progress and for servers to copy their shards."""
 MAX_ABANDONED = 64
 
 
 class SeriesPublisher:
-    """Publisher of one rank's parts of a series. For one thread at a time, except `close`."""
+    """Publisher of one rank's parts, for one thread at a time, except `close`."""
 
     def __init__(
         self,
@@ -50,9 +50,8 @@ class SeriesPublisher:
         options: pb.SeriesOptions | None = None,
         may_be_local: bool | None = None,
     ) -> None:
-        """`publisher`: returns the publisher's identity for each call, which is a member's current
-        token, or a script's incarnation. `may_be_local`: False to use TCP to servers on this host
-        too; None: as SHOAL_TRANSPORT says."""
+        """`publisher`: returns a member's current token, or a script's incarnation. `may_be_local`:
+        see `WeightStores`."""
         self._series = series
         self._publisher = publisher
         self._rank = rank
@@ -62,7 +61,7 @@ class SeriesPublisher:
         self._stores = WeightStores(series, may_be_local=may_be_local)
         self._closing = threading.Event()
         self._lock = threading.Lock()
-        """Lock held during `Begin`: a script's lease is renewed on another thread."""
+        """Held during `Begin`: a script's lease is renewed on another thread."""
         self._epoch = 0
         self._lease_s = 0.0
         self._abandoned: list[int] = []
@@ -70,10 +69,8 @@ class SeriesPublisher:
 
     def begin(self, timeout_s: float = TIMEOUT_S) -> pb.BeginPublicationReply:
         """Announce a publication; return epoch, newest version and servers for the rank's segment.
-
-        There are no servers in the reply while the cluster has none. Raises StaleEpoch, SeriesHeld
-        and other refusals at once, Overloaded after CALL_S and the last other RetryError,
-        JobQuarantined or CertificateRefused once the time is over or this is closed."""
+        Raises StaleEpoch, SeriesHeld and other refusals at once, Overloaded after CALL_S, and the
+        last other RetryError, JobQuarantined or CertificateRefused after `timeout_s` or `close`."""
         give_up_s = time.monotonic() + timeout_s
         with self._lock:
             reply = self._persist(lambda: self._begin(CALL_S), give_up_s)
@@ -101,20 +98,16 @@ class SeriesPublisher:
     ) -> pb.VersionRecord:
         """Publish this rank's part. Returns the version once the parts of all ranks are committed.
 
-        `layout`: this rank's tensors and slices. `publication`: a number, the same on all ranks,
-        that rises with each publication. `on_replicated`: called once, when every holder of the
-        segment has it.
-
-        `tied`, given by a single rank: the version also has the parameters and the rows of tables
-        on the job's parameter servers, as of one cut. `tied` maps each further name of a parameter
-        to the parameter's first name.
+        `publication`: a number, the same on all ranks, that rises with each publication. `tied`,
+        given by a single rank: the version also has the parameters and tables on the job's
+        parameter servers, as of one cut; `tied` maps each further name of a parameter to its first.
+        `on_replicated`: called once, when every holder has the segment.
 
         Raises StaleEpoch if another publisher has replaced this one, SeriesHeld or another refusal,
-        PublicationAbandoned if the publication was abandoned, InvalidSpec for a reserved name or a
-        layout of more than MAX_PART_LAYOUT_BYTES, and Overloaded or NoServers if no server has had
-        space for the segment for OVERLOADED_S. Once `timeout_s` has passed or `close` was called,
-        raises other RetryErrors or ChecksumMismatch: the version may or may not be committed
-        then."""
+        PublicationAbandoned, InvalidSpec for a reserved name or a layout of more than
+        MAX_PART_LAYOUT_BYTES, and Overloaded or NoServers after OVERLOADED_S without space for the
+        segment. Raises other RetryErrors or ChecksumMismatch after `timeout_s` or `close`: the
+        version may or may not be committed then."""
         give_up_s = time.monotonic() + timeout_s
         back_off, is_replicated, full_since_s = BackOff(), False, float("inf")
         check_layout(layout)
@@ -133,7 +126,7 @@ class SeriesPublisher:
                 part.epoch = begun.epoch
                 part.segment.CopyFrom(self._send_segment(begun, publication, segment, give_up_s))
                 if tied is not None and not part.cut_parts:
-                    # Add the cut once: a part that is sent again must be the same.
+                    # A part that is sent again must be the same.
                     self._add_cut(part, tied, give_up_s)
                 if not is_replicated:
                     is_replicated = True
@@ -157,8 +150,8 @@ class SeriesPublisher:
                     raise
 
     def close(self) -> None:
-        """Close every connection; a call in progress fails. A script's lease on the series is
-        released if a coordinator answers within 1 s; otherwise it expires."""
+        """Close every connection; a call in progress fails. A script's lease is released, or
+        expires without a coordinator."""
         self._closing.set()
         if self._renewing is not None:
             self._renewing.join()
@@ -190,8 +183,8 @@ class SeriesPublisher:
         segment: Segment,
         give_up_s: float,
     ) -> pb.Segment:
-        """Send the segment to its servers; return its description with its holders. Raises the
-        error of a server, NoServers, or Unavailable if a server did not get the segment."""
+        """Raises a server's error, NoServers, or Unavailable if a server did not get the
+        segment."""
         if not begun.servers:
             raise NoServers(
                 f"there is no parameter server for series {self._series}",
@@ -258,9 +251,7 @@ class SeriesPublisher:
     def _persist(
         self, call: Callable[[], pb.BeginPublicationReply], give_up_s: float
     ) -> pb.BeginPublicationReply:
-        """Repeat the call until a coordinator answers. Overloaded counts as an answer, and is
-        raised.
-        """
+        """Repeat the call until a coordinator answers. Overloaded counts as an answer."""
 
         def attempt() -> pb.BeginPublicationReply | Overloaded:
             try:
@@ -280,7 +271,6 @@ class SeriesPublisher:
     # --- the lease of a plain script ---
 
     def _renew(self) -> None:
-        """Renew the lease until the publisher is closed or refused."""
         while not self._closing.wait(self._lease_s / 3):
             try:
                 with self._lock:
@@ -288,7 +278,7 @@ class SeriesPublisher:
             except OUTLASTED as error:
                 log.warning("publisher_lease_not_renewed", series=self._series, reason=str(error))
             except ShoalError as error:
-                # The next publication is refused for the same reason.
+                # The next publication is refused too.
                 log.error("publisher_lease_lost", series=self._series, reason=str(error))
                 return
 

@@ -1,4 +1,4 @@
-"""A reader of a series: it watches versions, holds leases on them, and fetches their segments."""
+"""A reader of a series."""
 
 import threading
 import time
@@ -36,44 +36,38 @@ log = structlog.get_logger(__name__)
 TIMEOUT_S = 600.0
 CALL_S = 10.0
 AT_ONCE = 4
-"""Number of segments that are fetched at the same time."""
 
 Ranges = Mapping[int, Sequence[tuple[int, int]]]
-"""Wanted ranges of bytes by index of the segment, as (first byte, byte after the last)."""
+"""Ranges of bytes by index of the segment, as (first byte, byte after the last)."""
 
 
 ApplyDifference = Callable[[memoryview, memoryview, memoryview], None]
-"""Function of (base, difference, target) that computes the target from the other two and writes it:
-`shoal_difference.codec.apply`, which needs numpy. Raises MalformedMessage."""
+"""Computes the target, the third buffer, from base and difference: `shoal_difference.codec.apply`,
+which needs numpy. Raises MalformedMessage."""
 
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """A version of which this process has some or all segments in memory."""
+    """A version with segments in this process' memory."""
 
     record: pb.VersionRecord
     segments: Mapping[int, Segment]
-    """Segments by index."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """A segment to fetch, or some of its chunks."""
-
     index: int
     chunks: Sequence[range]
     new_writer: Callable[[int], SegmentWriter]
-    """Allocates the memory for the segment, given its size in bytes."""
+    """Allocates the segment's memory, of this size in bytes."""
 
     @property
     def may_be_reused(self) -> bool:
-        """True if a later fetch may reuse the memory."""
         return self.new_writer is not SegmentWriter
 
 
 class SeriesReader:
-    """Reader of a series. Thread-safe. Calls wait, within their time limits, while there is no
-    coordinator."""
+    """Reader of a series. Thread-safe. Calls wait while there is no coordinator."""
 
     def __init__(
         self,
@@ -85,50 +79,48 @@ class SeriesReader:
         apply_difference: ApplyDifference | None = None,
         relay_at: str | None = None,
     ) -> None:
-        """`reader`: name of the reader in `shoal status`. `may_be_local`: False to use TCP to
-        servers on this host too; None: as SHOAL_TRANSPORT says. `apply_difference`: None to fetch
-        only whole segments. `relay_at`: address of this machine at which the reader, as a relay,
-        serves fetched segments to other relays; None: it is no relay."""
+        """`reader`: its name in `shoal status`. `may_be_local`: see `WeightStores`.
+        `apply_difference`: None to fetch only whole segments. `relay_at`: address at which this
+        reader serves other relays; None: it is no relay."""
         self.series = series
         self._coordinators = Coordinators(coordinators)
         self._reports = Coordinators(coordinators)
         self._may_be_local = may_be_local
         self._stores = WeightStores(series, may_be_local=may_be_local)
         self._relay = None if relay_at is None else Relay(series, relay_at)
-        """The relay; None once `lease` has closed it, on any thread."""
+        """None once `lease` has closed it, on any thread."""
         self._fetching = threading.Lock()
-        """Lock held while a relay fetches a version: it fetches one version at a time."""
+        """A relay fetches one version at a time."""
         self._watch = SeriesWatch(self._coordinators, series)
         self._leases = ReaderLeases(self._reports, series, reader, self.relay_address)
         self._apply_difference = apply_difference
         self._memory = ReusedMemory()
         self._layouts: dict[bytes, pb.Layout] = {}
         self.fetched_bytes = 0
-        """Number of bytes that arrived through sockets. Mapped memory is not counted."""
+        """Arrived through sockets; mapped memory is not counted."""
         self.relayed_bytes = 0
-        """Number of bytes that arrived from relays, included in `fetched_bytes`."""
+        """Part of `fetched_bytes`."""
 
     def view(self, timeout_s: float | None = TIMEOUT_S) -> pb.SeriesView:
-        """The series as last reported by a coordinator. Raises DeadlineExceeded if none has
-        answered in time, the coordinator's refusal, or Unavailable once this is closed."""
+        """The series as last reported. Raises DeadlineExceeded without an answer in time, the
+        coordinator's refusal, or Unavailable after `close`."""
         return self._watch.newest(-1, timeout_s)
 
     def wait(self, newer_than: int = 0, timeout_s: float | None = None) -> pb.VersionRecord:
-        """Wait for a version with a number above `newer_than`; return the newest. Raises what
-        `view` raises. `timeout_s`: None for no limit."""
+        """Wait for a version above `newer_than`; return the newest. `timeout_s` None: no limit.
+        Raises what `view` raises."""
         give_up_s = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             left_s = None if give_up_s is None else max(give_up_s - time.monotonic(), 0.0)
             view = self._watch.newest(newer_than, left_s)
             if view.versions and view.versions[-1].number > newer_than:
                 return view.versions[-1]
-            # The version is gone: its job was started over, or its servers were lost. The next
-            # version has a number above all earlier ones.
+            # The version is gone. The next one has a number above all earlier ones.
             newer_than = view.head
 
     def record(self, number: int, timeout_s: float | None = TIMEOUT_S) -> pb.VersionRecord:
-        """Record of a version. Raises VersionGone if the version is not kept any more, and what
-        `view` raises."""
+        """Record of a version. Raises VersionGone if it is not kept any more, and what `view`
+        raises."""
         view = self.view(timeout_s)
         for version in view.versions:
             if version.number == number:
@@ -140,12 +132,11 @@ class SeriesReader:
         )
 
     def lease(self, number: int, timeout_s: float = CALL_S) -> None:
-        """Lease a version: it is kept until `release`, as long as this process reports to a
-        coordinator. Raises what `ReaderLeases.take` and, in a relay, `view` raise."""
+        """Lease a version: it is kept until `release`, while this process reports to a coordinator.
+        Raises what `ReaderLeases.take` and, in a relay, `view` raise."""
         relay = self._relay
         if relay is not None and self._stores.is_local(self.view(timeout_s).servers):
-            # The server on this machine serves the same bytes. A relay would keep their memory in
-            # use after the server has dropped them.
+            # A relay would keep the server's memory in use after the server has dropped it.
             log.info("relay_on_server_host", series=self.series)
             self._leases.serves_at = ""
             relay.close()
@@ -166,8 +157,8 @@ class SeriesReader:
             self.release(number)
 
     def layout(self, record: pb.VersionRecord, timeout_s: float = CALL_S) -> pb.Layout:
-        """Positions of a version's tensors in its segments. Raises VersionGone if the coordinator
-        does not have them any more, and what `Coordinators.call` raises."""
+        """Positions of a version's tensors in its segments. Raises VersionGone if they are not kept
+        any more, and what `Coordinators.call` raises."""
         found = self._layouts.get(record.layout_digest)
         if found is None:
             request = pb.GetLayoutRequest(series=self.series, layout_digest=record.layout_digest)
@@ -189,24 +180,19 @@ class SeriesReader:
     ) -> list[Segment]:
         """Fetch segments of a version (`segments`: their indexes; None: all), in this order.
 
-        The version is leased meanwhile. Returned segments are complete and verified. On a server's
-        host they are the server's memory, mapped. With `ranges`, only chunks that cover these bytes
-        need to arrive, and other bytes may read as zeros; a segment without ranges is fetched as a
-        whole. With `base`, segments that have not changed since that version are taken from it. For
-        a whole segment with few changes, a server on another host computes the difference, and only
-        the difference is fetched.
+        The version is leased meanwhile. Returned segments are verified. On a server's host they are
+        the server's memory, mapped. With `ranges`, only chunks that cover these bytes need to
+        arrive, and other bytes may read as zeros; a segment without ranges is fetched as a whole.
+        With `base`, unchanged segments are taken from it, and for segments with few changes only
+        the difference is fetched. `reuses_memory`: a later fetch reuses the memory of fetched
+        segments once nothing refers to it; for callers that copy the data, and keep at most a base.
 
-        `reuses_memory`: segments that arrive over a network are in memory that a later fetch
-        reuses once nothing refers to it. This is for callers that copy the data, and keep at most a
-        base.
-
-        A relay fetches from the relay that the coordinator has named, if any; if that relay fails,
-        it fetches the rest from servers. It keeps the fetched segments for other relays, in memory
-        that is not reused, until it has fetched another version.
+        A relay fetches from the relay that the coordinator has named, or else from servers. It
+        keeps the segments for other relays until it has fetched another version.
 
         Raises VersionGone if the version is dropped meanwhile, a RetryError if it cannot be leased
-        within CALL_S, the RetryError or CorruptError of the last attempt once `timeout_s` has
-        passed, refusals at once, and InvalidSpec for `ranges` in a relay."""
+        within CALL_S, the RetryError or CorruptError of the last attempt after `timeout_s`,
+        refusals at once, and InvalidSpec for `ranges` in a relay."""
         give_up_s = time.monotonic() + timeout_s
         indices = range(len(record.segments)) if segments is None else segments
         if self._relay is not None and ranges:
@@ -241,24 +227,24 @@ class SeriesReader:
     def report(
         self, installed: int, digest: bytes, fetch_s: float = 0.0, fetch_bytes: int = 0
     ) -> None:
-        """Report in the background which version this reader serves. `digest`: digest of the
-        installed bytes. Raises Regressed if the version is older than the last one."""
+        """Report in the background the version that this reader serves, and its digest. Raises
+        Regressed after a newer version."""
         self._leases.report(InstalledVersion(installed, digest, fetch_s, fetch_bytes))
 
     @property
     def relay_address(self) -> str:
-        """Address at which this reader serves other relays; empty: it is no relay."""
+        """Address for other relays; empty: this reader is no relay."""
         relay = self._relay
         return "" if relay is None else relay.address
 
     @property
     def installed(self) -> int:
-        """Number of the version reported last; 0: none."""
+        """The version reported last; 0: none."""
         return self._leases.installed.number
 
     def close(self) -> None:
-        """Close every connection: waiting calls fail. Leases end now if a coordinator answers
-        within a second; otherwise they expire."""
+        """Close every connection: waiting calls fail. Leases end, or expire without a
+        coordinator."""
         self._watch.close()
         if (relay := self._relay) is not None:
             relay.close()
@@ -272,7 +258,7 @@ class SeriesReader:
     def _relaying(
         self, record: pb.VersionRecord, indices: Sequence[int]
     ) -> Iterator[RelaySource | None]:
-        """Pass on what is fetched within the block. Yields the relay to fetch from, or None."""
+        """Yield the relay to fetch from, or None; pass on what is fetched in the block."""
         relay = self._relay
         if relay is None:
             yield None
@@ -294,7 +280,6 @@ class SeriesReader:
         source: RelaySource | None,
         give_up_s: float,
     ) -> Segment:
-        """Fetch one segment, and pass it on if this reader is a relay."""
         segment = self._one_segment(record, wanted, base, source, give_up_s)
         if (relay := self._relay) is not None:
             relay.add(segment)
@@ -308,7 +293,6 @@ class SeriesReader:
         source: RelaySource | None,
         give_up_s: float,
     ) -> Segment:
-        """Get one segment: from the base, from its difference to the base, or as a whole."""
         if base is not None:
             digest = record.segments[wanted.index].digest
             for each in base.segments.values():
@@ -324,7 +308,7 @@ class SeriesReader:
         return self._fetch_whole(record, wanted, source, give_up_s)
 
     def _staged(self, digest: bytes, wanted: _Wanted | None = None) -> StagedSegment:
-        """Memory for a segment to fetch. A relay passes the segment on while it arrives."""
+        """Memory for a segment to fetch, which a relay passes on while it arrives."""
         if (relay := self._relay) is not None:
             return relay.staged(digest)
         if wanted is None:
@@ -339,7 +323,7 @@ class SeriesReader:
         *,
         is_difference: bool = False,
     ) -> Segment | None:
-        """Fetch the segment from the relay; None if there is no relay, or it fails."""
+        """None if there is no relay, or it fails."""
         if source is None:
             return None
         found = source.fetch(staged, timeout_s, is_difference=is_difference)
@@ -354,8 +338,7 @@ class SeriesReader:
         source: RelaySource | None,
         give_up_s: float,
     ) -> Segment | None:
-        """Make a segment from the base's segment and a difference, and verify its digest. None: the
-        whole segment must be fetched."""
+        """None: the whole segment must be fetched."""
         index = wanted.index
         if base.record.layout_digest != record.layout_digest:
             return None
@@ -403,7 +386,7 @@ class SeriesReader:
     def _applied(
         self, old: Segment, difference: Segment, digest: bytes, writer: SegmentWriter
     ) -> Segment:
-        """Apply a difference. Raises MalformedMessage, or ChecksumMismatch for a wrong result."""
+        """Raises MalformedMessage, or ChecksumMismatch for a wrong result."""
         assert self._apply_difference is not None
         try:
             self._apply_difference(old.view(), difference.view(), writer.buffer)
@@ -421,7 +404,6 @@ class SeriesReader:
         source: RelaySource | None,
         give_up_s: float,
     ) -> Segment:
-        """Fetch one segment from the relay, or else from any server that holds it."""
         segment = record.segments[wanted.index]
         staged = self._staged(segment.digest, wanted)
         back_off = BackOff()
@@ -441,7 +423,7 @@ class SeriesReader:
                     self._leases.check(record.number)
                     if time.monotonic() >= give_up_s:
                         raise
-                # The record changes when a lost server is replaced.
+                # A lost server is replaced in the record.
                 view = self._watch.wait_change(view, back_off.pause_s(chance()))
         except BaseException:
             staged.close()
@@ -449,8 +431,7 @@ class SeriesReader:
 
 
 def _holders(view: pb.SeriesView, record: pb.VersionRecord, index: int) -> list[pb.StoreServer]:
-    """Servers that hold a segment, from the newest record of its version. Raises VersionGone if the
-    version is not kept any more, or another version has its number."""
+    """Raises VersionGone if the version is not kept any more, or another version has its number."""
     for version in view.versions:
         if version.number == record.number:
             if version.digest != record.digest:
@@ -474,7 +455,6 @@ def _holders(view: pb.SeriesView, record: pb.VersionRecord, index: int) -> list[
 
 
 def _chunks(wanted: Sequence[tuple[int, int]]) -> list[range]:
-    """Ranges of the chunks that cover these bytes, in rising order, without overlap."""
     found: list[range] = []
     for start, stop in sorted(wanted):
         if stop <= start:

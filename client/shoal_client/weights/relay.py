@@ -1,8 +1,7 @@
 """A relay: a reader that passes segments of a series on to other relays, even while they arrive.
 
-It serves the calls with which readers fetch from a parameter server: `WeightStore.OpenBulk`, and
-SEGMENT_FETCH on a bulk connection. Segments are requested by digest, and the receiver verifies
-them, so that no reader has to trust a relay. A chunk is passed on as soon as it is verified here.
+It answers `WeightStore.OpenBulk`, and SEGMENT_FETCH on a bulk connection. Segments are requested by
+digest, and the receiver verifies them, so that no reader has to trust a relay.
 """
 
 import os
@@ -58,26 +57,22 @@ from shoal_proto.v1.weights_pb2_grpc import WeightStoreServicer, add_WeightStore
 log = structlog.get_logger(__name__)
 
 READING = frozenset({CertificateRole.READER, CertificateRole.WORKER, CertificateRole.OPERATOR})
-"""Roles that may fetch segments."""
 MAX_CONNECTIONS = 32
-"""Maximum number of connections. The coordinator lets at most two relays fetch from this one at a
-time; each fetches four segments at once."""
+"""The coordinator lets at most two relays fetch from this one at a time, each four segments at
+once."""
 HELLO_S = 3.0
 IDLE_S = 10.0
-"""Time without a call after which a connection is closed."""
+"""A connection is closed after this time without a call."""
 SEND_S = 10.0
-"""Time limit for sending SENT_BYTES."""
 SENT_BYTES = 1024 * 1024
 UNKNOWN_S = 0.5
-"""Time to wait for a segment that this relay has not begun to fetch: it may be about to learn of
-the version. A difference to another base than this reader's never arrives.
-"""
+"""Wait for a segment that this relay has not begun to fetch."""
 STALLED_S = 10.0
-"""Time without arriving data after which readers that wait for it get an error."""
+"""Readers get an error if no data arrives for this time."""
 
 
 class _Memory:
-    """Descriptor of a memory file, which is open as long as this object is referenced."""
+    """Descriptor of a memory file, open while this object is referenced."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = os.dup(descriptor)
@@ -86,10 +81,10 @@ class _Memory:
 
 @dataclass(eq=False)
 class _RelayedSegment:
-    """A segment to pass on. Its fields are set as it arrives."""
+    """A segment to pass on, filled as it arrives."""
 
     staged: StagedSegment | None = None
-    """Memory for the segment while it arrives."""
+    """Set while the segment arrives."""
     memory: _Memory | None = None
     num_bytes: int = 0
     chunk_digests: bytes = b""
@@ -97,7 +92,6 @@ class _RelayedSegment:
     is_given_up: bool = False
 
     def show_arriving(self) -> None:
-        """Make the memory of the arriving segment available, once it is allocated."""
         staged = self.staged
         if self.memory is None and staged is not None and staged.descriptor is not None:
             self.memory = _Memory(staged.descriptor)
@@ -109,18 +103,17 @@ class _RelayedSegment:
 
 
 class Relay(WeightStoreServicer):
-    """Serves segments of the version fetched last, and of the one being fetched. Thread-safe."""
+    """Serves segments of the version fetched last, and of the one in progress. Thread-safe."""
 
     def __init__(self, series: str, host: str) -> None:
-        """Serve at address `host` of this machine, on free ports, until `close`. Raises
-        Unavailable, or CertificateRefused if other readers would refuse this certificate."""
+        """Serve at address `host`, on free ports, until `close`. Raises Unavailable, or
+        CertificateRefused if other readers would refuse this certificate."""
         self._series = series
         self._changed = threading.Condition()
         self._segments: dict[bytes, _RelayedSegment] = {}
         self._fetched: set[bytes] = set()
-        """Digests of the segments that were staged or added since `version` began."""
+        """Segments that were staged or added since `version` began."""
         self._progress_s = 0.0
-        """Time at which data last arrived."""
         self._offers = BulkOffers()
         self._connections: set[socket.socket] = set()
         self._is_closed = False
@@ -131,7 +124,7 @@ class Relay(WeightStoreServicer):
                 options = (
                     ("grpc.so_reuseport", 0),
                     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-                    # This package's channels ping every 2 s, which gRPC does not allow by default.
+                    # This package's channels ping every 2 s.
                     ("grpc.http2.min_ping_interval_without_data_ms", 900),
                     ("grpc.keepalive_permit_without_calls", 1),
                 )
@@ -159,7 +152,6 @@ class Relay(WeightStoreServicer):
             raise
 
     def _check_certificate(self) -> None:
-        """Connect to this relay as another reader does. Raises CertificateRefused."""
         if identity.own() is None:
             return
         with closing(WeightStores(self._series, may_be_local=False, of_relays=True)) as stores:
@@ -177,11 +169,10 @@ class Relay(WeightStoreServicer):
 
     @contextmanager
     def version(self, digests: Iterable[bytes]) -> Iterator[None]:
-        """Replace the held segments by those staged or added within the block. If the block fails,
-        the earlier segments stay. `digests`: the segments that will arrive."""
+        """Replace the held segments by those staged or added within the block, or keep them if the
+        block fails. `digests`: the segments that will arrive."""
         before = self._segments
         with self._changed:
-            # A segment that is held already is kept.
             self._segments = {each: _RelayedSegment() for each in digests} | before
             self._fetched = set()
             self._progress_s = time.monotonic()
@@ -200,7 +191,7 @@ class Relay(WeightStoreServicer):
             self._segments = {d: s for d, s in self._segments.items() if d in kept}
 
     def staged(self, digest: bytes) -> StagedSegment:
-        """Memory for a segment to fetch. Other readers get the segment while it arrives."""
+        """Memory for a segment to fetch, which other readers get while it arrives."""
 
         def progressed() -> None:
             with self._changed:
@@ -213,13 +204,13 @@ class Relay(WeightStoreServicer):
         with self._changed:
             entry = self._announce(digest)
             entry.staged = staged
-            # Weak: otherwise the memory of a dropped segment would stay in use until Python's next
-            # cyclic garbage collection.
+            # Weak: the memory of a dropped segment would stay in use until the next garbage
+            # collection.
             announced = weakref.ref(entry)
         return staged
 
     def give_up(self, digest: bytes) -> None:
-        """Record that a staged segment will not arrive; readers that wait for it get an error."""
+        """Record that a staged segment will not arrive; waiting readers get an error."""
         with self._changed:
             entry = self._segments.get(digest)
             if entry is not None and not entry.is_whole:
@@ -237,8 +228,8 @@ class Relay(WeightStoreServicer):
             self._progress_s = time.monotonic()
 
     def close(self) -> None:
-        """Stop serving. Transfers in progress fail; their readers fetch the rest from a server.
-        Segments that this reader is fetching are held until the end of their `version`."""
+        """Stop serving. Readers fetch the rest from a server. Segments of a fetch in progress are
+        held until the end of its `version`."""
         with self._changed:
             if self._is_closed:
                 return
@@ -256,7 +247,6 @@ class Relay(WeightStoreServicer):
         self._stack.close()
 
     def _announce(self, digest: bytes) -> _RelayedSegment:
-        """Make the entry of a segment that is being fetched visible to other readers."""
         self._fetched.add(digest)
         self._changed.notify_all()
         return self._segments.setdefault(digest, _RelayedSegment())
@@ -294,8 +284,6 @@ class Relay(WeightStoreServicer):
         _not_served(context)
 
     def _caller(self, context: grpc.ServicerContext) -> Caller:
-        """The caller that the certificate names. Raises AccessDenied if it may not read the
-        series."""
         found: Any = context.auth_context()
         caller = caller_among(found.get("x509_subject_alternative_name", ()))
         job = self._series.partition("/")[0]
@@ -304,7 +292,7 @@ class Relay(WeightStoreServicer):
             or caller.role not in READING
             or caller.series not in ("", self._series)
             or caller.job not in ("", job)
-            # A resumed TLS session: the certificate was not checked.
+            # The certificate of a resumed TLS session was not checked.
             or b"true" in found.get("ssl_session_reused", ())
         ):
             raise _denied(f"the certificate of {caller}", f"one that reads series {self._series}")
@@ -420,7 +408,6 @@ class Relay(WeightStoreServicer):
             wire.send_part(memory.descriptor, start, size)
 
     def _find(self, digest: bytes) -> _RelayedSegment:
-        """Find a segment. Raises Unavailable if this reader neither has nor fetches it."""
         with self._changed:
             self._changed.wait_for(lambda: digest in self._segments or self._is_closed, UNKNOWN_S)
             entry = self._segments.get(digest)
@@ -450,8 +437,6 @@ class Relay(WeightStoreServicer):
 
 
 class _Wire:
-    """A connection, used by one thread."""
-
     def __init__(self, connected: socket.socket) -> None:
         self.socket = connected
         self.is_local = connected.family == socket.AF_UNIX
@@ -459,8 +444,7 @@ class _Wire:
         self._part = bytearray(SENT_BYTES)
 
     def frame(self, within_s: float) -> Frame:
-        """Read the next frame. Raises OSError, also if the other end closes the connection, or
-        sends nothing for `within_s`."""
+        """Raises OSError, also after `within_s` or a close by the other end."""
         self.socket.settimeout(within_s)
         while (frame := self._reader.next()) is None:
             count = self.socket.recv_into(self._reader.space())
@@ -474,8 +458,8 @@ class _Wire:
         self.socket.sendall(data)
 
     def send_part(self, descriptor: int, start: int, num_bytes: int) -> None:
-        """Send a part of a memory file. The bytes are copied first: a file with pages in use by the
-        network cannot be sealed."""
+        """Send a part of a memory file, copied: a file with pages in use by the network cannot be
+        sealed."""
         for at in range(start, start + num_bytes, SENT_BYTES):
             buffer = memoryview(self._part)[: min(SENT_BYTES, start + num_bytes - at)]
             os.preadv(descriptor, [buffer], at)
@@ -483,8 +467,7 @@ class _Wire:
 
 
 def _listeners(host: str, stack: ExitStack) -> tuple[list[socket.socket], str]:
-    """Open the sockets that accept bulk connections: a TCP port, and an abstract Unix socket for
-    this machine. Returns both, and the name of the Unix socket."""
+    """Open a TCP port and an abstract Unix socket; return both, and the Unix socket's name."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     remote = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
     remote.bind((host, 0))

@@ -1,4 +1,4 @@
-"""Connections to the parameter servers or relays that hold the segments of a series."""
+"""Connections to the holders of a series' segments: servers or relays."""
 
 import threading
 import time
@@ -31,15 +31,14 @@ log = structlog.get_logger(__name__)
 
 OPEN_S = 3.0
 MAX_IDLE = 4
-"""Maximum number of idle connections that are kept for each server."""
 CHUNK_WITHIN_S = 10.0
-"""Time limit for a relay to send a chunk, or a beat while it waits for a chunk itself."""
+"""Limit for a relay to send a chunk, or a beat."""
 
 T = TypeVar("T")
 
 
 class WeightStores:
-    """Connections to the servers of one series. Thread-safe: each call uses its own connection."""
+    """Connections to the servers of one series. Thread-safe."""
 
     def __init__(
         self, series: str, *, may_be_local: bool | None = None, of_relays: bool = False
@@ -59,23 +58,20 @@ class WeightStores:
         self._idle: dict[str, list[SegmentConnection]] = {}
         self._in_use: set[SegmentConnection] = set()
         self._local: set[str] = set()
-        """Addresses that were found to be on this host."""
         self._checked: set[str] = set()
 
     def put(
         self, server: StoreServer, request: PutSegmentRequest, segment: Segment, timeout_s: float
     ) -> PutSegmentReply:
-        """Send a segment to a server, which passes it on along the request's chain. Raises the
+        """Send a segment to a server, which passes it along the request's chain. Raises the
         server's error, CertificateRefused, MalformedMessage, Unavailable or DeadlineExceeded."""
         return self._call(server.address, lambda c: c.put(request, segment, timeout_s))
 
     def fetch(
         self, holders: Sequence[StoreServer], staged: StagedSegment, timeout_s: float
     ) -> Segment:
-        """Fetch a segment from one of these servers, those on this host first. If a server fails,
-        the next one sends what is still missing.
-
-        Raises the error of the last server, or a server's refusal at once."""
+        """Fetch a segment from one of these servers, local ones first. If a server fails, the next
+        one sends what is missing. Raises the last server's error, or a refusal at once."""
         give_up_s = time.monotonic() + timeout_s
         request = FetchSegmentRequest(series=self._series, digest=staged.digest)
         failure: ShoalError = Unavailable(
@@ -101,9 +97,9 @@ class WeightStores:
         raise failure
 
     def is_local(self, holders: Sequence[StoreServer]) -> bool:
-        """True if one of these servers is on this host: it shares its memory instead of sending
-        segments. Connects to each server at its first call; a server that is not reached then
-        counts as remote until a later call connects to it."""
+        """True if one of these servers is on this host, and shares its memory. The first call
+        connects to each server; one that is not reached counts as remote until a later call
+        connects to it."""
         for holder in holders:
             if holder.address not in self._checked:
                 self._checked.add(holder.address)
@@ -114,7 +110,7 @@ class WeightStores:
         return any(holder.address in self._local for holder in holders)
 
     def check_reached(self, holder: StoreServer) -> None:
-        """Connect unless an idle connection is open, and keep it for later. Raises Unavailable,
+        """Connect unless an idle connection is open, and keep it. Raises Unavailable,
         DeadlineExceeded, or the server's refusal."""
         self._call(holder.address, lambda connection: None)
 
@@ -145,7 +141,7 @@ class WeightStores:
     def _nearest_first(self, holders: Sequence[StoreServer]) -> list[StoreServer]:
         if len(holders) > 1 and self._may_be_local:
             self.is_local(holders)
-        # The random order spreads readers on other hosts over the servers.
+        # Spreads readers on other hosts over the servers.
         return sorted(holders, key=lambda h: (h.address not in self._local, chance()))
 
     def _call(self, address: str, call: Callable[[SegmentConnection], T]) -> T:
@@ -202,7 +198,7 @@ class WeightStores:
         return connection
 
     def _stub(self, address: str) -> WeightStoreStub:
-        # Made under the lock: gRPC crashes the process if a stub is made on a closed channel.
+        # Under the lock: gRPC crashes the process if a stub is made on a closed channel.
         with self._lock:
             if self._is_closed:
                 raise _closed()
@@ -210,7 +206,7 @@ class WeightStores:
 
 
 class RelaySource:
-    """The relay from which the segments of a version are fetched, until it fails. Thread-safe."""
+    """The relay to fetch segments from, until it fails. Thread-safe."""
 
     def __init__(self, series: str, address: str, *, may_be_local: bool | None) -> None:
         self._stores = WeightStores(series, may_be_local=may_be_local, of_relays=True)
@@ -225,13 +221,13 @@ class RelaySource:
     def fetch(
         self, staged: StagedSegment, timeout_s: float, *, is_difference: bool = False
     ) -> Segment | None:
-        """Fetch a segment from the relay. None: fetch what is still missing from a server."""
+        """Fetch a segment from the relay. None: fetch the rest from a server."""
         if self._has_failed:
             return None
         try:
             return self._stores.fetch([self._relay], staged, timeout_s)
         except ShoalError as error:
-            # A relay that lacks the difference has not failed: it may have another base.
+            # The relay may have another base.
             self._has_failed = not (is_difference and "digest" in error.details)
             log.info("segment_not_relayed", relay=self._relay.address, reason=str(error))
             return None

@@ -1,4 +1,4 @@
-"""The coordinator's view of a series, kept up to date on a thread."""
+"""The coordinator's view of a series, kept up to date."""
 
 import threading
 import time
@@ -16,13 +16,12 @@ from shoal_proto.v1.weights_pb2_grpc import WeightSeriesStub
 log = structlog.get_logger(__name__)
 
 FIRST_ANSWER_S = 2.0
-"""Time to wait for a coordinator's first view before another is asked; see `HeldStream`."""
+"""See `HeldStream`."""
 
 
 class SeriesWatch:
     """The newest view of a series. Its version never falls, even if an outdated coordinator sends
-    an older view. Thread-safe. Calls wait, within their time limits, while there is no
-    coordinator."""
+    an older view. Thread-safe."""
 
     def __init__(self, coordinators: Coordinators, series: str) -> None:
         self._coordinators = coordinators
@@ -36,9 +35,8 @@ class SeriesWatch:
         self._thread.start()
 
     def newest(self, newer_than: int, timeout_s: float | None) -> SeriesView:
-        """Wait for a view whose newest version is above `newer_than`; -1: for any view.
-
-        Raises DeadlineExceeded, the coordinator's refusal, or Unavailable once this is closed."""
+        """Wait for a view with a newest version above `newer_than`; -1: any view. Raises
+        DeadlineExceeded, the coordinator's refusal, or Unavailable after `close`."""
         give_up_s = None if timeout_s is None else time.monotonic() + timeout_s
         with self._changed:
             while True:

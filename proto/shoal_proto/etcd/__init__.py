@@ -1,1 +1,1 @@
-"""The part of etcd's gRPC API that Shoal speaks, generated from the .proto file beside it."""
+"""The part of etcd's gRPC API that Shoal speaks, generated from the .proto file."""

@@ -1,10 +1,9 @@
 """Exclusion of forks while a thread of this process runs OpenSSL code.
 
-OpenSSL's locks do not survive forks. If another thread of the parent holds one of them during a
-fork, no thread of the child ever releases it, and the child hangs at its own first use of OpenSSL.
-A trainer may fork at any time, when a DataLoader starts its workers. So a thread that makes a
-handshake, reads a certificate or makes a context holds NO_FORK, and a fork waits for NO_FORK. No
-thread holds it while it waits for the network, so a fork waits for milliseconds.
+OpenSSL's locks do not survive forks: if another thread of the parent holds one, the child hangs at
+its own first use of OpenSSL. So a thread that makes a handshake, reads a certificate or makes a
+context holds NO_FORK, and a fork waits for it. No thread holds NO_FORK while it waits for the
+network.
 """
 
 import os
@@ -18,7 +17,7 @@ from functools import partial
 from typing import TypeVar
 
 NO_FORK = threading.RLock()
-"""Held by a thread while it runs such OpenSSL code, and by a forking thread during the fork."""
+"""Held during such OpenSSL code, and during a fork."""
 
 # The child's only thread is the one that forked, which holds the lock.
 os.register_at_fork(
@@ -32,9 +31,8 @@ def secured_client(
     connected: socket.socket, context: ssl.SSLContext, name: str, within_s: float
 ) -> ssl.SSLSocket:
     """Return the connection within TLS, to a server that has `name` in its certificate. The result
-    does not block: see `until_done`. Do not use the given socket any more.
-
-    Raises OSError (ssl.SSLError, TimeoutError), after closing the connection.
+    does not block: see `until_done`. Do not use the given socket any more. Raises OSError; the
+    connection is then closed.
     """
     return _secured(
         connected,
@@ -46,7 +44,7 @@ def secured_client(
 def secured_server(
     connected: socket.socket, context: ssl.SSLContext, within_s: float
 ) -> ssl.SSLSocket:
-    """Return the connection within TLS, as `secured_client` does, for the accepting end."""
+    """Return the accepted connection within TLS, as `secured_client` does."""
     return _secured(
         connected,
         partial(context.wrap_socket, server_side=True, do_handshake_on_connect=False),
@@ -73,10 +71,9 @@ def _secured(
 
 
 def until_done(connection: ssl.SSLSocket, do: Callable[[], Done], within_s: float | None) -> Done:
-    """Return the result of `do`, a non-blocking call on the connection, which is repeated whenever
-    the network is ready. `within_s`: time limit in seconds; None: no limit.
-
-    Raises TimeoutError, and any other error of `do`.
+    """Return the result of `do`, a non-blocking call on the connection, repeated whenever the
+    network is ready. Raises TimeoutError after `within_s` seconds (None: no limit), and other
+    errors of `do`.
     """
     give_up_s = None if within_s is None else time.monotonic() + within_s
     while True:

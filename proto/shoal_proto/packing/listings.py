@@ -1,11 +1,9 @@
 """Listings: the lines from which a digest in a proposal was computed, packed.
 
-If the digests of two members differ, the coordinator compares their listings, and names the first
-line that differs. A listing is a sequence of lines, "name: value", in the order in which they were
-hashed. Packed, the lines of 100,000 parameters of a transformer take some 10 kB: each number in a
-line is written as its difference from the number at the same position in the nearest earlier line
-with the same text around the numbers, and the result is compressed. If a listing would exceed
-MAX_LISTING_BYTES, digests of blocks of its lines are packed instead of the lines.
+If two digests differ, the coordinator names the first line that differs. Each number in a line is
+written as its difference from the number at the same position in the nearest earlier line with the
+same text around the numbers. If a listing would exceed MAX_LISTING_BYTES, digests of blocks of its
+lines are packed.
 """
 
 import re
@@ -17,14 +15,13 @@ from hashlib import sha256
 from shoal_proto.deflated import inflate
 
 MAX_LISTING_BYTES = 48 * 1024
-"""Maximum size of a packed listing."""
 _MAX_CODED_BYTES = 8 << 20
 _MAX_LISTED_CHARACTERS = 32 << 20
-"""A listing that unpacks to more than either of these two limits is not read."""
+"""Larger listings are not read."""
 _MAX_BLOCKS = 1024
 _MAX_LINE_CHARACTERS = 1000
 _NUMBER = re.compile(r"(?<![0-9])(?:0|[1-9][0-9]{0,14})(?![0-9])")
-"""Matches numbers of up to 15 digits without leading zeros, which packing would lose."""
+"""Numbers of up to 15 digits without leading zeros, which packing would lose."""
 _GAP = "\x00"
 _BREAKS = re.compile(r"[\x00\r\n\v\f\x1c-\x1e\x85\u2028\u2029\ud800-\udfff]")
 
@@ -35,7 +32,7 @@ class UnreadableListing(ValueError):
 
 @dataclass(frozen=True)
 class PackedListing:
-    """A listing as in a proposal; unpacked on request."""
+    """A listing as in a proposal."""
 
     packed: bytes
 
@@ -48,7 +45,7 @@ class PackedListing:
 
 
 def pack(lines: Iterable[str]) -> bytes:
-    """Pack lines into at most MAX_LISTING_BYTES, whatever their number."""
+    """Pack lines into at most MAX_LISTING_BYTES."""
     listed = [_BREAKS.sub(" ", line)[:_MAX_LINE_CHARACTERS] for line in lines]
     packed = _pack(listed)
     num_blocks = _MAX_BLOCKS

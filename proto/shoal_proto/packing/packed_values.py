@@ -1,8 +1,8 @@
-"""Packing of many similar values, such as the addresses that ranks put into the rendezvous store.
+"""Packing of many similar values.
 
 In a Gloo group of N ranks, each rank sets a value of 154 + 8 N bytes, nearly the same for all
-ranks, and reads the values of all ranks. A packed value is its difference (exclusive or) from the
-value before it, if both have the same length; all values together are deflated (RFC 1950).
+ranks, and reads all values. A packed value is its difference (exclusive or) from the value before
+it, if both have the same length; all are deflated (RFC 1950).
 """
 
 import zlib
@@ -16,7 +16,7 @@ from shoal_proto.v1.rendezvous_pb2 import StoreReply
 
 LEVEL = 1
 MAX_VALUES_BYTES = 128 * 1024 * 1024
-"""Maximum size of all values of one answer: twice what a coordinator keeps for a generation."""
+"""Twice what a coordinator keeps for a generation."""
 
 
 def pack(values: Sequence[bytes]) -> bytes:
@@ -27,7 +27,7 @@ def pack(values: Sequence[bytes]) -> bytes:
 
 
 def unpack(packed: bytes) -> list[bytes]:
-    """Return the values that were packed. Raises MalformedMessage."""
+    """Return the packed values. Raises MalformedMessage."""
     try:
         differences = StoreReply.FromString(inflate(packed, MAX_VALUES_BYTES)).values
     except (ValueError, DecodeError) as error:
@@ -44,8 +44,7 @@ def unpack(packed: bytes) -> list[bytes]:
 
 
 def _difference(value: bytes, other: bytes) -> bytes:
-    """Return the exclusive or of two values of one length, otherwise `value` itself. The function
-    is its own inverse."""
+    """Return the exclusive or of two values of one length, else `value`; its own inverse."""
     size = len(value)
     if size != len(other):
         return value
