@@ -11,7 +11,7 @@ from shoal.layouts.gradients import name_of_fault
 from shoal.model.losses import PendingLosses
 from shoal.model.not_finite import gradient_not_finite, others_not_finite, sum_not_finite
 
-# A rank's flag: OWN if its own gradients were not finite before they were reduced; GIVEN if only
+# Flags of a rank: OWN if its gradients were not finite before they were reduced; GIVEN if only
 # reduced gradients are not finite.
 GIVEN, OWN = 1.0, 2.0
 _LOSS = "the loss"
@@ -20,9 +20,9 @@ _LOSS = "the loss"
 class NonFiniteCheck:
     """Exchange of one flag for each rank, in one small message a step over all ranks.
 
-    The messages that reduce gradients cannot carry the flags: each goes along one dimension of the
-    mesh only, and its sum may itself overflow. A step that clips gradients sends the flags in the
-    message of the norm, which comes later and reaches all ranks.
+    Messages that reduce gradients cannot carry the flags: each message goes along one dimension of
+    the mesh only, and its sum may itself overflow. A step that clips gradients sends the flags in
+    the message of the norm.
     """
 
     def __init__(
@@ -32,11 +32,11 @@ class NonFiniteCheck:
         own_fault: Callable[[], str] = lambda: "",
     ) -> None:
         """`own_fault`: for layouts that examine gradients while they reduce them, and do not call
-        `scan`. Returns the name of a parameter whose gradients on this rank were not finite before
-        they were reduced; empty if there is none."""
+        `scan`. Returns the name of a parameter with gradients of this rank that were not finite
+        before they were reduced; empty if there is none."""
         self._group, self._device, self._own_fault = group, device, own_fault
         self.losses = PendingLosses()
-        """Losses of this rank: one that is not finite counts as this rank's own fault."""
+        """Losses of this rank; a loss that is not finite counts as this rank's own fault."""
         self.begin()
 
     def begin(self) -> None:
@@ -54,7 +54,7 @@ class NonFiniteCheck:
         self._has_looked = True
 
     def check_after_pass(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Examine the gradients of one pass, unless `scan` has examined the whole step. The
+        """Examine the gradients of one pass, unless `scan` has been called in this step. The
         gradients must not include reduced gradients of earlier passes."""
         if not self._has_looked:
             self._own = self._own or name_of_fault(parameters)
@@ -65,11 +65,11 @@ class NonFiniteCheck:
 
     @property
     def is_own(self) -> bool:
-        """True if this rank's own gradients were not finite."""
+        """True if this rank's own gradients or losses were not finite."""
         return bool(self._own)
 
     def flags(self, parameters: Mapping[str, nn.Parameter]) -> Tensor:
-        """Return a flag for each rank, to be summed over all ranks; this rank sets only its own."""
+        """Return a flag for each rank, to be summed over all ranks; other ranks' flags are 0."""
         self._own = self._own or self._own_fault()
         self._found = self._own or name_of_fault(parameters)
         self._look_at_losses()
@@ -93,8 +93,8 @@ class NonFiniteCheck:
         """Raise on every rank unless the gradients of all ranks are finite. Collective, unless all
         ranks' flags are known already. `step`: number of committed steps.
 
-        Ranks whose own gradients are not finite raise NonFiniteGradient and leave. All others
-        raise GenerationBroken. If only a sum is not finite, all ranks raise NonFiniteGradient.
+        Ranks with own gradients that are not finite raise NonFiniteGradient; all others raise
+        GenerationBroken. If only a sum is not finite, all ranks raise NonFiniteGradient.
         """
         if self._flags is None:
             flags = self.flags(parameters)

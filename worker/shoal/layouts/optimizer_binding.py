@@ -1,6 +1,6 @@
 """Binding of a user's model and optimizer to the layout of one generation; reads and fills state.
 
-The user's optimizer object stays the same over all generations; its parameters are replaced.
+The optimizer object stays the same over all generations; its parameters are replaced.
 """
 
 import copy
@@ -54,8 +54,7 @@ from shoal_proto.errors import (
 
 
 class MetaModel:
-    """A model, whose weights `forget_weights` frees, and the groups of its parameters in the
-    optimizer.
+    """A model and the groups of its parameters in the optimizer.
 
     Raises UnsupportedOptimizer if `take_state` does, and InvalidSpec if
 
@@ -102,14 +101,13 @@ class MetaModel:
         }
         """Parameters and persistent buffers that have no elements."""
         self.order = tuple(model.state_dict(keep_vars=True))
-        """The names of the model's own state_dict, in their order."""
+        """Names of the model's own state_dict, in their order."""
         self._names = {id(parameter): name for parameter, name in names.items()}
         self._given: dict[str, Slots] = {}
         self.take_state(optimizer)
 
     def take_state(self, optimizer: Optimizer) -> None:
-        """Keep the state that the optimizer has for the user's own parameters: the script loaded
-        it before there was a layout.
+        """Keep the state that the script loaded into the optimizer before there was a layout.
 
         Does nothing after `forget_weights`. Raises UnsupportedOptimizer for values that the state
         of a job cannot hold.
@@ -122,7 +120,7 @@ class MetaModel:
 
     def copy(self) -> nn.Module:
         """Copy the model: parameters on the meta device, buffers real and not shared. Raises
-        InvalidSpec if `copy.deepcopy` cannot copy it."""
+        InvalidSpec if `copy.deepcopy` cannot copy the model."""
         try:
             copied: nn.Module = copy.deepcopy(self.model, self._empty_parameters())
         except (TypeError, RuntimeError) as error:
@@ -136,9 +134,9 @@ class MetaModel:
         return copied
 
     def initial(self) -> StateShard:
-        """Return the state of step 0: the model's weights as the script made them, and the
-        optimizer's state for them. A model made on the meta device is initialised by its modules,
-        with the seed that the script had given torch."""
+        """Return the state of step 0: the script's weights and its optimizer's state for them. A
+        model made on the meta device is initialised by its modules, with the seed that the script
+        gave torch."""
         model = initialised_copy(self.model, self._seed) if self._made_on_meta else self.model
         state = {**dict(model.named_parameters()), **persistent_buffers(model)}
         shards = {
@@ -154,8 +152,8 @@ class MetaModel:
         return StateShard(step=0, shards=shards, values={SLOTS: values} if values else {})
 
     def forget_weights(self) -> None:
-        """Free the memory of the user's own parameters and of the optimizer's state for them, once
-        a layout has both. Tied parameters stay tied, in this model and in each `copy`."""
+        """Free the user's own parameters and the optimizer's state for them, once a layout has
+        both. Tied parameters stay tied, in this model and in each `copy`."""
         if not all(parameter.is_meta for parameter in self.model.parameters()):
             empty = self._empty_parameters()
             for part in self.model.modules():
@@ -178,7 +176,6 @@ class MetaModel:
             optimizer.state[own[name]] = put_slots(given)
 
     def _empty_parameters(self) -> dict[int, Any]:
-        """Map the id of each parameter of the model to a new parameter without memory."""
         return {
             id(parameter): nn.Parameter(
                 torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad
@@ -205,7 +202,7 @@ class OptimizerBinding:
         self._shards: Mapping[str, TensorShard] = {}
         """The shards that `collect` returned last; never changed, only replaced."""
         self._sources: Sequence[Tensor] = ()
-        """The tensors whose parts these shards show, in the same order."""
+        """Tensors of which these shards are parts, in the same order."""
         self._slots: Mapping[str, Json] = {}
         """Plain values of the optimizer's state, by parameter."""
         self.group_names = meta_model.groups
@@ -236,8 +233,8 @@ class OptimizerBinding:
         return StateShard(step=step, shards=self._shards, values=values)
 
     def _find(self) -> None:
-        """Find the shards and the plain values of the state. They stay valid as long as the
-        optimizer's state has the same objects, and each tensor the same memory."""
+        """Find the shards and the plain values of the state. Both stay valid as long as the state
+        has the same objects, and each tensor the same memory."""
         refuse_other_owners(self.optimizer, self._parameters.values())
         tensors = {MODEL + name: tensor for name, tensor in self.held.items()}
         shards = {MODEL + name: self.layout.shard(name, t) for name, t in self.held.items()}
@@ -279,8 +276,8 @@ class OptimizerBinding:
     def model(self, step: int) -> StateShard:
         """Return this rank's part of the model; the parts of all ranks make up the whole.
 
-        A buffer, such as a running mean, may differ between ranks: only the rank that writes it
-        into checkpoints includes it.
+        Buffers may differ between ranks: only the rank that writes a buffer into checkpoints
+        includes it.
         """
         given = {
             MODEL + name: self.layout.shard(name, tensor)
@@ -311,8 +308,7 @@ class OptimizerBinding:
 
     @property
     def collected_names(self) -> frozenset[str]:
-        """Names of all tensors of the optimizer's state that `collect` has returned so far: those
-        that existed after a committed step."""
+        """Names of all tensors of the optimizer's state that `collect` has returned so far."""
         return frozenset(OPTIM + each for each in self._outlines)
 
     def writes(self, name: str) -> bool:
@@ -325,9 +321,9 @@ class OptimizerBinding:
 
     def target_of(self, name: str, chunk: Chunk) -> Tensor | None:
         """Return memory into which a chunk from `needed_chunk` can be received, so that `fill` need
-        not copy it: for the model the layout's own memory, for optimizer state new memory. Returns
-        None if the tensor is a scalar or has another shape than its parameter, if this rank's part
-        is not exactly this chunk, or if that part is not on the host."""
+        not copy the chunk. Returns None if the tensor is a scalar or has another shape than its
+        parameter, if this rank's part is not exactly this chunk, or if that part is not on the
+        host."""
         shape, dtype = self._known[name]
         if name.startswith(MODEL):
             key = name.removeprefix(MODEL)
@@ -370,10 +366,9 @@ class OptimizerBinding:
 
     @torch.no_grad()
     def fill(self, state_shard: StateShard) -> None:
-        """Fill the layout and the optimizer from a state; `needed_chunk` was called for each of its
+        """Fill the layout and the optimizer from a state, after `needed_chunk` for each of its
         names. Raises ShapeMismatch if the state has other parameters or buffers than the model, and
-        InvalidSpec if it is the state of another optimizer.
-        """
+        InvalidSpec if it is the state of another optimizer."""
         check_no_more(self._model_names, self._known)
         chunks = {name: self.layout.chunk(name, tensor) for name, tensor in self.held.items()}
         chunks = {name: chunk for name, chunk in chunks.items() if chunk.num_elements}
@@ -444,8 +439,8 @@ def _cannot_cut(
 
 
 def _filled(parameter: nn.Parameter, given: TensorShard | None, dtype: torch.dtype) -> Tensor:
-    """Copy this rank's part of a state tensor to memory with the strides of the parameter's part.
-    `given`: None if the part has no elements."""
+    """Copy this rank's part of a state tensor to memory with the strides of the parameter's part;
+    None if the part has no elements."""
     local = torch.empty_like(local_part(parameter), dtype=dtype)
     return local if given is None else local.copy_(given.tensor)
 

@@ -1,9 +1,8 @@
 """Completion of a rank's own gradients to those of the whole batch, after each backward pass.
 
-Between passes, and after the last one, a script may read or change gradients: it may clamp them, or
-move weights along them (sharpness-aware minimisation). It has to see the gradients that one process
-would compute, so a rank's own gradients are reduced before `session.backward` returns. Layouts that
-reduce during backward do not need this.
+A script may read or change gradients after a pass, and has to see those that one process would
+compute. So they are reduced before `session.backward` returns. Layouts that reduce during backward
+do not need this.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -51,8 +50,8 @@ class PassGradients:
                 parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
 
     def _set_aside(self) -> None:
-        """Move complete gradients, which the script may have changed, out of `.grad`, so that
-        `complete` reduces only the gradients of the next pass."""
+        """Move complete gradients out of `.grad`, so that `complete` reduces only the next pass'
+        gradients."""
         for parameter in self._parameters:
             if parameter.grad is not None:
                 self._kept[parameter], parameter.grad = parameter.grad, None

@@ -28,7 +28,7 @@ class ReplicatedLayout(Layout):
     elementwise = False
     is_replicated = True
     strategy = "DDP"
-    """Name of the class with which a script chooses this layout."""
+    """Class with which a script chooses this layout."""
 
     def __init__(
         self,
@@ -40,8 +40,8 @@ class ReplicatedLayout(Layout):
         compressor: Compressor | None = None,
         traffic: Traffic | None = None,
     ) -> None:
-        """`compressor`: the same object in all generations of a member, as it keeps the gradients
-        that it has not sent yet. `traffic`: counts bytes in all generations."""
+        """`compressor`: the same object in all generations of a member, as it keeps unsent
+        gradients. `traffic`: counts bytes in all generations."""
         bucket_mb = bucket_size(bucket_mb)
         if any(parameter.is_meta for parameter in model.parameters()):
             materialise(model, world.device)
@@ -59,7 +59,7 @@ class ReplicatedLayout(Layout):
             self.traffic,
             compressor,
         )
-        # `init_sync=False`: the ranks' parameters are not filled yet.
+        # Without `init_sync`: the ranks' parameters are not filled yet.
         self._ddp = ReplicatedModule(
             model,
             process_group=world.group,
@@ -124,7 +124,6 @@ class ReplicatedLayout(Layout):
         self._ddp.begin_step()
 
     def reduce(self) -> None:
-        # `synchronised` reports gradients that were not averaged.
         self.unreached = [] if self.exchange.complete else self._without_gradient()
         if self.exchange.complete and self.looks_for_faults:
             self.exchange.check(self.step)
@@ -146,7 +145,6 @@ class ReplicatedLayout(Layout):
         self._buffers.broadcast_buffers(self.world.group)
 
     def names_without_gradient(self) -> Sequence[str]:
-        # The optimizer skips these parameters: it must skip them on every rank.
         return self._without_gradient()
 
     def synchronised(self) -> bool:

@@ -95,8 +95,7 @@ class SeveralLayouts(Layout):
             each.note_loss(loss)
 
     def backward(self, loss: Tensor, weight: float) -> None:
-        """Add gradients to the active models only; other models keep theirs unchanged. Raises
-        InvalidSpec if no model is active."""
+        """Add gradients to the active models only. Raises InvalidSpec if no model is active."""
         if not self._active:
             raise InvalidSpec(
                 "a backward pass that trains no model",
@@ -118,8 +117,8 @@ class SeveralLayouts(Layout):
 
     @contextmanager
     def _set_aside(self) -> Iterator[None]:
-        """Set aside the gradients of inactive models within the context, and restore them at its
-        end: gradients added meanwhile are discarded."""
+        """Set aside the gradients of inactive models, and discard those added within the
+        context."""
         others = [each for name, each in self.layouts.items() if name not in self.active]
         kept = [(p, p.grad) for each in others for p in each.parameters.values()]
         for parameter, _ in kept:
@@ -135,7 +134,7 @@ class SeveralLayouts(Layout):
             each.finish_passes()
 
     def communicates_in_forward(self, *, is_first_step: bool) -> bool:
-        """Raise InvalidSpec: several models have no common forward pass. Ask each layout."""
+        """Raise InvalidSpec: ask each layout, as several models have no common forward pass."""
         raise InvalidSpec("several models have no forward pass in common")
 
     def reduce(self) -> None:
@@ -153,7 +152,7 @@ class SeveralLayouts(Layout):
             each.check()
 
     def overflowed(self) -> bool:
-        # Ask every layout, even if an earlier one has overflowed.
+        # Every layout is asked, even if an earlier one has overflowed.
         found = [each.overflowed() for each in self._active]
         return any(found)
 
@@ -162,7 +161,6 @@ class SeveralLayouts(Layout):
             each.share_buffers()
 
     def updated(self) -> None:
-        """Call `stepped` of the active models' layouts, after an update within a step."""
         for each in self._active:
             each.stepped()
 

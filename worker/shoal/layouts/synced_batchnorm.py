@@ -1,9 +1,8 @@
 """BatchNorm with the statistics of the whole global batch, however it is divided into shares.
 
-torch's SyncBatchNorm runs on GPUs only, and counts the stand-in sample of a member without a share.
-Here each member sends the number of its values, their mean and their sum of squares around that
-mean, which are combined as in Chan et al. 1979. In backward members exchange the sums that
-gradients depend on. These are already weighted by the members' shares, because the losses are.
+torch's SyncBatchNorm runs on GPUs only, and counts stand-in samples. Here members' counts, means
+and sums of squares are combined as in Chan et al. 1979. In backward, members exchange the sums that
+gradients depend on; losses have already weighted these by the members' shares.
 """
 
 from typing import Any
@@ -25,7 +24,8 @@ def sync_batchnorm(model: nn.Module, *, every: bool) -> int:
     """Make the model's SyncBatchNorm modules, or `every` BatchNorm, normalise over the samples of
     all members; returns their number. The modules stay the same objects, and evaluate as before.
 
-    Raises InvalidSpec, before any change, if `every` includes layers of another framework."""
+    Raises InvalidSpec, before any change, if `every` includes layers of another framework.
+    """
     if every:
         _refuse_foreign(model)
     num_synced = 0
@@ -106,8 +106,8 @@ class _Normalise(torch.autograd.Function):
 
 @torch.no_grad()
 def _statistics(values: Tensor, members: BatchNormMembers) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the mean and biased variance of each channel over all members' samples, and the
-    number of values per channel."""
+    """Return the mean and biased variance of each channel over all members' samples, and the number
+    of values per channel."""
     dims, channels = _dims(values), values.shape[1]
     num = values.numel() // channels if members.has_samples else 0
     mean = values.mean(dims, dtype=torch.float64)
@@ -124,7 +124,6 @@ def _statistics(values: Tensor, members: BatchNormMembers) -> tuple[Tensor, Tens
 
 
 def _dims(values: Tensor) -> list[int]:
-    """List all dimensions but that of the channels."""
     return [0, *range(2, values.ndim)]
 
 
@@ -167,13 +166,12 @@ def _track(module: Any, mean: Tensor, variance: Tensor, count: Tensor) -> None:
         if momentum is not None:
             buffer.mul_(1 - momentum).add_(now.to(buffer.dtype), alpha=momentum)
         else:
-            # The mean of all batches, in double precision; the count is not read from the GPU.
+            # Mean of all batches, in double precision; the count is not read from the GPU.
             held = buffer.double()
             buffer.copy_(held + (now - held) / module.num_batches_tracked)
 
 
 def _synced(kind: Any) -> Any:
-    """Make the subclass of a BatchNorm class that normalises over all members' samples."""
     return type(f"Synced{kind.__name__}", (kind,), {"forward": _forward, "__module__": __name__})
 
 

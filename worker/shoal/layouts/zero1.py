@@ -19,17 +19,13 @@ MAX_MESSAGE_BYTES = 1 << 28
 class Zero1Layout(ReplicatedLayout):
     """Replicated layout in which each parameter is stepped by one rank only, its owner.
 
-    So each rank keeps about 1/n of the optimizer's state. Parameters stay whole: any optimizer
-    that treats each parameter separately gives the same result as in one process.
+    So each rank keeps about 1/n of the optimizer's state. An optimizer that treats each parameter
+    separately gives the same result as in one process. (Rajbhandari et al. 2020, "ZeRO: Memory
+    Optimizations Toward Training Trillion Parameter Models".)
 
-    Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models".
-
-    An owner's parameters lie in one piece of memory, so it broadcasts them without packing or
-    copying them. Concurrent broadcasts, one for each owner, move each byte to each rank once. An
-    all-gather does so only for equal parts: Gloo needs parts padded to the largest, so a model that
-    is mostly one embedding would be sent several times. On loopback, broadcasts of 40 MB in equal
-    parts take 15 ms where an all-gather takes 44 ms (2 ranks), 27 and 59 ms (3 ranks), 34 and 80 ms
-    (4 ranks); below 1 MB both take the same time.
+    An owner's parameters lie in one piece of memory, which it broadcasts without packing. Gloo's
+    all-gather would pad all parts to the largest. On loopback, broadcasts of 40 MB in equal parts
+    take 15 ms, an all-gather 44 ms (2 ranks); 34 and 80 ms (4 ranks).
     """
 
     strategy = "Zero1"
@@ -67,8 +63,8 @@ class Zero1Layout(ReplicatedLayout):
 
     @torch.no_grad()
     def _take_back(self) -> None:
-        """Copy values that a script has assigned to a parameter's `.data` back into the memory that
-        owners send, and other ranks receive into."""
+        """Copy values that a script assigned to a parameter's `.data` back into the memory that is
+        broadcast."""
         for parameter, original in self._originals:
             if parameter.data_ptr() != original.data_ptr():
                 original.copy_(parameter)
@@ -76,7 +72,7 @@ class Zero1Layout(ReplicatedLayout):
 
     def begin(self) -> None:
         super().begin()
-        # The optimizer does not hold these parameters, so its `zero_grad` leaves their gradients.
+        # The optimizer does not hold these parameters: its `zero_grad` leaves their gradients.
         self._forget_gradients_of_others()
 
     def reduce(self) -> None:
@@ -111,9 +107,8 @@ class Zero1Layout(ReplicatedLayout):
 def partition(sizes: Sequence[int], n: int) -> list[int]:
     """Assign each item to one of `n` ranks, such that all own about the same size.
 
-    Items go, largest first, to the rank that owns least (the lowest among equals). The fullest rank
-    then owns at most 4/3 of the fullest in the best partition (Graham 1969). The same sizes always
-    give the same owners.
+    Items go, largest first, to the rank that owns least (the lowest among equals): the fullest rank
+    owns at most 4/3 of the fullest in the best partition (Graham 1969).
     """
     owned = [0] * n
     owners = [0] * len(sizes)
@@ -128,7 +123,7 @@ def partition(sizes: Sequence[int], n: int) -> list[int]:
 def move_to_flat_storage(parameters: Sequence[nn.Parameter]) -> Tensor:
     """Move the parameters into one contiguous piece of memory; returns it, as bytes.
 
-    Their contents are not kept, but their strides (such as channels last) are.
+    Contents are not kept, but strides (such as channels last) are.
     """
     sizes = [-(-p.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for p in parameters]
     device = parameters[0].device if parameters else None

@@ -1,7 +1,8 @@
-"""A member that trains alone: no coordinator was named, so no member can join it.
+"""Member that trains alone, as no coordinator was named.
 
-`LoneMember` replaces the `MemberSession` of a job with several members, so that the same script
-runs in both cases. There is one generation of one member. Only checkpoints outlive the process."""
+`LoneMember` replaces the `MemberSession` of a job with several members. There is one generation of
+one member. Only checkpoints outlive the process.
+"""
 
 import math
 import time
@@ -28,7 +29,7 @@ GENERATION = 1
 LIMITS = pb.Limits(
     heartbeat_s=0.5, prepare_s=10.0, bring_up_s=30.0, collective_s=30.0, join_s=120.0
 )
-"""The defaults of `shoal coordinator`."""
+"""Defaults of `shoal coordinator`."""
 WITH_SEVERAL = "Start it with `shoal run -n 3 SCRIPT`, which also starts a cluster for it."
 
 

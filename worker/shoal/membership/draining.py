@@ -20,7 +20,7 @@ EXIT_CODE = 128 + signal.SIGTERM
 
 
 class Drained(SystemExit):
-    """Request to end the script: this member was asked to leave, and the others no longer need it.
+    """Request to end the script: this member was asked to leave, and is no longer needed.
 
     Raised between two steps, or by a call that waits. As a SystemExit, it ends a script that does
     not catch it, with exit code 143.
@@ -35,7 +35,7 @@ class Drained(SystemExit):
 
 
 class _AsDrained:
-    # A class, as each step uses it and a generator takes ten times as long.
+    # A class, as each step uses it: a generator takes ten times as long.
 
     def __enter__(self) -> None:
         pass
@@ -62,7 +62,7 @@ class DrainSignal:
     """Handler of SIGTERM as a request to drain.
 
     A repetition of the signal within SAME_ORDER_S has no effect, even while the script unwinds. A
-    second SIGTERM after that time ends the process, as by default.
+    second SIGTERM after that time ends the process.
 
     Installed only in the main thread, and only if the script has no handler. In a process that the
     script forks, the first SIGTERM ends the process, which is no member.
@@ -74,7 +74,7 @@ class DrainSignal:
         self._orders = StopOrders()
         self._was_ordered = False
         self._next: Handler = signal.SIG_DFL
-        """The handler for the second SIGTERM."""
+        """Handler for the second SIGTERM."""
 
     def install(self) -> None:
         in_main = threading.current_thread() is threading.main_thread()
@@ -100,8 +100,8 @@ class DrainSignal:
         self._installed = False
 
     def forget_order(self) -> None:
-        """Forget earlier signals: the next one does not count as a repetition, and a handler that
-        is set afterwards is installed at once."""
+        """Forget earlier signals: the next one is no repetition, and a handler set later is
+        installed at once."""
         self._orders = StopOrders()
 
     @property
@@ -167,15 +167,15 @@ class _Forking(threading.local):
     """State of a fork, by thread, as any thread may fork."""
 
     mask: set[signal.Signals | int] | None = None
-    """The signals that were blocked before the fork; None if DrainSignal is not installed."""
+    """Signals that were blocked before the fork; None if DrainSignal is not installed."""
 
 
 _forking = _Forking()
 
 
 def _block_signal() -> None:
-    """Block SIGTERM before a fork. A child that got it before `_reset_in_child` would lose it or
-    handle it as a request to drain: a process pool that sent it would wait for ever."""
+    """Block SIGTERM before a fork. A child that received it before `_reset_in_child` would lose it
+    or drain: a process pool that sent it would wait for ever."""
     if isinstance(getattr(_get_handler(signal.SIGTERM), "__self__", None), DrainSignal):
         _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
@@ -204,8 +204,8 @@ os.register_at_fork(
 def _is_free(handler: object) -> bool:
     """True if the script has no handler of its own.
 
-    A script that saves and restores handlers, as Lightning's Trainer does, may have restored the
-    handler of an earlier session, which counts as none.
+    A script that saves and restores handlers may have restored the handler of an earlier session,
+    which counts as none.
     """
     left_over = getattr(handler, "__self__", None)
     if isinstance(left_over, DrainSignal):

@@ -1,7 +1,7 @@
 """Health reports to the coordinator's status page, in the background.
 
-Reports are for people, and no decision depends on them: a report that fails is counted and dropped,
-and training never waits for a report or fails because of one.
+Reports are for people, and no decision depends on them: training never waits for a report or fails
+because of one.
 """
 
 import json
@@ -27,7 +27,7 @@ log = structlog.get_logger(__name__)
 REQUEST_WITHIN_S = 2.0
 NOT_FOUND = 404
 LIMITS = dict.fromkeys(("connect", "read", "write", "pool"), REQUEST_WITHIN_S)
-"""Time limits in seconds of the parts of a request."""
+"""Time limits of the parts of a request, in seconds."""
 _MAX_LENGTHS = max_lengths()
 _NOT_SENT = (
     httpcore.NetworkError,
@@ -40,8 +40,8 @@ _NOT_SENT = (
 class HealthReporter:
     """Posts the newest health of one member every `interval_s`, on a thread of its own.
 
-    At most one report is waiting to be sent, and `update` changes it. The first update is sent at
-    once, later ones at the interval, the last one by `close`.
+    At most one report is waiting to be sent. The first update is sent at once, later ones at the
+    interval, the last one by `close`.
     """
 
     def __init__(
@@ -53,8 +53,7 @@ class HealthReporter:
         interval_s: float = 1.0,
     ) -> None:
         """`url`: the coordinator's base URL, or a function that returns the current one; empty
-        while there is no coordinator to report to.
-        """
+        while there is no coordinator to report to."""
         if not interval_s > 0:
             raise ValueError(f"interval_s is {interval_s}; expected more than 0")
         self._url = url if callable(url) else lambda: url
@@ -102,7 +101,7 @@ class HealthReporter:
             self._changed.notify()
 
     def close(self, timeout_s: float = REQUEST_WITHIN_S) -> None:
-        """Send the last report and end the thread. Waits for this for at most `timeout_s`."""
+        """Send the last report and end the thread, within `timeout_s`."""
         with self._changed:
             self._closed = True
             self._changed.notify()

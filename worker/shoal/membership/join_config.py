@@ -38,7 +38,7 @@ _ADDRESS = re.compile(r"\[?[^\s,]+\]?:\d{1,5}")
 
 @dataclass(frozen=True, kw_only=True)
 class LauncherSettings:
-    """Values that `shoal run` gives its workers; defaults in a process that it has not started."""
+    """Values that `shoal run` gives its workers; defaults in any other process."""
 
     shared_directory: str = ""
     """Folder that the workers of this launcher share; empty: none."""
@@ -46,10 +46,10 @@ class LauncherSettings:
     """Address of the slot through which the launcher sends this member's heartbeats; empty: the
     member sends them itself."""
     job: str = ""
-    """The job that the launcher runs workers for. A script may join another one."""
+    """Job of the launcher's workers. A script may join another one."""
     admission_s: float = ADMISSION_S
-    """Seconds that a coordinator may take to admit this member; a day for a worker of `shoal run`:
-    its launcher has reached a coordinator, and the job continues while the coordinator is away."""
+    """Seconds that a coordinator may take to admit this member; a day for a worker of `shoal run`,
+    as the launcher has already reached a coordinator."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,6 @@ class JoinConfig:
     """Settings of `shoal.join`. Checked at construction."""
 
     job: str
-    """Name of the job."""
     coordinators: tuple[str, ...]
     """host:port of every coordinator. Empty: this process trains alone."""
     min_members: int = 1
@@ -78,8 +77,8 @@ class JoinConfig:
     """Transport of collectives: "gloo", "nccl" or "in-memory"; empty: NCCL for a model on CUDA,
     else Gloo."""
     reconfigure: bool = False
-    """True to reconfigure, in each generation, the previous generation's process group instead of
-    making a new one. Needs torch 2.14 or newer, and Gloo; the same on all members."""
+    """True: each generation reconfigures the previous process group instead of making a new one.
+    Needs torch 2.14 or newer, and Gloo; the same on all members."""
     local_rank: int = 0
     """Index of this worker among those of its launcher on this host. If the worker sees several
     GPUs, it uses the one with this index."""
@@ -88,9 +87,7 @@ class JoinConfig:
     num_ranks: int = 1
     """Number of processes that torchrun, MPI or srun has started; 1 without these."""
     launcher: LauncherSettings = field(default_factory=LauncherSettings)
-    """Settings from `shoal run`."""
     secrets: MemberSecrets = field(default_factory=MemberSecrets)
-    """Secrets of the job and of the launcher."""
 
     def __post_init__(self) -> None:
         convert_fields(self, indices=("min_members", "max_members", "desired_members"))

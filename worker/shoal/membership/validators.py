@@ -30,9 +30,9 @@ class Reject:
     """Rejection of a roster by a validator. All members see its texts."""
 
     seen: str
-    """The value that this member found."""
+    """Value that this member found."""
     expected: str = ""
-    """The value that the validator would have accepted."""
+    """Value that the validator would have accepted."""
     fix: str = ""
     """Advice for a person."""
 
@@ -65,7 +65,7 @@ class Roster:
     planned: bool
     """True if the previous generation still trains, and continues if this one is rejected."""
     synchronous: bool
-    """True under a strategy whose members take each step together."""
+    """True under a strategy with steps that all members take together."""
     fields: Mapping[str, str] = field(default_factory=dict)
     """Fields of the proposal, the same on all members: strategy, schema, torch, global_batch ..."""
 
@@ -92,7 +92,8 @@ def validator(name: str) -> Callable[[V], V]:
     The function runs on a background thread while the script trains. All validators together have
     half of the coordinator's time limit for agreement: by default 5 s. A function that raises or
     takes longer counts as a rejection. Raises InvalidSpec for a name that is invalid, or taken by
-    another function."""
+    another function.
+    """
     if not is_name(name):
         raise InvalidSpec(
             "a validator's name is not valid",
@@ -119,7 +120,8 @@ def validators_of(own: Iterable[Validator]) -> dict[str, Validator]:
     """Return the registered validators and a session's own, by name.
 
     A function that is not registered is named by its `__name__`. Raises InvalidSpec if that is no
-    valid name, or if two validators have the same name."""
+    valid name, or if two validators have the same name.
+    """
     by_name = dict(REGISTERED)
     registered = {id(function): name for name, function in REGISTERED.items()}
     for function in own:
@@ -137,8 +139,7 @@ def validators_of(own: Iterable[Validator]) -> dict[str, Validator]:
 
 
 class ValidatorSet:
-    """A session's validators. They run on a separate thread: a slow validator delays the member's
-    answer to a roster by a limited time only."""
+    """A session's validators, which run on a separate thread."""
 
     def __init__(self, validators: Mapping[str, Validator], member_id: str) -> None:
         self._validators = dict(sorted(validators.items()))
@@ -152,7 +153,7 @@ class ValidatorSet:
 
     def rejections(self, roster: pb.Roster, limit_s: float) -> list[pb.Rejection]:
         """Return the validators' rejections of the roster, within `limit_s`. A validator that has
-        not returned by then keeps running. It rejects this roster, and each later one until it
+        not returned by then keeps running: it rejects this roster, and each later one until it
         returns."""
         if not self._validators:
             return []
@@ -171,7 +172,7 @@ class ValidatorSet:
 
 
 class _Run:
-    """A run of all validators, in sequence, on one roster."""
+    """Run of all validators, in sequence, on one roster."""
 
     def __init__(self, validators: Mapping[str, Validator], roster: Roster) -> None:
         self.roster = roster

@@ -1,12 +1,12 @@
-"""The device that a model is trained on, and properties that its collectives depend on."""
+"""Device that a model is trained on, and properties that its collectives depend on."""
 
 import torch
 from torch import nn
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Return the device that the model is trained on: the device of its first parameter; the CPU if
-    it has none. For a model on the meta device, return this process's GPU if any, else the CPU."""
+    """Return the device of the model's first parameter; the CPU if it has none. For a model on the
+    meta device, return this process's GPU if any, else the CPU."""
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     if device.type != "meta":
         return device

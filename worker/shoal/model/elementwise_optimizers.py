@@ -1,12 +1,10 @@
-"""Kinds of optimizers: some update each element separately, so that parameters can be sharded; some
-update each parameter separately, so that each member can have some of them; some run under no
-strategy.
+"""Kinds of optimizers: those that update each element separately (parameters can be sharded), those
+that update each parameter separately (each member can have some), and LBFGS, which no strategy
+runs.
 
-Only an optimizer's source shows its kind. If a member has only some of the parameters, an optimizer
-that takes a norm over all parameters (LAMB's clipping, the step size of Prodigy and D-Adaptation)
-silently computes other weights. A trial on small tensors could miss that: a norm may matter only
-from some size or step on. So this module lists classes whose source was read. Users may vouch for
-others.
+Only an optimizer's source shows its kind: with a norm over all parameters, it would silently
+compute other weights if a member has only some of them. So this module lists classes whose source
+was read. Users may vouch for others.
 """
 
 from torch import optim
@@ -32,7 +30,7 @@ ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
 )
 
 PER_PARAMETER: frozenset[type[Optimizer]] = ELEMENTWISE | {optim.Adafactor, optim.Muon}
-"""Optimizers whose update of a parameter depends only on its own value, gradient and state."""
+"""Optimizers with updates of a parameter that depend only on its own value, gradient and state."""
 
 
 def refuse_unless_per_parameter(strategy: str, optimizer: Optimizer, *, vouched: bool) -> None:
@@ -40,7 +38,7 @@ def refuse_unless_per_parameter(strategy: str, optimizer: Optimizer, *, vouched:
     parameter separately, or is vouched for.
 
     A class may vouch for itself with `per_parameter = True` in its own body, or with the stronger
-    `elementwise = True`. A subclass does not inherit that from its parent.
+    `elementwise = True`. A subclass does not inherit that.
     """
     for each in optimizers_of(optimizer).values():
         marks = vars(type(each))
@@ -65,10 +63,8 @@ def _may_need_all(strategy: str, optimizer: Optimizer) -> UnsupportedOptimizer:
 
 def refuse_unless_elementwise(strategy: str, optimizer: Optimizer, vouched: bool) -> None:
     """Raise UnsupportedOptimizer unless the optimizer is one of torch's elementwise ones, or is
-    vouched for. A class may vouch for itself with `elementwise = True` in its own body.
-
-    A subclass does not inherit that from its parent, as it may use whole parameters.
-    """
+    vouched for. A class may vouch for itself with `elementwise = True` in its own body. A subclass
+    does not inherit that."""
     for each in optimizers_of(optimizer).values():
         fits = vouched or vars(type(each)).get("elementwise") is True
         if not fits and type(each) not in ELEMENTWISE:

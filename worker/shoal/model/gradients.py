@@ -17,8 +17,8 @@ from shoal_proto.errors import InvalidSpec
 
 def is_finite(tensor: Tensor) -> bool:
     """True if all elements are finite."""
-    # A NaN or Inf makes the sum NaN or Inf, so the usual case is a single pass. The sum of finite
-    # numbers can overflow, so only the exact test decides that an element is not finite.
+    # One pass in the usual case: a NaN or Inf makes the sum NaN or Inf. The exact test decides if
+    # not, as the sum of finite numbers can overflow.
     return cmath.isfinite(_wide_sum(tensor).item()) or bool(torch.isfinite(tensor).all())
 
 
@@ -44,7 +44,7 @@ def is_on_host(tensor: Tensor) -> bool:
 
 
 def refuse_sparse(strategy: str, model: nn.Module) -> None:
-    """Raise InvalidSpec for layers whose gradients are sparse tensors."""
+    """Raise InvalidSpec for layers with sparse gradients."""
     names = [
         name
         for name, part in model.named_modules()
@@ -55,9 +55,9 @@ def refuse_sparse(strategy: str, model: nn.Module) -> None:
 
 
 def refuse_layers(strategy: str, model: nn.Module) -> None:
-    """Raise InvalidSpec for layers with which several members would not train the same model as one
-    process: layers with sparse gradients, with weights that a pass changes depending on its
-    samples, or with gradients that depend on how often an index occurs in the batch."""
+    """Raise InvalidSpec for layers with which several members would train another model than one
+    process: layers with sparse gradients, with weights that a pass changes, or with gradients that
+    depend on how often an index occurs in the batch."""
     refuse_sparse(strategy, model)
     embeddings = [
         (name, part)
@@ -83,8 +83,7 @@ def scaled_down(strategy: str, name: str) -> InvalidSpec:
 
 
 def scaled_by_frequency(strategy: str, name: str) -> InvalidSpec:
-    """Return the refusal of layers, or of a function, that divide the gradient of a row by the
-    number of times that its index occurs."""
+    """Return the refusal of layers, or of a function, with `scale_grad_by_freq`."""
     return InvalidSpec(
         f"{strategy} does not train embeddings whose gradient is divided by the frequency of an"
         " index in the batch",
@@ -109,11 +108,8 @@ def sparse_gradient(strategy: str, name: str) -> InvalidSpec:
 
 
 def refuse_parameter_hooks(model: nn.Module) -> None:
-    """Raise InvalidSpec if the script has hooks on gradients of parameters.
-
-    A hook would get the gradient of this member's samples, before it is averaged over the members,
-    and would not be called at all if the layout has parameters of its own.
-    """
+    """Raise InvalidSpec if the script has hooks on gradients of parameters: they would get
+    gradients of this member's samples only, or would not be called at all."""
     hooked = [name for name, each in model.named_parameters() if has_gradient_hooks(each)]
     if hooked:
         raise InvalidSpec(
@@ -128,8 +124,8 @@ def refuse_parameter_hooks(model: nn.Module) -> None:
 class StepGradients:
     """Gradients of all parameters of a model, which are dropped when a step begins.
 
-    Gradients of parameters that the optimizer does not hold are included: they count in the norm
-    for clipping, and a joiner would lack the values that accumulate in them.
+    Parameters that the optimizer does not hold are included: their gradients count in the norm for
+    clipping, and would accumulate over steps, which a joiner lacks.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], optimizer: Optimizer) -> None:
@@ -141,8 +137,8 @@ class StepGradients:
         """Drop all gradients."""
         for optimizer in optimizers_of(self._optimizer).values():
             if _zeroes_as_torch(optimizer):
-                # As `zero_grad` does, without its record for the profiler, which takes several
-                # times as long.
+                # As `zero_grad`, without its record for the profiler, which takes several times as
+                # long.
                 for group in optimizer.param_groups:
                     for parameter in group["params"]:
                         parameter.grad = None
@@ -153,7 +149,6 @@ class StepGradients:
 
 
 def _zeroes_as_torch(optimizer: Optimizer) -> bool:
-    """True if neither the optimizer's class nor the script overrides `zero_grad`."""
     return type(optimizer).zero_grad is Optimizer.zero_grad and "zero_grad" not in vars(optimizer)
 
 

@@ -20,12 +20,11 @@ from shoal_proto.errors import InvalidSpec
 
 
 class ModuleProxy(nn.Module):
-    """Proxy of the user's model, whose forward pass runs the module that `route` returns.
+    """Proxy of the user's model, which runs the module that `route` returns.
 
-    It shares the model's own tables, so names, `state_dict` keys, `to`, `train`, optimizers and
-    attributes are those of the model; nothing is prefixed. Copying or pickling the proxy copies or
-    pickles the model. If a member has only a part of the model, state dicts, copies and pickles are
-    refused.
+    The proxy shares the model's own tables: names, `state_dict` keys, `to`, `train`, optimizers and
+    attributes are those of the model. Copying or pickling the proxy copies or pickles the model; if
+    a member has only a part of the model, state dicts, copies and pickles are refused.
     """
 
     def __init__(self, module: nn.Module, route: Callable[[], nn.Module]) -> None:
@@ -100,8 +99,8 @@ def proxy_of(module: nn.Module, route: Callable[[], nn.Module]) -> nn.Module:
 
 
 def _forward_like(forward: FunctionType) -> Callable[..., Any]:
-    """Return the proxy's forward pass, with the signature of the model's. Frameworks choose
-    arguments by the signature: `generate` and Trainer of transformers, for example."""
+    """Return the proxy's forward pass, with the signature of the model's, by which frameworks
+    choose arguments."""
 
     @routing
     def routed(self: ModuleProxy, *inputs: Any, **options: Any) -> Any:
@@ -145,10 +144,8 @@ def _names(module: nn.Module) -> frozenset[str]:
 
 
 def _refuse_parts(proxy: ModuleProxy, what: str) -> None:
-    """Raise InvalidSpec if the module behind the proxy is only a part of the model.
-
-    A script that saves it on one member, as scripts for DDP do, would save only that part.
-    """
+    """Raise InvalidSpec if the module behind the proxy is only a part of the model: a script that
+    saves it on one member would save only that part."""
     module = proxy.__dict__["_module"]
     elsewhere = sorted(proxy.__dict__["_names"] - _names(module))
     cut = [name for name, each in module.named_parameters() if isinstance(each, DTensor)]

@@ -1,16 +1,12 @@
 """Parameters that an optimizer of the script's own may not step while a session trains.
 
-The first kind are parameters outside the distributed model on which a session's losses depend.
-Their gradients are not reduced, so each member has the gradients of its own samples. If the
-script's own optimizer steps a loss function with weights (a margin, a centre of each class), that
-function diverges between members, and each member trains the model with another loss. The
-parameters of a teacher do no harm, as no optimizer steps them.
+Parameters outside the distributed model on which a session's losses depend (a loss function's
+weights): their gradients are not reduced, so members would train with different losses. A teacher's
+parameters do no harm, as no optimizer steps them.
 
-The second kind are parameters of the distributed model. A script with two optimizers, such as one
-for matrices and one for the rest, may have distributed only one of them. If the layout has sharded
-or copied the model, the other optimizer steps the original parameters, which are no longer trained.
-If the layout uses the script's own parameters, the other optimizer does train them, but its state
-is not part of the job's: a joiner lacks it, and a rollback does not restore it.
+Parameters of the distributed model, if the script distributed only one of its optimizers. If the
+layout has sharded or copied the model, the other optimizer steps parameters that are not trained.
+Otherwise its state is not the job's: a joiner lacks it, and a rollback does not restore it.
 """
 
 import weakref
@@ -28,13 +24,12 @@ References = dict[int, weakref.ref[Tensor]]
 
 
 def references(parameters: Iterable[Tensor]) -> References:
-    """Return weak references to the parameters."""
     return {id(each): weakref.ref(each) for each in parameters}
 
 
 class OtherParameters:
     """Check that the script's own optimizers step neither the model's parameters nor the other
-    parameters that the losses of a session depend on, as far as they were noted."""
+    parameters of losses that were noted."""
 
     def __init__(
         self,
@@ -46,20 +41,20 @@ class OtherParameters:
     ) -> None:
         """`own` returns the distributed model's parameters in the present generation. `given`: the
         script's parameters of the model, which may be different objects. `optimizers`: distributed
-        with the model. While `commits()` is true, other optimizers may step the model too.
-        `begins` is called when another optimizer takes its first step."""
+        with the model. While `commits()` is true, other optimizers may step the model too. `begins`
+        is called when another optimizer takes its first step."""
         self._own = own
         self._given = given
         self._optimizers = optimizers
         self._commits = commits
         self._begins = begins
         self._begun: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        """The other optimizers that have stepped."""
+        """Other optimizers that have stepped."""
         self._others: References = {}
         self._hook = register_optimizer_step_pre_hook(self._before_step)
 
     def note_loss(self, loss: Tensor) -> None:
-        """Note the other parameters of a loss whose backward pass begins."""
+        """Note the other parameters of a loss before its backward pass."""
         model_ids = {id(each) for each in self._own()}
         leaves = (each for each in _leaves(loss) if isinstance(each, nn.Parameter))
         self._others |= references(each for each in leaves if id(each) not in model_ids)

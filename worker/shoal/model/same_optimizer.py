@@ -1,7 +1,7 @@
 """Check that a state belongs to an optimizer like the script's own.
 
-The settings of a state replace the script's: settings of another kind of optimizer, or of other
-groups of parameters, would silently train differently.
+A state's settings replace the script's: those of another kind of optimizer, or of other groups of
+parameters, would silently train differently.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ _DISTINGUISHING = {"momentum", "betas", "eps", "alpha", "rho", "amsgrad", "lr_de
 """Settings that distinguish the kinds of torch's optimizers, in all releases of torch."""
 
 _INITIAL_RATE = "initial_lr"
-"""The setting in which a scheduler keeps its initial learning rate."""
+"""Setting in which a scheduler keeps its initial learning rate."""
 _SCHEDULED = {"lr", "momentum", "betas"}
 """Settings that torch's schedulers change."""
 
@@ -70,7 +70,6 @@ def replaced_settings(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]])
 
 
 def _plain(value: Any) -> Any:
-    """Return the value with tuples as lists, and tensors as numbers."""
     if isinstance(value, Tensor):
         return value.tolist()
     return list(value) if isinstance(value, tuple) else value

@@ -1,8 +1,7 @@
 """Attributes that a script has set on the modules of a model since the model was laid out.
 
-A layout is a copy of the model as it was distributed. A dropout probability that the script lowers
-later, or a cache that a forward pass has filled, is only in the copy of one generation. Unless it
-were carried over, the next generation would silently compute with the original value.
+A layout is a copy of the model as it was distributed. The next generation would silently compute
+with the original value of a dropout probability that the script lowers later.
 """
 
 from collections.abc import Iterable, Mapping
@@ -23,8 +22,8 @@ class ScriptAttributes:
     """Attributes of one model, carried from one generation to the next.
 
     Covers numbers, strings, tuples, dtypes and plain tensors without a graph that are attributes of
-    modules, unless their names begin with _: these are private to the module. Also covers transient
-    buffers of any name. A tensor is carried if it was replaced or written to in place.
+    modules, unless their names begin with _; and transient buffers of any name. A tensor is carried
+    if it was replaced or written to in place.
     """
 
     def __init__(self) -> None:
@@ -49,8 +48,8 @@ class ScriptAttributes:
 class ScriptModes:
     """The training or evaluation mode of each module when a step began.
 
-    A step's block may be left early, as when a member is lost while the script samples between
-    `model.eval()` and `model.train()`. The retried step would otherwise run in that mode.
+    A step's block may be left early, between `model.eval()` and `model.train()`: the retried step
+    would otherwise run in that mode.
     """
 
     def __init__(self) -> None:
@@ -120,7 +119,6 @@ class _NotedObject:
 
 
 def _noted(value: object) -> object:
-    """Return a record of a value. It equals later records of the same value, and no others."""
     if isinstance(value, tuple):
         return type(value), tuple(map(_noted, value))
     if isinstance(value, _PLAIN):

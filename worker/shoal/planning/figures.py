@@ -1,7 +1,7 @@
 """Figures of a strategy before anything runs: groups, memory and traffic of a step.
 
-A strategy that can compute them has a method `figures(subject) -> Plan` (`PlannableStrategy`). It
-uses only shapes: no process group exists yet, and the model may be on the meta device.
+A `PlannableStrategy` computes them from shapes only: no process group exists yet, and the model may
+be on the meta device.
 """
 
 import copy
@@ -30,32 +30,30 @@ class Collective:
     """Part of the step: "forward", "backward" or "update" (after the last gradient)."""
     calls: int
     num_bytes: int
-    """Bytes of all calls together. A call counts its whole tensor, with padding: the output of an
-    all-gather; the input of a reduce-scatter, an all-reduce or a broadcast; the tensor sent or
-    received."""
+    """Bytes of all calls together, with padding. A call counts the output of an all-gather, the
+    input of a reduction or a broadcast, or the tensor sent or received."""
     every_steps: int = 1
     """Interval in steps: one of `every_steps` steps has these collectives, the others none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankFigures:
-    """Memory of one rank, in bytes, and its collectives in a step. Activations, and the buffers of
-    collectives in progress, are not included."""
+    """Memory of one rank, in bytes, and its collectives in a step; without activations, and buffers
+    of collectives in progress."""
 
     parameters: int
     """Parameters between steps, with padding."""
     parameters_peak: int
     """Parameters within a step, including those gathered while layers compute with them."""
     gradients: int
-    """Gradients when the optimizer steps. DDP's buckets count in full: they live as long as DDP
-    does, although `zero1` steps only some of the gradients in them."""
+    """Gradients when the optimizer steps; all of DDP's buckets, which live as long as DDP does."""
     gradients_peak: int
     """Gradients in backward, including the whole ones that are not reduced yet."""
     optimizer: int
     """State of the optimizer, once it has stepped every parameter."""
     kept: int = 0
-    """Other memory kept between steps. Under local SGD: the state of the last outer step, and the
-    outer step's velocity."""
+    """Other memory kept between steps; under local SGD, the last outer step's state and
+    velocity."""
     collectives: tuple[Collective, ...]
     """Collectives of a step with one forward and one backward pass that use all parameters."""
 
@@ -96,8 +94,8 @@ class Plan:
 
     strategy: str
     groups: tuple[GroupFigures, ...]
-    """Groups in the order of the forward pass, as far as it is known; DDP's buckets in the order in
-    which it fills them."""
+    """Groups in the order of the forward pass, as far as known; DDP's buckets in the order in which
+    they fill."""
     ranks: tuple[RankFigures, ...]
     arrangement: str = ""
     """Arrangement of the ranks in a mesh; empty if they are in one row."""
@@ -136,11 +134,8 @@ class PlanInput:
         object.__setattr__(self, "parameters", dict(self.model.named_parameters()))
 
     def state_bytes(self, shapes: Mapping[str, tuple[int, ...]]) -> int:
-        """Compute the bytes of optimizer state on a rank that steps parameters in these shapes.
-
-        A copy of the optimizer takes a step on the meta device. Parameters that do not require a
-        gradient have no state. Raises UnsupportedOptimizer if the step fails there.
-        """
+        """Compute the bytes of optimizer state on a rank that steps parameters in these shapes, by
+        a step on the meta device. Raises UnsupportedOptimizer if the step fails there."""
         if self.optimizer is None:
             return 0
         replacements: dict[int, Any] = {}
@@ -198,7 +193,7 @@ def _sums(groups: Sequence[GroupFigures]) -> tuple[str, str]:
 
 
 def fold(groups: Sequence[GroupFigures]) -> list[GroupFigures]:
-    """Fold groups of one size whose titles differ only in one number into one group.
+    """Fold groups of one size with titles that differ only in one number into one group.
 
     "layers.0", "layers.1" and "layers.2" become "layers.0-2", with the figures of all three. Fewer
     than three are not folded, nor are numbers with a gap.
@@ -224,8 +219,6 @@ def fold(groups: Sequence[GroupFigures]) -> list[GroupFigures]:
 
 
 class _Kind(NamedTuple):
-    """Key of groups that differ only in one number of their titles."""
-
     before: str
     after: str
     num_parameters: int
@@ -261,7 +254,6 @@ def _held(plan: Plan) -> tuple[Sequence[str], list[Sequence[str]]]:
 
 
 def _moved_rows(plan: Plan) -> list[Sequence[str]]:
-    """Return the rows of each rank's collectives, with a total if there is more than one row."""
     rows: list[Sequence[str]] = []
     for name, rank in _alike(plan, lambda rank: rank.collectives):
         used = [each for each in rank.collectives if each.calls]
@@ -289,7 +281,6 @@ def _alike(plan: Plan, key: object) -> Iterable[tuple[str, RankFigures]]:
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: int) -> list[str]:
-    """Return the lines of a table; the first `left` columns are left-aligned, others right."""
     widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
     return [
         "  ".join(
@@ -313,9 +304,9 @@ class PlannableStrategy(Protocol):
 
     def figures(self, subject: PlanInput) -> Plan:
         """Compute the figures for this model, without communication or side effects. Raises the
-        errors of the strategy's own checks of model and optimizer, and InvalidSpec or
-        UnsupportedOptimizer for figures that cannot be computed beforehand. May compute figures
-        for a model that `distribute` refuses."""
+        errors of the strategy's checks of model and optimizer, and InvalidSpec or
+        UnsupportedOptimizer for figures that cannot be computed. May compute figures for a model
+        that `distribute` refuses."""
 
 
 def _state_after_step(optimizer: Optimizer, replacements: dict[int, Any]) -> int:
@@ -341,10 +332,7 @@ def _state_after_step(optimizer: Optimizer, replacements: dict[int, Any]) -> int
 
 
 def _make_first_state(optimizer: Optimizer) -> None:
-    """Create the state that the constructor would create, for replaced parameters.
-
-    Only the constructor of Adagrad creates state, in torch 2.9 and 2.11. In 2.13 Adagrad's first
-    step creates it.
-    """
+    """Create the state that Adagrad's constructor creates, before torch 2.13, for replaced
+    parameters."""
     if type(optimizer) is Adagrad:
         optimizer.state.update(Adagrad(optimizer.param_groups, **optimizer.defaults).state)

@@ -1,7 +1,7 @@
 """Rehearsal of one rank's part of a step, on the meta device and without any peer.
 
-A rank's traffic within layers depends on shapes that only the model knows. So the model's own code
-runs with a group that has no peers, and the calls to that group are counted.
+Only the model knows the shapes of its traffic. So its own code runs with a group that has no peers,
+and the calls to that group are counted.
 """
 
 from collections.abc import Callable

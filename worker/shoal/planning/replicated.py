@@ -93,7 +93,7 @@ class ReplicatedFigures:
             calls=len({buffer.dtype for buffer in buffers}),
             num_bytes=sum(buffer.nbytes for buffer in buffers),
         )
-        # One 32-bit flag for each parameter, which says if it was used.
+        # One 32-bit flag for each parameter: it was used.
         flags = 4 * len(self._trained) if self._finds_unused else 0
         reduced = Collective(
             kind="all_reduce",
@@ -126,7 +126,6 @@ class ReplicatedFigures:
 
 
 def _buckets(parameters: list[Tensor], bucket_mb: float) -> list[list[int]]:
-    """Return the indices of the parameters in each bucket."""
     if not parameters:
         return []
     cap = int(bucket_mb * 1024 * 1024)

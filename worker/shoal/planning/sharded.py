@@ -33,8 +33,8 @@ def rows_of(num_rows: int, rank: int, world_size: int) -> int:
 
 
 class ShardedFigures:
-    """Computation of one plan. In memory and in collectives, each rank's part counts with the size
-    of the first rank's part, as shorter parts are padded to it."""
+    """Computation of one plan. Each rank's part counts with the size of the first rank's part, to
+    which shorter parts are padded."""
 
     def __init__(self, subject: PlanInput, options: ShardedOptions) -> None:
         self._subject, self._options = subject, options
@@ -105,7 +105,6 @@ class ShardedFigures:
         return sum(self._part(p, p.dtype) for p in self._trained(group))
 
     def _reduced(self, group: ModuleGroup) -> int:
-        """Return the bytes of the input of the group's reduce-scatter."""
         return self._n * sum(
             self._part(p, self._options.reduces_in(p.dtype)) for p in self._trained(group)
         )
@@ -122,8 +121,8 @@ class ShardedFigures:
     def _order_of_reduction(self) -> list[ModuleGroup]:
         """Return the groups with gradients, in the order in which backward finishes them.
 
-        No input of the model, or of its first trained layer, needs a gradient. So torch finishes
-        the model's group and then this layer's group at the very end of backward.
+        The first trained layer's group and the model's own are last, as their inputs need no
+        gradient.
         """
         first = next((n for n, p in self._subject.parameters.items() if p.requires_grad), "")
         groups = [group for group in reversed(self._groups) if self._trained(group)]

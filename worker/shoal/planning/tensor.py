@@ -62,10 +62,10 @@ def non_finite_message(world_size: int) -> Collective:
 def split_alone(module: nn.Module, plan: TensorPlan, ranks: TensorGroup) -> frozenset[int]:
     """Reduce a module on the meta device to this rank's part of it.
 
-    Works as `shoal.layouts.tensor.layout.parallelise`, but without peers, and makes plain tensors
-    of the rank's parts. Returns the ids of the new parameters, each a part of a whole one.
+    Makes plain tensors, without peers, in place of `parallelise`. Returns the ids of the new
+    parameters, each a part of a whole one.
     """
-    # Keyed by the id of the whole parameter, which the value keeps alive while its id is in use.
+    # By the id of the whole parameter, which the value keeps alive while its id is in use.
     cut: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
     for entry in plan.entries:
         if entry.style == WHOLE:

@@ -1,13 +1,11 @@
-"""Dropout whose masks do not depend on membership.
+"""Dropout with masks that do not depend on membership.
 
-Each element's random number is computed from its position: a hash of (seed, step, layer, call, the
-sample's position in the global batch, the element in the sample), see `shoal.randomness`. On a CPU
-the hash is no slower than a draw. A generator for each sample would be as slow as draws, and need a
-loop on a GPU; so all samples are hashed at once.
+Each element's random number is a hash of (seed, step, layer, call, the sample's position in the
+global batch, the element in the sample), see `shoal.randomness`. On a CPU the hash is no slower
+than a draw.
 
-Under torch.compile a mask is plain tensor code in the graph, which a compiler fuses with the
-multiplication by it. Only four numbers, which give its key and its samples, come from an operator
-of Shoal's when the graph runs. So another step, position or generation needs no new compilation.
+Under torch.compile, a mask is plain tensor code in the graph. Only its key and samples come from an
+operator of Shoal's: another step, position or generation needs no new compilation.
 
 The dropout modules of torch.nn are covered; functions (`F.dropout`, attention's own) are not.
 """
@@ -26,15 +24,15 @@ from shoal.torch_private.tensors import in_backward
 
 _WORD = 0xFFFFFFFF
 _BLOCK_ELEMENTS = 1 << 19
-"""Number of elements that a CPU hashes at once: the dozen passes over them stay in its cache."""
+"""Number of elements that a CPU hashes at once, so that they stay in its cache."""
 
 
 def key_dropout(model: nn.Module) -> int:
     """Make the model's dropout modules draw by the position of samples; return their number.
 
     The modules stay the same objects; subclasses of torch's keep their own forward pass. In
-    evaluation, and if no samples are set, they work as before. A layer is identified by its name in
-    `model`, which must be its name in the whole model on all ranks.
+    evaluation, and if no samples are set, they work as before. A module's name in `model` must be
+    its name in the whole model on all ranks.
 
     Samples are assumed to lie along the first dimension, or along the second in torch's transformer
     layers without `batch_first`; see `samples_along` for others.
@@ -62,8 +60,8 @@ def unkey_dropout(model: nn.Module) -> None:
 
 
 def with_dropout_within(model: nn.Module) -> list[str]:
-    """Return the names of torch's modules that apply dropout without a dropout module. Their draws,
-    like the draws of functions, depend on how the batch is cut."""
+    """Return the names of torch's modules that apply dropout without a dropout module: their draws
+    depend on how the batch is cut."""
     return [
         name
         for name, module in model.named_modules()
@@ -75,7 +73,7 @@ def with_dropout_within(model: nn.Module) -> list[str]:
 def samples_along(dropout: nn.Module, dim: int | None) -> None:
     """Set the dimension of this module's inputs along which the samples lie.
 
-    None: there is no such dimension, and all members use one mask in a step. The same holds if the
+    None: there is no such dimension, and all members use one mask in a step, as they do if the
     dimension's size is not a multiple of the number of samples. If it is m times that number, each
     sample has m consecutive rows.
     """
@@ -83,11 +81,11 @@ def samples_along(dropout: nn.Module, dim: int | None) -> None:
 
 
 def draw(dropout: nn.Module, shape: torch.Size, device: torch.device, *, p: float) -> Tensor | None:
-    """Draw a mask (bool) of this shape: an element is kept with probability 1 - p.
+    """Draw a mask (bool) of this shape: an element is kept with probability 1 - p. Each call for
+    the same samples has another mask.
 
-    Returns None if the module is not keyed, or if no samples are set. If no samples are set in a
-    compiled graph, which cannot return None, it draws a key from torch's generator instead. Each
-    call for the same samples has another mask.
+    Returns None if the module is not keyed, or if no samples are set; a compiled graph, which
+    cannot return None, then draws a key from torch's generator.
     """
     layer: _Layer | None = getattr(dropout, "_layer", None)
     if layer is None:
@@ -115,8 +113,6 @@ def _drawn(
 
 
 class _Layer:
-    """Key of one module, and the number of its calls on the current samples."""
-
     def __init__(self, key: int) -> None:
         self.key = key
         self.current: PresentSamples | None = None
@@ -125,8 +121,8 @@ class _Layer:
         number = next(_numbers)
         _layers[number] = self
         self.handle = torch.tensor([number, 0], dtype=torch.int64, device="cpu")
-        """Handle of the layer in a compiled graph: its number in `_layers`, and the number of keys
-        made. It is a tensor: a graph would be compiled again for each plain number."""
+        """Number of the layer in `_layers`, and the number of keys made. A tensor: a graph would be
+        compiled again for each plain number."""
 
     def __getstate__(self) -> int:
         return self.key
@@ -143,8 +139,8 @@ class _Layer:
         return mix(current.seed, current.step, self.key, self.next_call(current))
 
     def next_call(self, current: PresentSamples) -> int:
-        """Count this call on these samples, and return its number, from 0. In a backward pass,
-        return the number of the forward call that it repeats."""
+        """Return the number of this call on these samples, from 0; in a backward pass, the number
+        of the forward call that it repeats."""
         if in_backward():
             # Backward repeats forward passes in the order in which they first ran.
             call = self._num_repeated % max(self._calls, 1)
@@ -162,7 +158,7 @@ _numbers = itertools.count()
 _layers: weakref.WeakValueDictionary[int, _Layer] = weakref.WeakValueDictionary()
 
 
-# Marked as mutating and nondeterministic, so that a graph runs it once for each call, in order.
+# Marked as mutating and nondeterministic: a graph runs it once for each call, in order.
 @torch.library.custom_op(
     "shoal::dropout_key", mutates_args=("layer",), tags=(torch.Tag.nondeterministic_seeded,)
 )
@@ -213,16 +209,12 @@ def _traced(
 
 
 def _hashed(numbers: Tensor) -> Tensor:
-    """Compute `_hash` out of place."""
     numbers = (numbers ^ ((numbers >> 16) & 0xFFFF)) * _signed(0x7FEB352D)
     return (numbers ^ ((numbers >> 15) & 0x1FFFF)) * _signed(0x846CA68B)
 
 
 def _kept(rows: tuple[int, int], key: int, *, first: int, p: float, device: torch.device) -> Tensor:
-    """Compute a mask: a row for each sample from position `first` on, a column for each element.
-
-    Samples and elements are hashed separately. The hash of their sum is a 32-bit random number.
-    """
+    """Compute a mask: a row for each sample from position `first` on, a column for each element."""
     num_samples, num_elements = rows
     kept = torch.empty(rows, dtype=torch.bool, device=device)
     if p >= 1:
@@ -242,10 +234,8 @@ def _kept(rows: tuple[int, int], key: int, *, first: int, p: float, device: torc
 
 
 def _hash(numbers: Tensor) -> Tensor:
-    """Hash int32 numbers in place by a bijection (C. Wellons' lowbias32, 2018).
-
-    Its last shift is left out: it changes only low bits, which a comparison hardly depends on.
-    """
+    """Hash int32 numbers in place by a bijection (C. Wellons' lowbias32, 2018, without the last
+    shift, which changes only low bits)."""
     shifted = numbers >> 16
     # The shift keeps the sign; these bits must be zero.
     shifted &= 0xFFFF
@@ -299,8 +289,6 @@ def _drop_alpha(value: Tensor, kept: Tensor, p: float, *, inplace: bool) -> Tens
 
 
 def _keyed(kind: Any, mask: Any, drop: Any) -> Any:
-    """Return a subclass of this dropout that draws by the position of samples."""
-
     def forward(self: Any, input: Tensor) -> Tensor:  # noqa: A002 - torch's own name for it
         # For a DTensor, torch itself draws a mask for the whole tensor.
         draws = self.training and self.p > 0 and type(input) in (Tensor, nn.Parameter)

@@ -37,7 +37,7 @@ class BatchSource(ABC):
         self.loading_s = 0.0
         """Time for which the trainer has waited for batches to be loaded."""
         self.batch: Batch | None = None
-        """The batch that was handed out last."""
+        """Batch that was handed out last."""
         self.all_trained = False
         """True if the job's last step is committed: no batch is left for any member."""
 
@@ -56,8 +56,8 @@ class BatchSource(ABC):
         """Number of this member's batches in the whole job; None if it depends on others' pace."""
 
     def attempted(self) -> None:
-        """Note that a step on the present batch begins. Raises InvalidSpec if a step on that batch
-        is committed already."""
+        """Note that a step on the present batch begins. Raises InvalidSpec if one is committed
+        already."""
         if self._is_trained and self.batch is not None:
             raise InvalidSpec(
                 f"a second step on the batch of step {self.batch.step}",
@@ -82,10 +82,9 @@ class BatchSource(ABC):
         self._loader.close()
 
     def stop(self) -> bool:
-        """Note that the script has left its loop early. If this member's script called
-        `session.stop`, wait until all members have left their loops, and return True: the job is
-        complete. Else return False at once. Raises StateLost if `CallBetweenSteps.check_end`
-        does."""
+        """Note that the script has left its loop early. If it called `session.stop`, wait until all
+        members have left their loops, and return True: the job is complete. Else return False at
+        once. Raises StateLost if `CallBetweenSteps.check_end` does."""
         return False
 
     def left(self) -> None:  # noqa: B027 - does nothing by default
@@ -150,7 +149,7 @@ class SynchronousBatches(BatchSource):
 
     @property
     def _strategy(self) -> SynchronousStrategy:
-        # No isinstance check: twice a step, it would cost more than the rest of this loop.
+        # Not isinstance: twice a step, it would cost more than the rest of this loop.
         return cast(SynchronousStrategy, self._controller.strategy)
 
     def _end(self) -> int:
@@ -180,8 +179,7 @@ class SynchronousBatches(BatchSource):
 
     def left(self) -> None:
         if self.batch is not None and not self.all_trained:
-            # Counted from the batch: a rollback in a call within the loop may have lowered the
-            # strategy's step since.
+            # Counted from the batch: a rollback in the loop may have lowered the strategy's step.
             self._controller.call.end_step = self.batch.step + int(self._is_trained)
 
     def _offer(self, batch: Batch) -> Iterator[Batch]:
@@ -239,16 +237,15 @@ class LeasedBatches(BatchSource):
         self.all_trained = True
 
     def _flush_and_leave(self) -> None:
-        """Flush this member's last steps before it leaves in good order. If that fails, other
-        members train on the samples of these steps again."""
+        """Flush this member's last steps before it leaves. If that fails, other members train on
+        the samples of these steps again."""
         try:
             self._controller.strategy.flush()
         except ShoalError as error:
             log.warning("last_steps_not_acknowledged", reason=str(error))
 
     def _offer_until_committed(self, span: SampleRange) -> Iterator[Batch]:
-        """Offer a range's batch, and after each refused step offer it again, until a step on it is
-        committed."""
+        """Offer a range's batch until a step on it is committed."""
         strategy = self._controller.strategy
         step, began_s = strategy.step, time.perf_counter()
         batch = self._loader.leased(
@@ -280,14 +277,13 @@ class LeasedBatches(BatchSource):
 
 
 class Batches(Iterator[Batch]):
-    """The iterator of `session.batches`. `len()` is the number of steps of the whole job, for
-    progress bars; in an asynchronous job it raises TypeError: the number depends on the members'
-    pace.
+    """Iterator of `session.batches`. `len()` is the number of steps of the whole job; in an
+    asynchronous job it raises TypeError, as the number depends on the members' pace.
 
-    After the script has left a loop over the batches, a call between steps raises StateLost if the
-    state was rolled back to an earlier step: see `CallBetweenSteps.end_step`. A later loop
-    continues from the job's present step; it raises InvalidSpec if no step was taken on the batch
-    that was handed out last."""
+    After a loop over the batches, a call between steps raises StateLost if the state was rolled
+    back to an earlier step: see `CallBetweenSteps.end_step`. A later loop continues from the job's
+    present step; it raises InvalidSpec if no step was taken on the batch that was handed out last.
+    """
 
     def __init__(self, source: BatchSource) -> None:
         self._source = source

@@ -1,4 +1,4 @@
-"""The distributed model and optimizer of a session, with registered state and options."""
+"""Distributed model and optimizer of a session, with registered state and options."""
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
@@ -60,7 +60,7 @@ Optimizers = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer]
 
 
 class DistributeKeywords(TypedDict, total=False):
-    """The keywords of `Session.distribute`."""
+    """Keywords of `Session.distribute`."""
 
     checkpoints: Checkpoints | None
     keyed_dropout: bool
@@ -74,8 +74,7 @@ class DistributeOptions:
     local_rank: LocalRank
     backend: str
     reconfigures: bool
-    """True if a generation reconfigures the previous generation's process group instead of making
-    a new group."""
+    """True if a generation reconfigures the previous process group instead of making a new one."""
     validators: ValidatorSet
     checkpoints: Checkpoints | None
     keyed_dropout: bool
@@ -85,12 +84,11 @@ class DistributeOptions:
 
 
 class LongLivedObjects:
-    """The objects of one session's process that Python's garbage collector skips.
+    """Objects of one session's process that Python's garbage collector skips.
 
-    A full collection visits all objects: about 300,000 with torch imported, which takes 0.2 s.
-    Python begins a full collection after many objects were made. Bringing up a generation makes
-    many, so the collection would run while all members wait for one another. Objects that exist
-    before the first generation live as long as the session, and need not be visited.
+    A full collection takes 0.2 s with torch imported, and begins after many objects were made: in a
+    bring-up, while all members wait. Objects from before the first generation need not be visited:
+    they live as long as the session.
     """
 
     def __init__(self) -> None:
@@ -100,14 +98,13 @@ class LongLivedObjects:
         """Let the collector skip all present objects. No effect if the script or another session of
         the process has frozen objects, or if the collector is off."""
         if gc.isenabled() and not gc.get_freeze_count():
-            # Collected first: garbage that is frozen, such as the script's, stays until `release`.
+            # Collected first: garbage that is frozen stays until `release`.
             gc.collect(1)
             gc.freeze()
             self._is_frozen = True
 
     def release(self) -> None:
-        """Unfreeze all objects, so that the garbage collector examines them again. May be called
-        twice."""
+        """Unfreeze all objects. May be called twice."""
         if self._is_frozen:
             gc.unfreeze()
         self._is_frozen = False
@@ -123,8 +120,8 @@ class Distribution:
         """Fields of the proposal: values that must be the same on all members."""
         self.registered = RegisteredState()
         self.training: Training | None = None
-        """The models of each optimizer; None if the script gave a single model and a single
-        optimizer, neither of them in a list or dict."""
+        """Models of each optimizer; None for a single model and optimizer, neither in a list or
+        dict."""
         self._optimizer: Optimizer | None = None
         self._model: nn.Module | None = None
         self._guard: StepGuard | None = None
@@ -263,8 +260,7 @@ class Distribution:
             chosen.use_backend(backend_for(device.type, name, reconfigures=reconfigures))
 
     def _keep_checkpoints(self, chosen: Strategy, checkpoints: Checkpoints | None) -> None:
-        # Members read and write checkpoints together. "none" is stated too, as an optional field is
-        # compared only between members that state it.
+        # "none" is stated too: an optional field is compared only between members that state it.
         steps = "none" if checkpoints is None else f"every {checkpoints.every_steps} steps"
         self._controller.details.optional_fields["checkpoints"] = steps
         if checkpoints is not None:
@@ -349,14 +345,14 @@ class Distribution:
 
     @property
     def guard(self) -> StepGuard:
-        """The guard of steps. Raises InvalidSpec if nothing is distributed."""
+        """Guard of steps. Raises InvalidSpec if nothing is distributed."""
         _ = self._controller.strategy
         assert self._guard is not None, "made by `distribute`"
         return self._guard
 
     def check_model(self) -> None:
-        """Check the model before the first generation uses it. Raises InvalidSpec if the script has
-        changed its layers or parameters since it was distributed."""
+        """Raise InvalidSpec if the script has changed the model's layers or parameters since
+        `distribute`, before the first generation uses it."""
         if self._parameters is not None:
             self._parameters.check(0)
 
@@ -372,8 +368,8 @@ class Distribution:
         return {**samples, **content}
 
     def _share_sizes(self, order: Callable[[], Order]) -> ShareSizes | None:
-        """Return the check of share sizes for BatchNorm; None if BatchNorm is synced, or under a
-        strategy that cannot sync it."""
+        """Return the check of share sizes for BatchNorm; None if BatchNorm is synced or the
+        strategy cannot sync it."""
         if not self._controller.strategy.syncs_batchnorm or "sync_batchnorm" in self.fields:
             return None
         assert self._model is not None, "batches are made after `distribute`"
@@ -410,7 +406,6 @@ def _check_syncs(chosen: Strategy) -> None:
 
 
 def _check_scaler(name: str, registered: RegisteredState, scaler: torch.amp.GradScaler) -> None:
-    """Raise InvalidSpec for a GradScaler of an unknown class, and for a second one."""
     if type(scaler) not in _KNOWN_SCALERS:
         raise InvalidSpec(
             f"{name!r} is an unknown kind of GradScaler",
@@ -431,7 +426,6 @@ def _named(given: Any, alone: str) -> dict[str, Any]:
 
 
 def _as_given(named: Mapping[str, Any], given: Any) -> Any:
-    """Return objects in the form in which the script passed its own: dict, list or one object."""
     if isinstance(given, Mapping):
         return dict(named)
     return list(named.values()) if isinstance(given, Sequence) else next(iter(named.values()))

@@ -47,8 +47,7 @@ VALIDATION_SHARE = 0.5
 """Share of the time to accept or reject a roster (`limits.prepare_s`) that validators may use. A
 quarter of that time is for checks of peers, the rest for messages."""
 MAX_FIELD_CHARACTERS = 4096
-"""Limit of a value in a proposal. Longer values, such as the settings of an optimizer with many
-groups, are shortened."""
+"""Limit of a value in a proposal; longer values are shortened."""
 _MAY_NOT_RECUR = (RuntimeError, MemoryError, OSError)
 """Errors that may not recur a second later: no memory, no port, a busy device."""
 
@@ -58,16 +57,16 @@ class CallBetweenSteps:
     """State of shared calls, which all members make together, such as `session.evaluate`."""
 
     may_be_made: bool = False
-    """True if the script has asked for a batch, or begun a step. Before that, the members' scripts
-    may be at different points."""
+    """True once the script has asked for a batch, or begun a step. Before that, the members'
+    scripts may be at different points."""
     is_under_way: bool = False
     """True while the script is in a shared call."""
     has_too_few: bool = False
     """True if the generation was formed for a shared call, and has fewer members than a step
     needs."""
     end_step: int = 0
-    """The step at which the script left its loop over the batches; 0 while it is in the loop. The
-    state may not be rolled back to before this step: without the loop no step is taken again."""
+    """Step at which the script left its loop over the batches; 0 while it is in the loop. The state
+    may not be rolled back to before this step: no step is taken again."""
 
     def check_end(self, call: str, step: int) -> None:
         """Raise StateLost if the state was rolled back to before the end of the script's loop."""
@@ -87,22 +86,22 @@ class ProposalDetails:
     """Details of a member's model and batches, besides the fields of its proposal."""
 
     optional_fields: dict[str, str] = field(default_factory=dict)
-    """Values that must be the same on all members that propose them. A member may leave them out.
+    """Values that must be the same on all members that propose them; a member may leave them out.
     Sent with the proposal."""
     listings: dict[str, bytes] = field(default_factory=dict)
     """Packed entries that a field's value covers, by the name of the field. If members propose
     different values, the coordinator names the first entry that differs."""
     shares: ShareSizes | None = None
-    """Check that rejects planned changes after which shares would be too small for a layer of the
-    model; None if no check is needed. Not sent."""
+    """Check that rejects planned changes after which shares would be too small for a layer; None if
+    no check is needed. Not sent."""
 
 
 class ElasticController:
     """Controller of one member: passes the generations of its membership on to its strategy.
 
     The trainer's thread calls all methods, except `_judge`, `_find_unreachable` and
-    `_find_checkpoints`, which run on the membership's thread that reads the stream of notices, and
-    `_on_break`, which runs on any thread of the membership or on the trainer's.
+    `_find_checkpoints`, which run on the membership's thread that reads notices, and `_on_break`,
+    which runs on any thread.
     """
 
     def __init__(
@@ -252,10 +251,8 @@ class ElasticController:
 
     def present_or_next_generation(self, fields: dict[str, str]) -> Generation:
         """Return the present generation, or form the next one if it has ended. For calls between
-        two steps, during which no planned change takes place.
-
-        Waits and raises what `ensure_generation` raises.
-        """
+        two steps, during which no planned change takes place. Waits and raises what
+        `ensure_generation` raises."""
         with drained():
             if not self._is_ready:
                 self._form(fields)
@@ -276,10 +273,9 @@ class ElasticController:
 
     def conclude(self, *, has_batches: bool) -> None:
         """Finish the latest step, as the script takes no further step. Changes that the script made
-        since belong to that step, for example in a checkpoint that is due. If the script makes its
-        own batches, the last steps are flushed, as no other member would take them again. Raises
-        the errors of the strategy's `between_steps` and `flush`, except those that mean a lost
-        peer."""
+        since belong to that step, for example in a checkpoint that is due. Without batches of the
+        session, the last steps are flushed: no other member would take them again. Raises the
+        errors of the strategy's `between_steps` and `flush`, except those that mean a lost peer."""
         if self._left or not self._is_ready:
             return
         try:
@@ -292,7 +288,6 @@ class ElasticController:
             log.debug("session_end_not_reported", reason=str(error)[:300])
 
     def _hand_over_and_leave(self) -> None:
-        """Hand over to the next generation, which trains without this member."""
         successor = self.membership.successor()
         if successor is not None:
             self._hand_over(successor)
@@ -318,8 +313,7 @@ class ElasticController:
         if isinstance(error, RuntimeError):
             is_broken = self.membership.is_broken(self.generation.number)
             return is_broken or self.strategy.is_failure(error)
-        # An aborted collective leaves wrong values, which may fail any check, such as the script's
-        # check of its loss.
+        # An aborted collective leaves wrong values, which may fail any check of the script's.
         is_check = isinstance(error, Exception) and not isinstance(error, ShoalError)
         return (is_check or isinstance(error, MalformedMessage)) and self.strategy.has_leftovers()
 
@@ -443,8 +437,8 @@ class ElasticController:
         strategy = self.strategy
         generation = Generation(record=record, token=self.membership.token)
         self._newest_number = generation.number
-        # If others receive state from this member, a failure may be theirs. This member tries
-        # again then, as its state would be lost if it left.
+        # A failure may be that of a receiver: this member tries again then, as its state would be
+        # lost if it left.
         gives = strategy.has_state and any(
             entry.state == STATE_ACTION_RECEIVE for entry in record.roster.entries
         )
@@ -465,14 +459,13 @@ class ElasticController:
         text = f"{type(error).__name__}: {error}"
         is_own = self._is_own(number, error)
         if is_own:
-            # Logged even if another attempt follows. The trace shows no values of variables:
+            # Logged even if another attempt follows. The trace shows no values of variables, as
             # tokens are among them.
             known = isinstance(error, ShoalError)
             trace = {} if known else {"trace": "".join(traceback.format_exception(error))}
             log.error("bring_up_failed", generation=number, reason=text[:300], **trace)
         if is_own and strategy.synchronous:
-            # Reported at once: the others continue without this member, and need not detect its
-            # failure.
+            # At once: the others continue without this member, and need not detect its failure.
             self.membership.report_broken(text, own=True, state_lost=lost)
             # The frames hold objects of this attempt: the next attempt may need their memory.
             traceback.clear_frames(error.__traceback__)
@@ -497,8 +490,8 @@ class ElasticController:
         return not self.strategy.is_failure(error)
 
     def _follow(self, generation: Generation) -> Generation:
-        """Return the newest generation; enter it if it is new. For asynchronous strategies, which
-        train on during changes."""
+        """Return the newest generation, and enter it if it is new. For asynchronous strategies,
+        which train on during changes."""
         token = self.membership.token
         if token.generation > generation.number:
             # The membership's thread has the new record already, as the token has its number.
@@ -536,7 +529,7 @@ class ElasticController:
         expected = self._strategy.refuses(world_size) if self._strategy is not None else ""
         shares = self.details.shares
         if not expected and prepare.roster.planned and shares is not None:
-            # Share sizes reject planned changes only: the others train on without the new member.
+            # Only planned changes: the others train on without the new member.
             expected = shares.refuses(world_size)
         if expected:
             return [Rejection(field="world_size", seen=str(world_size), expected=expected)]
@@ -575,7 +568,7 @@ class ElasticController:
 
 
 def _shortened(value: str) -> str:
-    """Return the value for a proposal. A long value is replaced by its beginning and a digest."""
+    """Return the value for a proposal; a long value is replaced by its beginning and a digest."""
     if len(value) <= MAX_FIELD_CHARACTERS:
         return value
     digest = sha256(value.encode()).hexdigest()

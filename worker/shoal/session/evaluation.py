@@ -1,4 +1,4 @@
-"""An evaluation that the members of a session share."""
+"""Evaluation that the members of a session share."""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -22,11 +22,11 @@ from shoal_proto.numbers_given import as_index
 
 Metrics = Mapping[str, float | int | Tensor]
 Measure = Callable[[Batch], Metrics]
-"""A function that returns sums over the samples of one batch, by name."""
+"""Returns sums over the samples of one batch, by name."""
 
 
 class Evaluation:
-    """An evaluation of one data set, in the data set's own order."""
+    """Evaluation of one data set, in the data set's own order."""
 
     def __init__(
         self,
@@ -61,9 +61,8 @@ class Evaluation:
         strategy: Strategy,
         pausing: Callable[[], AbstractContextManager[None]],
     ) -> dict[str, Any]:
-        """Return the sums over all samples, the same on every member. If a member is lost during
-        the evaluation, the others discard their sums and begin again, with all samples divided
-        among them."""
+        """Return the sums over all samples, the same on every member. If a member is lost
+        meanwhile, the others begin again, with all samples divided among them."""
 
         def attempt(generation: Generation, group: dist.ProcessGroup) -> dict[str, Any]:
             index, count = strategy.data_share(generation)
@@ -113,8 +112,8 @@ class Evaluation:
 
 
 def _check_shape(name: str, value: float | int | Tensor, before: float | int | Tensor) -> None:
-    """Raise InvalidSpec unless the values of two batches have the same shape: torch would broadcast
-    a tensor of one element to the size of the other."""
+    """Raise InvalidSpec unless the values of two batches have the same shape: torch would
+    broadcast."""
     shapes = [tuple(v.shape) if isinstance(v, Tensor) else () for v in (value, before)]
     if shapes[0] != shapes[1]:
         raise InvalidSpec(

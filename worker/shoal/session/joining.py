@@ -43,9 +43,8 @@ def join(
     - SHOAL_CHECK_PEERS: "auto" (before a generation, members on different hosts check that they
       reach each other, unless they have trained together), "always" (on one host too) or "never".
     - SHOAL_BACKEND: "gloo", "nccl" or "in-memory"; by default NCCL for a model on CUDA, else Gloo.
-    - SHOAL_RECONFIGURE: with 1, each generation reconfigures the previous generation's process
-      group instead of making a new group. Needs torch 2.14 or newer and Gloo; must be the same on
-      all members.
+    - SHOAL_RECONFIGURE: with 1, each generation reconfigures the previous process group instead of
+      making a new one. Needs torch 2.14 or newer and Gloo; the same on all members.
     - SHOAL_TLS_CA, SHOAL_TLS_CERT and SHOAL_TLS_KEY, or SHOAL_TLS (a folder made by `shoal certs`):
       turn TLS on. Not needed for a cluster that this user has started on this machine.
 
@@ -84,8 +83,8 @@ class _Certificate:
 
 
 def _use_certificate(files: TlsFiles | None) -> None:
-    """Use these files for connections. None drops the certificate that an earlier session set; a
-    certificate that the process has set in another way stays."""
+    """Use these files for connections. None drops the certificate of an earlier session, but not
+    one that the process has set in another way."""
     if files is not None or identity.own() is _Certificate.own:
         identity.use(files)
         _Certificate.own = identity.own()
@@ -122,8 +121,8 @@ def _set_log_level(environment: Mapping[str, str]) -> None:
 
 
 def _check_not_imported_by_a_child() -> None:
-    """Raise InvalidSpec in a process that the trainer has spawned, for example to load batches. The
-    process imports the script, and would join as the trainer's member."""
+    """Raise InvalidSpec in a process that the trainer has spawned: it imports the script, and would
+    join as the trainer's member."""
     # multiprocessing sets this mark while such a process imports the main module.
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise InvalidSpec(

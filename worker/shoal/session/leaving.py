@@ -44,9 +44,9 @@ class SessionEnd:
         self._controller.membership.drain(reason)
 
     def check_drain(self, silent_s: float) -> None:
-        """Raise Drained if this member was asked to leave, and either it trains alone or its
-        loading processes have been silent for SILENT_DRAIN_S. Called while the script waits for a
-        batch. `silent_s`: seconds since the last sign of work from these processes."""
+        """Raise Drained if this member was asked to leave, and either trains alone or its loading
+        processes have been silent for SILENT_DRAIN_S. Called while the script waits for a batch.
+        `silent_s`: seconds since the last sign of work from these processes."""
         is_alone = isinstance(self._controller.membership, LoneMember)
         if self._drain_reason and (is_alone or silent_s >= SILENT_DRAIN_S):
             raise Drained(f"{self._drain_reason}; the next batch was not loaded yet")
@@ -57,8 +57,8 @@ class SessionEnd:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Leave at the end of the block; `error`: the exception that ended the block, if any. Used
-        as an `__exit__`."""
+        """Leave at the end of the block, as an `__exit__`; `error`: the exception that ended the
+        block, if any."""
         try:
             if error is None or isinstance(error, SystemExit):
                 self._controller.conclude(has_batches=self._source() is not None)
@@ -76,8 +76,8 @@ class SessionEnd:
             self._leave(reason="left before the last batch")
 
     def leave_on_error(self, error: BaseException) -> None:
-        """Leave because of an error that the caller raises. A failure while leaving is not raised:
-        it is logged, and added to the caller's error as a note."""
+        """Leave because of an error that the caller raises. A failure while leaving is logged, and
+        added to that error as a note."""
         try:
             self._leave(reason=reason_of(error))
         except Exception as failure:  # noqa: BLE001 - logged, and part of the error that is raised

@@ -1,11 +1,9 @@
-"""A watch on a script's calls of learning rate schedulers and averaged models in a session.
+"""Watch on a script's calls of learning rate schedulers and averaged models in a session.
 
-A script of plain torch makes these calls after `optimizer.step()`. A session steps the optimizer at
-the end of the `with session.step()` block, so calls within the block are deferred until then.
+Calls within the `with session.step()` block are deferred to its end, when the optimizer steps.
 
-An object that is not registered counts its own calls: its count begins at 0 on a member that joins,
-and includes failed steps. Members would then train different models without an error, so calls of
-such objects are refused.
+Objects that are not registered are refused: their count begins at 0 on a member that joins, and
+includes failed steps, so that members would train different models.
 """
 
 import functools
@@ -33,9 +31,8 @@ log = structlog.get_logger(__name__)
 
 
 class SchedulerWarnings:
-    """Warns of a scheduler that a script steps under an asynchronous strategy. Such a scheduler
-    counts only the steps of its member, not all updates of the job, and begins at 0 when the member
-    is restarted."""
+    """Warns of a scheduler that a script steps under an asynchronous strategy: it counts only its
+    member's steps, and begins at 0 when the member is restarted."""
 
     def __init__(
         self, optimizers: Sequence[Optimizer], given: LRScheduler | None, fix: str
@@ -146,9 +143,8 @@ def _model_of_average(_: Any, arguments: tuple[Any, ...]) -> Any:
 
 
 def _check_whole(average: AveragedModel, model: nn.Module) -> None:
-    """Raise InvalidSpec if this member's model has other parameters than the average. torch pairs
-    parameters by order. The parameters of a pipeline stage would be averaged with wrong ones, which
-    would show only when members compare their averages."""
+    """Raise InvalidSpec if this member's model has other parameters than the average: torch pairs
+    parameters by order, and would average a pipeline stage's with wrong ones."""
     averaged, present = _shapes(average.module), _shapes(model)
     if averaged != present:
         raise InvalidSpec(
@@ -165,8 +161,8 @@ def _shapes(module: nn.Module) -> list[tuple[bool, torch.Size]]:
 
 
 def _watch(root: type, method: str, owner_of: Callable[[Any, tuple[Any, ...]], Any]) -> None:
-    """Wrap this method of a class and its present subclasses: calls on an object whose owner is
-    watched go to that watch. Wraps each class once. Without a session the method is unchanged."""
+    """Wrap this method of a class and its present subclasses, once: calls on an object with a
+    watched owner go to that watch."""
     kinds = [root]
     while kinds:
         kind = kinds.pop()

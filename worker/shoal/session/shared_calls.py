@@ -39,9 +39,9 @@ _EXTREMES = {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
 class SharedCalls:
-    """The shared calls of one session. A call returns once all members have its result. If a member
-    is lost while they confirm this, the call still returns its result, which other members may
-    lack: the next call then begins with a new generation."""
+    """Shared calls of one session. A call returns once all members have its result. If a member is
+    lost while they confirm this, the call still returns: the next call then begins with a new
+    generation."""
 
     def __init__(self, controller: ElasticController, fields: dict[str, str]) -> None:
         """`fields`: the proposal's fields."""
@@ -49,10 +49,8 @@ class SharedCalls:
         self._fields = fields
 
     def run(self, call: str, attempt: Callable[[Generation, dist.ProcessGroup], T]) -> T:
-        """Return the result of `attempt`, repeated until no member is lost during the attempt.
-
-        `call` describes the call and must be the same on all members.
-        """
+        """Return the result of `attempt`, repeated until no member is lost meanwhile. `call`
+        describes the call and must be the same on all members."""
         strategy = self._strategy(call)
         position = strategy.position
         self._controller.call.check_end(call, strategy.step)
@@ -82,8 +80,8 @@ class SharedCalls:
             position.set_wait_point("")
 
     def confirm(self, group: dist.ProcessGroup) -> bool:
-        """Wait until all members have the result. Return False if a member is lost meanwhile: some
-        members may lack the result then."""
+        """Wait until all members have the result; False if a member is lost meanwhile: some may
+        lack it."""
         try:
             barrier(group)
         except RuntimeError as error:
@@ -188,10 +186,10 @@ def note_loss(error: BaseException, controller: ElasticController) -> None:
 
 
 def values_by_name(value: Value, op: Reduction = "sum") -> dict[str, float | int | Tensor]:
-    """Return values by name, in the form in which they are reduced. A single value has the name "".
+    """Return values by name, in the form in which they are reduced; a single value has the name "".
 
-    Tensors of booleans and integers become int64, so that sums do not wrap; NumPy scalars become
-    Python numbers. Raises InvalidSpec for values that cannot be reduced.
+    Booleans and integers become int64, so that sums do not wrap; NumPy scalars become Python
+    numbers. Raises InvalidSpec for values that cannot be reduced.
     """
     given = dict(value) if isinstance(value, Mapping) else {"": value}
     values = {name: _reducible(name, each, op) for name, each in given.items()}
@@ -243,8 +241,8 @@ def reduce(
     generation: Generation,
     part: int | None = None,
 ) -> dict[str, Any]:
-    """Reduce the values of all members, by a collective. `part`, which only sums support: of the
-    members with the same `part` the first counts. If `part` is None, all members count.
+    """Reduce the values of all members, by a collective. `part`, only for sums: of the members with
+    the same `part` the first counts; None: all count.
 
     Raises InvalidSpec on all members if their values differ in name, shape or dtype.
     """
@@ -301,9 +299,9 @@ def _reduced(
 
 
 def _extreme(host: Tensor, op: Reduction, group: dist.ProcessGroup) -> Tensor:
-    """Return the largest or smallest values, and NaN where any member has NaN. Gloo itself compares
-    in pairs, and may return the number or the NaN of a pair. Collective. Overwrites `host` and
-    returns it."""
+    """Overwrite `host` with the largest or smallest values, and NaN where any member has NaN;
+    return it. Gloo itself compares in pairs, and may return the number or the NaN of a pair.
+    Collective."""
     nan = host.isnan() if host.is_floating_point() else None
     if nan is not None:
         host.masked_fill_(nan, -math.inf if op == "max" else math.inf)

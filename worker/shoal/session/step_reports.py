@@ -39,7 +39,7 @@ def check_entered(reports: "StepReports | None", call: str) -> None:
 
 
 USUAL_OF = 16
-"""Number of the newest steps whose median is the usual time of a step."""
+"""Number of the newest steps with the median that is the usual time of a step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +90,7 @@ class StepTimes(NamedTuple):
 
     step_s: float
     exchange_s: float
-    """The part of `step_s` in which the trainer waited for other members or for servers."""
+    """Part of `step_s` in which the trainer waited for other members or for servers."""
     loading_s: float | None
     """Time that this member has waited for batches in all steps so far; None if the script loads
     them."""
@@ -160,7 +160,7 @@ class StepReports:
         self._origin_reader: threading.Thread | None = None
 
     def trains_on(self, source: BatchSource) -> None:
-        """Set the source of the job's batches, whose number of steps is reported."""
+        """Set the source of the job's batches: its number of steps is reported."""
         self._source = source
 
     def step_begins(self) -> None:
@@ -177,7 +177,7 @@ class StepReports:
     def _read_origin(self) -> None:
         self._origin = run_origin()
         if self._strategy is None:
-            # Report it before the first step is committed: the step may take long, or fail.
+            # Before the first step is committed: the step may take long, or fail.
             self._health.update(HealthFigures(course=CourseFigures(run=self._origin)))
 
     def step_done(
@@ -214,7 +214,7 @@ class StepReports:
             )
         )
         if generation.rank == 0:
-            # Only one member logs, so that there is one line per change.
+            # Only one member logs: one line per change.
             waits_for = self._controller.membership.waiting_for
             named = f"generation {interruption.generation}"
             log.info(f"{waits_for if waits_for.startswith(named) else named}; {interruption}")
@@ -246,8 +246,8 @@ class StepReports:
     def _course(self, strategy: Strategy) -> CourseFigures:
         job_log, written = self._controller.job_log, strategy.written_checkpoint
         return CourseFigures(
-            # Read each time: if the job resumes from a checkpoint of another batch size, the number
-            # changes at the first batch.
+            # Read each time: the number changes at the first batch, if the job resumes from a
+            # checkpoint of another batch size.
             num_steps=self._source.num_steps if self._source else None,
             checkpoint_step=written.step if written else None,
             checkpoint_bytes=written.num_bytes if written else None,
@@ -257,8 +257,8 @@ class StepReports:
         )
 
     def close(self, *, completed: bool) -> None:
-        """Send the last report, and wait up to 3 s until it is sent. If the job is complete, it
-        includes the last step's loss."""
+        """Send the last report, with the last step's loss if the job is complete, and wait up to 3
+        s."""
         if completed:
             # Not after a failure: reading a loss from a failed device might never return.
             self._report()

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 _PORT_WORD_BYTES = 4
-"""The counters of InfiniBand ports count words of this many bytes."""
+"""Size of the words that the counters of InfiniBand ports count."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +67,8 @@ def memory_bytes() -> int:
 def host_traffic(root: Path) -> TrafficCounts:
     """Return the bytes that the host's network devices, InfiniBand included, have counted.
 
-    Bridges, tunnels and bonds pass on the bytes of devices, and are not counted again. In a
-    container, which sees no device, all interfaces but loopback and IP over InfiniBand count.
+    Bridges, tunnels and bonds are not counted. In a container, which sees no device, all interfaces
+    but loopback and IP over InfiniBand count.
     """
     received, sent = 0, 0
     for interface in _counting_interfaces(root):

@@ -11,8 +11,7 @@ from shoal.state.shards import Chunk
 
 class Grid:
     """Cells of a tensor, cut wherever a held chunk begins or ends: a held chunk contains whole
-    cells. Only cells that a rank holds are stored: one for each chunk if the tensor is cut by rows
-    or by columns, one for each rank if it is cut by both, over a mesh."""
+    cells. Only cells that a rank holds are stored."""
 
     def __init__(self, shape: tuple[int, ...], chunks: Sequence[Chunk]) -> None:
         self._cuts: list[list[int]] = []

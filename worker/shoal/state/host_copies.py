@@ -1,7 +1,7 @@
 """Copies of tensors in host memory, which a GPU writes asynchronously.
 
-A copy from a GPU is asynchronous, and runs at the full speed of the bus, only if its target is
-page-locked memory. For tensors on a CPU the same functions copy at once, into ordinary memory.
+A copy from a GPU is asynchronous, and as fast as the bus, only into page-locked memory. Tensors on
+a CPU are copied at once, into ordinary memory.
 """
 
 import copy
@@ -19,11 +19,11 @@ from shoal.torch_private.tensors import foreach_copy_
 log = structlog.get_logger(__name__)
 
 ALIGNMENT_BYTES, MESSAGE_ALIGNMENT_BYTES = 64, 16
-"""Alignment of adjacent tensors, in memory and in a message. A message does not contain the
-positions of its tensors: sender and receiver both compute them."""
+"""Alignment of adjacent tensors, in memory and in a message. Sender and receiver both compute the
+positions of tensors in a message."""
 BATCH_BYTES = 64 * 1024 * 1024
-"""Size of each of the two page-locked buffers of `copy_staged`. A power of two: torch caches blocks
-of such sizes for the next call."""
+"""Size of each of the two page-locked buffers of `copy_staged`. A power of two: torch caches such
+blocks for the next call."""
 
 
 class CopyUnderWay:
@@ -46,8 +46,8 @@ class CopyUnderWay:
 
 @torch.no_grad()
 def copy_to_host(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> CopyUnderWay:
-    """Begin to copy each source into the target of the same index, which is in host memory. The
-    sources may change once this returns: later work on the caller's stream runs after the copy."""
+    """Begin to copy each source into the target of the same index, in host memory. The sources may
+    change once this returns: later work on the caller's stream runs after the copy."""
     foreach_copy_(list(targets), list(sources), non_blocking=True)
     return queued_work(sources)
 
@@ -90,7 +90,7 @@ def page_locked(memory: Tensor, cudart: Any) -> Tensor | None:
     pointer, num_bytes = memory.data_ptr(), memory.numel()
     if int(cudart.cudaHostRegister(pointer, num_bytes, 0)):
         return None
-    # A tensor made by torch.frombuffer keeps its buffer alive, and so do all views of the tensor.
+    # A tensor made by torch.frombuffer keeps its buffer alive, and so do all its views.
     buffer = (ctypes.c_char * num_bytes).from_address(pointer)
     weakref.finalize(buffer, _unlock, memory, cudart).atexit = False
     return torch.frombuffer(buffer, dtype=torch.uint8)
@@ -109,8 +109,7 @@ def _take_error(device: torch.device) -> None:
 
 
 def on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors as contiguous tensors in host memory, copied only if needed. Tensors on
-    GPUs are copied into one block of page-locked memory, which torch caches."""
+    """Return the tensors as contiguous tensors in host memory, copied only if needed."""
     moved = {name: tensor for name, tensor in tensors.items() if not tensor.is_cpu}
     copies = {}
     if moved:
@@ -142,10 +141,10 @@ def copy_staged(
     targets: Sequence[Tensor], sources: Sequence[Tensor], *, batch_bytes: int = BATCH_BYTES
 ) -> None:
     """Copy each source into the target of the same index, which is contiguous and on the host.
+    Returns when all copies are complete.
 
-    Returns when all copies are complete. Tensors on a GPU pass through two page-locked buffers:
-    while the GPU writes one, the host empties the other. For targets that are used only once, so
-    that locking their own memory would not pay.
+    Tensors on a GPU pass through two page-locked buffers: while the GPU writes one, the host
+    empties the other. For targets that are used only once: locking their own memory would not pay.
     """
     host_pairs = [(t, s) for t, s in zip(targets, sources, strict=True) if not s.is_cuda]
     for target, source in host_pairs:

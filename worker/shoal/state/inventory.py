@@ -1,8 +1,7 @@
-"""Inventories: descriptions of the state that each rank holds, which ranks exchange. They have
-names, chunks and values, but no tensors.
+"""Inventories: descriptions of the state that each rank holds, with names, chunks and values, but
+no tensors.
 
-Inventories are sent as JSON, compressed because names repeat. The receiver checks all sizes and
-numbers in them.
+Ranks exchange them as compressed JSON. The receiver checks all sizes and numbers in them.
 """
 
 import json
@@ -23,7 +22,7 @@ MAX_TEXT_BYTES = 64 * 1024 * 1024
 """Limit of one message after decompression; a thousand tensors take about 100 KiB."""
 MAX_DIMENSIONS = 64
 MAX_PICKED = 4096
-"""Number of groups of tensors that a table caches; ranks send a few each, mostly the same ones."""
+"""Number of groups of tensors that a table caches."""
 _LENGTH_BYTES = 4
 
 
@@ -151,7 +150,7 @@ def _packed_table(head: bytes) -> "TensorTable":
 
 def to_json(inventory: Inventory) -> Json:
     """Convert the inventory to lists that refer to tensors by number, and a table of their names.
-    The table is a JSON text of its own: most ranks send the same one, so it is parsed once."""
+    The table is a JSON text of its own: most ranks send the same one, which is parsed once."""
     return list[Json](_to_json(inventory))
 
 

@@ -1,12 +1,12 @@
 """State that an optimizer keeps for its parameters, and the settings of its groups, by name.
 
-A tensor is a shard of the state, named `optim.<parameter>/<key>`. Everything else is a plain value.
-It is stored without loss in the `values` of a state, under `SLOTS`. A tensor within a plain value
-is a shard of its own, and the value contains its name.
+A tensor is a shard of the state, named `optim.<parameter>/<key>`. Everything else is a plain value,
+stored without loss in the `values` of a state, under `SLOTS`. A tensor within a plain value is a
+shard of its own, and the value contains its name.
 
-Each rank reports the values of the parameters that it steps, and `merged` combines the reports. A
-mark (`mark_of`) is a shard of one byte. The rank with the mark of a parameter has the parameter's
-plain values. If that rank is lost, the missing mark shows that the values are missing.
+Each rank reports the plain values of the parameters that it steps. With them it holds a mark
+(`mark_of`), a shard of one byte: if the rank is lost, the missing mark shows that the values are
+missing.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -42,7 +42,6 @@ class Slots:
     tensors: Mapping[str, Tensor]
     """Tensors by key; for a tensor within a plain value, `INNER` and the dotted path to it."""
     values: Mapping[str, Json]
-    """Plain values by key."""
 
 
 def take_slots(state: Mapping[Any, Any], parameter: str, optimizer: Optimizer) -> Slots:
@@ -126,8 +125,7 @@ def set_settings(optimizer: Optimizer, settings: Iterable[Mapping[str, Any]]) ->
     """Set the settings of the optimizer's groups, other than parameters, to copies of the values.
 
     A tensor is overwritten in place if shape and dtype fit: the script, a scheduler or a captured
-    graph may hold it, and the device is the optimizer's choice. Groups that share a tensor and get
-    different values share it no longer.
+    graph may hold it. Groups that share a tensor and get different values share it no longer.
     """
     written: set[int] = set()
     for group, own in zip(optimizer.param_groups, settings, strict=False):
@@ -180,7 +178,6 @@ class InspectedObjects:
         return not self._can_change and are_same(contents, self._contents)
 
     def keep(self, contents: list[object]) -> None:
-        """Note these objects as inspected."""
         self._contents = contents
         self._can_change = not all(map(_is_fixed, contents))
 
@@ -226,13 +223,12 @@ def mark_of(parameter: str) -> tuple[str, TensorShard]:
 
 
 def is_mark(name: str) -> bool:
-    """True for the name of a mark."""
     return name.startswith(OPTIM) and name.endswith(f"/{INNER}")
 
 
 def is_of_value(name: str) -> bool:
-    """True for the name of a mark or of a tensor within a plain value. Such a tensor may exist at
-    one step and not at the next."""
+    """True for the name of a mark or of a tensor within a plain value, which may exist at one step
+    and not at the next."""
     return name.startswith(OPTIM) and name.rpartition("/")[2].startswith(INNER)
 
 

@@ -14,16 +14,15 @@ from shoal_proto.numbers_given import as_index
 log = structlog.get_logger(__name__)
 
 CLOSE_S = 5.0
-"""Time for which `close` waits for a copy in progress; a copy whose group was cut ends at once."""
+"""Time for which `close` waits for a copy in progress; a copy with a cut group ends at once."""
 
 
 class PeerCheckpoints:
-    """The live state of the previous generation, and copies of this member's and its peers' state.
+    """Live state of the previous generation, and copies of this member's and its peers' state.
 
-    A member's live state is a part of the whole. The next generation can use it only with the other
-    members' parts, and only if the names of all tensors are known: otherwise a missing part would
-    go unnoticed. Each copy updates these names. After a copy an optimizer may begin to keep more
-    tensors: with the first gradient of a layer, or after a change of a hyperparameter.
+    A member's live state is a part of the whole. The next generation can use it only if the names
+    of all tensors are known: otherwise a missing part would go unnoticed. Each copy updates these
+    names; later an optimizer may begin to keep more tensors.
     """
 
     def __init__(self, *, copies: int, every_steps: int | None) -> None:
@@ -48,7 +47,7 @@ class PeerCheckpoints:
         """Names of tensors that only other members hold, and that did not exist when `_names` was
         recorded."""
         self._half: StateShard | None = None
-        """A state shard without contents: it names tensors that an interrupted update destroyed."""
+        """State shard without contents: names tensors that an interrupted update destroyed."""
         self._members: frozenset[str] = frozenset()
         self._uncopied = False
 
@@ -75,9 +74,9 @@ class PeerCheckpoints:
         travels: Callable[[str], bool],
         hosts: Sequence[str] = (),
     ) -> None:
-        """Begin a generation with this state shard. The state shards of all `members` make up a
-        whole state. At step 0, waits for the first copy. `travels`: see `PeerCopies`. `hosts`: the
-        host of each member, by rank; empty if all members are on one host."""
+        """Begin a generation with this state shard; those of all `members` make up a whole state.
+        At step 0, waits for the first copy. `travels`: see `PeerCopies`. `hosts`: the host of each
+        member, by rank; empty if all members are on one host."""
         if len(members) == 1:
             self._alone = None
         elif len(self._members) == 1 and self._live is not None and self._num_copies:
@@ -91,7 +90,7 @@ class PeerCheckpoints:
         num_copies = min(self._num_copies, len(members) - 1)
         self._copies = (
             PeerCopies(
-                # Made at the first copy, so that bring-up does not wait for its connections.
+                # Made at the first copy: bring-up does not wait for its connections.
                 DeferredGroup(new_group),
                 copies=num_copies,
                 every_steps=self._every_steps,
@@ -103,8 +102,8 @@ class PeerCheckpoints:
             else None
         )
         self._live = self._half = None
-        # No copy of this generation exists yet. The first is made after the next step, which it
-        # would delay if it were made at once.
+        # No copy of this generation exists yet. The first one follows the next step: now it would
+        # delay that step.
         self._uncopied = bool(state_shard.step)
         if self._copies is not None and not self._uncopied:
             # At step 0 no earlier copy exists either: a loss in the first step would end the job.
@@ -115,7 +114,7 @@ class PeerCheckpoints:
         """True if the state after `step` steps is to be offered for a copy."""
         if self._copies is None:
             return False
-        # After the first step an optimizer has state, whose names must be recorded.
+        # After the first step an optimizer has state: its names must be recorded.
         return self._uncopied or step == 1 or self._copies.is_due(step)
 
     def offer(self, state_shard: StateShard) -> None:
@@ -128,7 +127,8 @@ class PeerCheckpoints:
                 self._alone = None
 
     def hand_over(self, state_shard: StateShard, *, leaving: Collection[int] = ()) -> None:
-        """Copy the state to peers as `offer` does, and wait until all members have completed it.
+        """Copy the state to peers as `offer` does, and wait until all members have completed the
+        copy.
 
         If a member is lost before the next generation's first copy, the job can continue from this
         copy. `leaving`: the ranks that leave, the same on all members; only ranks that stay receive
@@ -153,8 +153,8 @@ class PeerCheckpoints:
     def stop(
         self, collect: Callable[[], StateShard], *, stepped_by_others: Collection[str] = ()
     ) -> None:
-        """End the generation, and keep this member's part of the state, which `collect` returns.
-        If `collect` raises RefusedError, no live state is kept. `stepped_by_others`: see
+        """End the generation, and keep this member's part of the state, which `collect` returns. If
+        `collect` raises RefusedError, no live state is kept. `stepped_by_others`: see
         `Layout.names_stepped_elsewhere`."""
         live: StateShard | None = None
         try:
@@ -170,8 +170,7 @@ class PeerCheckpoints:
 
     def drop_live_state(self, step: int, names: frozenset[str]) -> None:
         """End the generation without a live state: an interrupted update destroyed this member's
-        part of the state after `step` steps. `names`: names of the optimizer state in that part; a
-        model's tensors are known anyway."""
+        part of the state after `step` steps. `names`: names of the optimizer state in that part."""
         self._live = None
         if names:
             self._half = StateShard(step=step, shards={}, elsewhere=names)
@@ -188,8 +187,8 @@ class PeerCheckpoints:
         self, live: StateShard, stepped_by_others: Collection[str]
     ) -> frozenset[str]:
         """Return the names of tensors that other members' optimizers may have begun to keep since
-        the names were recorded. A parameter of theirs that had no state then may have every key
-        that is kept for any other parameter."""
+        the names were recorded. A parameter of theirs without state may have every key of other
+        parameters."""
         known = [each for each in self._names | live.shards.keys() if each.startswith(OPTIM)]
         parts = [each.removeprefix(OPTIM).rpartition("/") for each in known]
         new = set(stepped_by_others) - {parameter for parameter, _, _ in parts}

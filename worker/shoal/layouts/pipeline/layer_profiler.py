@@ -16,13 +16,13 @@ from shoal.layouts.pipeline.stages import Stage
 from shoal.torch_private.tensors import pytree
 
 REPEATS = 5
-"""Number of passes, of which the fastest counts: other load on the machine only adds time."""
+"""Number of passes; the fastest counts, as other load on the machine only adds time."""
 
 
 class LayerProfiler:
     """Times of segments on an example input; each outline is measured once.
 
-    All ranks must cut the model alike, so they use the first rank's figures.
+    All ranks use the first rank's times: they must cut the model alike.
     """
 
     def __init__(self, example: Any) -> None:

@@ -25,7 +25,7 @@ from shoal.model.module_proxy import proxy_of
 from shoal_proto.errors import InvalidSpec
 
 MAX_SHAPES = 8
-"""Number of batch shapes for which schedules are kept; each schedule has receive buffers."""
+"""Number of batch shapes for which runners are kept, with their receive buffers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +34,8 @@ class ScheduleSpec:
 
     schedule: str = "1f1b"
     microbatches: int = 4
-    """Number of parts of a batch; if it does not divide the batch, the next smaller number that
-    does is used."""
+    """Largest number of parts of a batch; the largest divisor of the batch up to this number is
+    used."""
 
 
 class PipelineLayout(Layout):
@@ -55,8 +55,8 @@ class PipelineLayout(Layout):
         group: dist.ProcessGroup | None = None,
         prepare: Callable[[nn.Module], None] | None = None,
     ) -> None:
-        """`cut`: an outline of the model and the stage of each of its segments. `prepare` may
-        split the stage's parameters, still on meta, over further ranks."""
+        """`cut`: an outline of the model and the stage of each of its segments. `prepare` may split
+        the stage's parameters, still on meta, over further ranks."""
         self.world = world
         self._near = Neighbours(world.group if group is None else group, world.device)
         connect_neighbours(self._near.group, world.group, world.device)
@@ -81,8 +81,8 @@ class PipelineLayout(Layout):
 
     @property
     def plain(self) -> nn.Module:
-        """Layers of this stage under the user's names, in a module that runs the whole pipeline
-        when called."""
+        """Layers of this stage under the user's names; a call of the module runs the whole
+        pipeline."""
         return self._shown
 
     @property
@@ -140,8 +140,8 @@ class PipelineLayout(Layout):
         return loss
 
     def _broadcast_loss(self, loss: Tensor, runner: PipelineRunner) -> Tensor:
-        """Broadcast the last stage's loss. Through shared memory this is also a barrier: all ranks
-        have then completed the pass."""
+        """Broadcast the last stage's loss. Through shared memory this is also a barrier at the end
+        of a pass."""
         words, self._num_passes = self._words, self._num_passes + 1
         if self._num_passes > 1 and words.may_share:
             self._share(runner)
@@ -152,7 +152,7 @@ class PipelineLayout(Layout):
         return torch.tensor(number_of(words.receive_values()[-1][0]), dtype=torch.float64)
 
     def _share(self, runner: PipelineRunner) -> None:
-        """Switch to shared memory for losses and messages, if all ranks are on one machine.
+        """Use shared memory for losses and messages from now on, if all ranks are on one machine.
         Collective."""
         num_bytes = lanes_bytes(self._sent_bytes(runner))
         self._words.enable_shared_memory(num_bytes)
@@ -201,11 +201,10 @@ class PipelineLayout(Layout):
         return runner
 
     def _report_refusal(self, refusal: InvalidSpec) -> None:
-        """Send a refusal to the other stages, which wait for this stage and do not know of it."""
+        """Send a refusal to the other stages, which wait for this stage."""
         self.world.exchanges.report_refusal(refusal)
 
     def _tied(self) -> dict[str, nn.Parameter]:
-        """Return the parameters that this stage trains and other stages use too."""
         shared = (name for name, stages in self.stage.holders.items() if len(stages) > 1)
         held = {n: self._parameters[n] for n in shared if n in self._parameters}
         return {name: each for name, each in held.items() if each.requires_grad}
@@ -224,8 +223,8 @@ class PipelineLayout(Layout):
         return self._has_passed
 
     def release(self) -> None:
-        # Modules, schedules and this layout form reference cycles. Drop every reference to the
-        # group explicitly: otherwise it would live until Python's next collection of cycles.
+        # Modules, schedules and this layout form reference cycles. Without this, the group would
+        # live until Python's next collection of cycles.
         self._forget_runners()
         self._words.close()
         self._lanes = None

@@ -1,13 +1,11 @@
 """A model's forward pass as a chain of layers, cut into stages.
 
 The forward pass is traced with torch.fx down to the layers and no further: a layer runs the user's
-own code at each call, with its actual shapes, modes and random numbers. No example input is needed,
-and one trace serves every world size.
+own code at each call. No example input is needed, and one trace serves every world size.
 
-A trace has three kinds of values. *Inputs* are known to every stage, as all stages get the same
-samples. Values that follow from inputs, parameters and shapes alone are *repeatable*: each stage
-computes those that it needs. Every other value is computed by one stage and sent on from stage to
-stage up to its last user.
+A trace has three kinds of values. *Inputs* are known to every stage. *Repeatable* values follow
+from inputs, parameters and shapes alone: each stage computes those that it needs. Every other value
+is computed by one stage and sent from stage to stage up to its last user.
 """
 
 import operator
@@ -35,7 +33,7 @@ class ModelSegment:
     next such call."""
 
     name: str
-    """The layer's name in the model. Its second call in a pass is "NAME@2", and so on."""
+    """Name of the layer in the model. Its second call in a pass is "NAME@2", and so on."""
     num_bytes: int
     """Size of the parameters that the segment uses."""
 
@@ -75,7 +73,7 @@ class Outline:
         so that torch.compile finds its compiled code again.
 
         The function looks up the module's parts as it runs, so parts may be replaced. fx's
-        interpreter does the same, but takes ten times as long for each layer.
+        interpreter takes ten times as long for each layer.
         """
         key = training, tuple(stage_of), stage
         if key not in self._functions:
@@ -87,8 +85,6 @@ class Outline:
 
 
 class SegmentTrace:
-    """Trace of a model, with the segment in which each node is computed."""
-
     def __init__(self, graph: fx.Graph, model: nn.Module, names: list[str] | None) -> None:
         self._graph = graph
         self.names: list[str] = [] if names is None else names
@@ -211,7 +207,6 @@ def _has_parameters(model: nn.Module, name: str) -> bool:
 
 
 def _num_bytes(model: nn.Module, uses: Sequence[Collection[str]]) -> list[int]:
-    """Return the bytes of the parameters that each segment uses."""
     used_by: dict[str, list[int]] = {}
     for index, names in enumerate(uses):
         for name in names:
@@ -225,8 +220,8 @@ def _num_bytes(model: nn.Module, uses: Sequence[Collection[str]]) -> list[int]:
 
 
 def is_used(tensor: str, uses: Collection[str]) -> bool:
-    """True if the tensor of that name, or a module that contains it, is among `uses`: the names of
-    modules and tensors that a segment or a stage uses."""
+    """True if `uses` has the tensor of that name or a module that contains it. `uses`: names of
+    modules and tensors."""
     return any(path in uses for path in paths_of(tensor))
 
 

@@ -1,9 +1,8 @@
 """Buffers that a forward pass changes, in a stage that runs the pass once for each micro-batch.
 
 One process changes such buffers once per pass. So each micro-batch begins with the values from
-before the pass. If all micro-batches compute the same new values, as power iterations of weights do
-(spectral norm), one process computes them too. If the values depend on the samples, or on their
-number, no order of micro-batches gives the values of one process, and the pass is refused.
+before the pass. Micro-batches that all leave the same values (spectral norm) leave those of one
+process. If the values depend on the samples or their number, the pass is refused.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ from shoal.torch_private.tensors import all_writes, num_writes
 from shoal_proto.errors import InvalidSpec
 
 FORWARD, BACKWARD = "forward", "backward"
-"""Operations of a micro-batch; in a backward, activation checkpointing recomputes layers."""
+"""Operations of a micro-batch; with activation checkpointing, a backward recomputes layers."""
 
 _T = TypeVar("_T")
 _Values = Mapping[int, Tensor]
@@ -49,15 +48,15 @@ class PassBuffers:
         """Number of writes to each buffer at the last `begin`."""
         self._counted: list[Tensor] = []
         self._num_writes: list[int] = []
-        """Number of writes to each of `_counted`, the buffers whose writes torch counts: a quick
-        check."""
+        """Number of writes to each of `_counted`, the buffers with writes that torch counts: a
+        quick check."""
         self._changing: set[int] = set()
         """Indices of buffers that passes are known to change, even if no write was counted."""
         self._first_values: dict[str, _Values] = {}
         """Values after each operation of the first micro-batch of the pass."""
         self._at: str | None = None
-        """The operation of the first micro-batch after which buffers had their present values;
-        None: they have the values from before the pass."""
+        """Operation of the first micro-batch after which buffers had their present values; None:
+        they have the values from before the pass."""
 
     def begin(self) -> None:
         """Save the values of the buffers when a pass begins."""
@@ -81,7 +80,7 @@ class PassBuffers:
     @contextmanager
     def of_micro_batch(self, pass_kind: str) -> Iterator[None]:
         """Return a context for a forward or backward of one micro-batch. Raises InvalidSpec if the
-        micro-batch leaves buffers with other values than the first one of the pass did."""
+        micro-batch leaves buffers with other values than the pass' first micro-batch did."""
         if not self._keys:
             yield
             return
@@ -131,9 +130,8 @@ class PassBuffers:
         return list(map(dict.get, self._tables, self._keys))
 
     def _are_as_begun(self, present: list[Tensor | None]) -> bool:
-        """True if no buffer was written since the pass began. Always False once a buffer is known
-        to change, as writes to it may not be counted. Quick for most stages, which have only
-        constant buffers such as masks."""
+        """True if no buffer was written since the pass began. False once a buffer is known to
+        change, as writes to it may not be counted. Quick for stages with constant buffers only."""
         return (
             not self._changing
             and all(map(is_, present, self._buffers))

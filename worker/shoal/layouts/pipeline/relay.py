@@ -30,8 +30,7 @@ class Neighbours:
         self.p2p = AbortableP2P(group, device)
 
     def release(self) -> None:
-        """Drop the references to the group; nothing can be sent afterwards. May be called
-        twice."""
+        """Drop the references to the group; nothing can be sent afterwards. May be called twice."""
         self.p2p.close()
         for holder in (self, self.p2p):
             vars(holder).pop("group", None)
@@ -41,7 +40,7 @@ class Neighbours:
         described = [[name_of(t.dtype), list(t.shape), t.requires_grad] for t in tensors]
         length, text = _text(described, self.device)
         contents = [tensor.detach().contiguous() for tensor in tensors] if values else []
-        # One message after the other: the receiver learns the size of each from the one before it.
+        # One message after the other: the receiver learns each size from the message before.
         for each in (length, text, *contents):
             self.p2p.exchange([(each, to)])
 
@@ -67,8 +66,8 @@ class Neighbours:
 
     def broadcast(self, outputs: Any, *, source: int) -> Any:
         """Send a value of rank `source` to all ranks: tensors, numbers and text, in tuples, lists
-        and dicts. Raises InvalidSpec on rank `source` for anything else, and on the other ranks
-        the errors of `receive`."""
+        and dicts. Raises InvalidSpec on rank `source` for anything else, and on the other ranks the
+        errors of `receive`."""
         leaves: list[Any] = []
         if self.rank == source:
             leaves, spec = pytree.tree_flatten(outputs)
@@ -100,8 +99,6 @@ class Neighbours:
 
 
 class _Meta(NamedTuple):
-    """Dtype and shape of a tensor that is to be received."""
-
     dtype: torch.dtype
     shape: tuple[int, ...]
 
@@ -113,7 +110,6 @@ def _meta(dtype: str, shape: Sequence[int]) -> _Meta:
 
 
 def _leaf(described: Any) -> Any:
-    """Return a value of the output, or the `_Meta` of a tensor."""
     return described["value"] if "value" in described else _meta(*described["tensor"])
 
 
@@ -131,8 +127,7 @@ def _described(leaf: Any) -> dict[str, Any]:
 
 @contextmanager
 def _reading(source: int) -> Iterator[None]:
-    """Raise MalformedMessage instead of the error that a bad description of stage `source`
-    causes."""
+    """Raise MalformedMessage in place of errors from a bad description of stage `source`."""
     try:
         yield
     # NotImplementedError: torch's, for an unknown kind of container.

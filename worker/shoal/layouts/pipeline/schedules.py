@@ -45,7 +45,6 @@ class StepInputs:
         raise InvalidSpec("the inputs hold no samples", expected="a tensor of samples among them")
 
     def samples(self, tree: Any, start: int, stop: int) -> Any:
-        """Return the part of inputs or targets that belongs to these samples."""
         num_samples = self.num_samples
 
         def part(leaf: Any) -> Any:
@@ -84,10 +83,10 @@ class PipelineRunner:
         on_host = near.device.type == "cpu"
         sent = [] if self.is_last else returned
         self.sent_bytes = bytes_of(sent, count) if on_host else MAX_BYTES
-        """Bytes that this stage sends to the next one in a pass. If tensors are not on the host:
-        `MAX_BYTES`, which is too many for shared memory."""
+        """Bytes that this stage sends to the next one in a pass. For tensors that are not on the
+        host, `MAX_BYTES`: too many for shared memory."""
         self.p2p: AbortableP2P | StageLanes | None = None
-        """The transport of messages, once the ranks have agreed on it."""
+        """Transport of messages, once the ranks have agreed on it."""
         kind = SCHEDULES[name] if count >= stage.num_stages else ScheduleGPipe
         torch_stage = _PlacedStage(
             _Part(self),
@@ -154,7 +153,6 @@ class PipelineRunner:
         return tuple(output.contiguous() for output in outputs)
 
     def micro_batch(self, pass_kind: str) -> AbstractContextManager[None]:
-        """Return a context for a forward or backward of one micro-batch of a pass."""
         return self._buffers.of_micro_batch(pass_kind) if self._count > 1 else nullcontext()
 
     def rows_of(self, microbatch: int) -> tuple[int, int]:
@@ -162,7 +160,7 @@ class PipelineRunner:
         return microbatch * size, (microbatch + 1) * size
 
     def loss_of(self, outputs: Any, start: int, stop: int) -> Tensor:
-        """Compute this micro-batch's part of the loss that backward begins with."""
+        """Compute the part of the loss with which this micro-batch's backward begins."""
         step_inputs = self._step_inputs
         assert step_inputs.loss_function is not None
         loss = step_inputs.loss_function(
@@ -175,7 +173,7 @@ class PipelineRunner:
         """Return tensors of the shapes that the stage receives and sends, found by a forward pass
         (two if it changes buffers). Stages after the first run it on zeros.
 
-        Side effects of the pass (statistics in buffers, random numbers drawn) are undone.
+        Statistics in buffers and random numbers drawn are restored.
         """
         stage, near = self._stage, self._near
         given: list[Tensor] = []
@@ -199,8 +197,7 @@ class PipelineRunner:
 
 class _PlacedStage(pipelining.UncheckedStage):
     """Stage of torch's pipelining with abortable messages. For activation checkpointing, a backward
-    draws the random numbers of its micro-batch's own forward again, although forwards of later
-    micro-batches have drawn others meanwhile."""
+    draws the random numbers of its micro-batch's own forward again."""
 
     runner: PipelineRunner
     p2p: AbortableP2P | StageLanes
@@ -253,7 +250,6 @@ def _identity(loss: Tensor, rows: Tensor) -> Tensor:
 
 
 def _twice(tensor: Tensor, num_samples: int) -> Tensor:
-    """Repeat the activations, so that they are of twice as many samples."""
     of_samples = tensor.ndim and tensor.shape[0] == num_samples
     return torch.cat([tensor, tensor]) if of_samples else tensor
 

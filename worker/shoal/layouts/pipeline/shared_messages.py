@@ -1,9 +1,8 @@
-"""Messages between the stages of a pipeline in a pass, through shared memory.
+"""Messages between the stages of a pipeline in a pass, through shared memory: quicker than Gloo.
 
-Over Gloo a message goes through the kernel, and through a further thread at each end. Here a stage
-copies it into memory that its neighbour reads, and posts a semaphore. The memory is large enough
-for all messages of a pass, and a barrier follows each pass: so no stage waits for free memory, and
-a message is overwritten only after it was read.
+A stage copies a message into memory that its neighbour reads, and posts a semaphore. The memory
+holds all messages of a pass, and a barrier follows each pass: so no stage waits for free memory,
+and no message is overwritten before it is read.
 """
 
 import ctypes
@@ -19,7 +18,7 @@ from shoal.backends.shared_memory.semaphores import SEMAPHORE_BYTES, Semaphore
 from shoal_proto.errors import InternalError
 
 MAX_BYTES = 64 * 1024**2
-"""Limit for all messages of a pass together; above it they go over Gloo."""
+"""Limit for all messages of a pass together; above it, messages go over Gloo."""
 _ALIGNMENT_BYTES = 64
 _HEAD_BYTES = _ALIGNMENT_BYTES
 """Size of the header of each message, which holds its number of bytes."""
@@ -32,15 +31,15 @@ def bytes_of(tensors: Iterable[Tensor], count: int) -> int:
 
 
 def lanes_bytes(sent_bytes: Sequence[int]) -> int:
-    """Return the bytes needed for a pass in which each stage sends `sent_bytes` to the next, and
-    as much back; 0 if more than `MAX_BYTES`."""
+    """Return the bytes needed for a pass in which each stage sends `sent_bytes` to the next, and as
+    much back; 0 if more than `MAX_BYTES`."""
     lanes = 2 * sum(sent_bytes)
     return _head_bytes(len(sent_bytes)) + lanes if lanes <= MAX_BYTES else 0
 
 
 class SharedLanes:
-    """View of the shared memory on one rank. It is divided into lanes, each for the messages in one
-    direction between two neighbours."""
+    """View of the shared memory on one rank, divided into lanes: one for each direction between two
+    neighbours."""
 
     def __init__(self, memory: SharedMemory, buffer: memoryview) -> None:
         """Collective. `buffer`: the part of the memory to use."""
@@ -51,8 +50,8 @@ class SharedLanes:
         self._semaphores = [
             Semaphore(start + number * SEMAPHORE_BYTES) for number in range(2 * memory.world_size)
         ]
-        """Two for each rank: the first is posted for each message from the previous stage, the
-        second for each message from the next stage."""
+        """Two for each rank: one is posted for each message from the previous stage, the other for
+        each message from the next stage."""
         if memory.rank == 0:
             for semaphore in self._semaphores:
                 semaphore.initialise()
@@ -61,8 +60,8 @@ class SharedLanes:
         memory.gather_words()
 
     def lanes(self, sent_bytes: Sequence[int]) -> "StageLanes | None":
-        """Make lanes for passes in which each stage sends `sent_bytes` forward; None, on all
-        ranks, if the memory is too small."""
+        """Make lanes for passes in which each stage sends `sent_bytes` forward; None, on all ranks,
+        if the memory is too small."""
         needed = lanes_bytes(sent_bytes)
         if not 0 < needed <= len(self._bytes):
             return None
@@ -72,7 +71,6 @@ class SharedLanes:
         )
         sends, receives = {}, {}
         for stage in (rank - 1, rank):
-            # Between this stage and the next one: the forward lane, then the backward lane.
             if not 0 <= stage < memory.world_size - 1:
                 continue
             middle = starts[stage] + sent_bytes[stage]
@@ -86,13 +84,11 @@ class SharedLanes:
         return _Lane(self, (start, stop), self._semaphores[semaphore])
 
     def tensor_at(self, start: int, like: Tensor) -> Tensor:
-        """View the memory from `start` on as a tensor shaped as `like`."""
         whole = self._bytes[start : start + like.nbytes]
         return whole.view(like.dtype).view(like.shape)
 
     @property
     def words(self) -> memoryview:
-        """View of the whole memory in words of 64 bits."""
         return self._words
 
 
@@ -106,7 +102,7 @@ class _Lane:
         self.begin()
 
     def begin(self) -> None:
-        """Begin a pass; all messages of the previous pass have been received."""
+        """Begin a pass, once all messages of the previous pass have been received."""
         self._next = self._start
         self._num_awaited = self._num_arrived = 0
 
@@ -117,7 +113,6 @@ class _Lane:
         self._semaphore.post()
 
     def receive(self, tensor: Tensor) -> P2PMessage:
-        """Begin to receive the next message into `tensor`. Returns the message, to be awaited."""
         at, view = self._advance(tensor)
         self._num_awaited += 1
         return _Awaited(self, (at, view), self._num_awaited, tensor)
@@ -138,7 +133,7 @@ class _Lane:
         tensor.detach().copy_(view)
 
     def _advance(self, like: Tensor) -> tuple[int, Tensor]:
-        """Advance to the next message; return the offset of its header, and its content."""
+        """Return the offset of the next message's header, and a view of its content."""
         at = self._next
         self._next = at + _HEAD_BYTES + _aligned(like.nbytes)
         if self._next > self._stop:
@@ -155,8 +150,6 @@ class _Lane:
 
 
 class _Awaited:
-    """A message to this rank that has not been received yet."""
-
     def __init__(self, lane: _Lane, slot: tuple[int, Tensor], number: int, tensor: Tensor) -> None:
         self._lane, self._slot, self._number, self._tensor = lane, slot, number, tensor
 
@@ -175,8 +168,8 @@ _SENT = _Sent()
 
 
 class StageLanes:
-    """Lanes of one rank for the passes of one schedule. Like `AbortableP2P`, the object replaces
-    the process group through which torch's pipelining sends and receives."""
+    """Lanes of one rank for the passes of one schedule: stands in for the process group in torch's
+    pipelining, as `AbortableP2P` does."""
 
     group_name = "shared memory"
     """Identifies a destination in torch's pipelining (since 2.14)."""

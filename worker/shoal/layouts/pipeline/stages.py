@@ -1,4 +1,4 @@
-"""The stage of a model that one rank of a pipeline holds and runs."""
+"""Stage of a model that one rank of a pipeline holds and runs."""
 
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -24,7 +24,8 @@ from shoal_proto.errors import InvalidSpec
 
 
 class Stage:
-    """A stage: the user's module without the other stages' parts, and functions that run it."""
+    """Stage of a model: the user's module without the other stages' parts, and functions to run
+    it."""
 
     pass_buffers: PassBuffers
     """Set once the module has its memory."""
@@ -41,8 +42,7 @@ class Stage:
         """Take ownership of the model, and delete the parts that this stage does not need.
 
         The first stage keeps the parts that no stage uses. Raises InvalidSpec if the stage
-        `is_trained` and two stages would hold the same persistent buffer, whether both call one
-        module or two modules share the buffer: its copies would diverge.
+        `is_trained` and two stages would hold the same persistent buffer: its copies would diverge.
         """
         self.index, self.num_stages = index, stage_of[-1] + 1
         self.model = model
@@ -59,8 +59,7 @@ class Stage:
             for stage in range(self.num_stages)
         ]
         self.holders = _holders(model, uses)
-        """The stages that hold a parameter or persistent buffer, by its name in the user's
-        model."""
+        """Stages that hold a parameter or persistent buffer, by its name in the user's model."""
         if is_trained:
             _refuse_shared_buffers(model, uses)
         own = uses[index] | (_unused(model, uses) if index == 0 else set())
@@ -89,17 +88,14 @@ class Stage:
         return self._runs[key](self.model, *inputs.values(), *activations)
 
     def _function(self, mode: bool) -> Callable[..., Any]:
-        """Return the stage's function, compiled as the user has compiled the model."""
         _compile_called(self.model, self._called[mode])
         function = self._functions[mode]
         return compiled_alike(self.model, function) if compiled_call(self.model) else function
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Bind the arguments of a call of the model to names, as `run` takes them. The trace fixes
-        each input after the first to its default, if the input has one. Raises InvalidSpec for any
-        other value of such an input, and for any value that `*args` or `**kwargs` would get: the
-        trace has no inputs for these.
-        """
+        each input after the first to its default, if it has one. Raises InvalidSpec for other
+        values of such an input, and for values that `*args` or `**kwargs` would get."""
         bound = self._signature.bind(*args, **kwargs).arguments
         given = {}
         for name, default in self._inputs.items():
@@ -132,7 +128,7 @@ def _called(graph: fx.Graph) -> set[str]:
 
 def _compile_called(model: nn.Module, names: Collection[str]) -> None:
     """Compile the modules called inside a module that the user has compiled, if the trace enters
-    it: the outer module itself is never called."""
+    that module: it is never called itself."""
     for name in names:
         called = model.get_submodule(name)
         above = [model.get_submodule(path) for path in paths_of(name)][:-1]
@@ -186,7 +182,6 @@ def _refuse_shared_buffers(model: nn.Module, uses: Sequence[Collection[str]]) ->
             if name not in canonical or buffer in transient_buffers(part):
                 continue
             first, stages = keepers.setdefault(canonical[name], (name, set()))
-            # The stage calls this module, or a layer that contains it.
             stages.update(_stages_of(path, uses))
             if len(stages) > 1:
                 raise _kept_by_several(first, name)

@@ -24,14 +24,13 @@ class SharedMemoryAllGather(DefaultAllGather):
         """Order check for ranks that gather over Gloo or on a device."""
 
     def release(self) -> None:
-        """Drop the slots; later gathers are torch's own. Reference cycles of modules would keep the
-        memory until Python's next collection of cycles."""
+        """Drop the slots; later gathers are torch's own. Otherwise reference cycles of modules
+        would keep the memory until Python's next collection of cycles."""
         self._slots = self.order = None
 
     def finish(self) -> None:
-        """End the forward passes. Over Gloo the call is collective, and raises InvalidSpec on all
-        ranks if one of them begins another layer instead. In shared memory and on a device the call
-        does nothing."""
+        """End the forward passes. Over Gloo, the call is collective: it raises InvalidSpec on all
+        ranks if one of them begins another layer instead. Otherwise the call does nothing."""
         if self.order is not None:
             self.order.check(PASSES_END)
 
@@ -54,7 +53,7 @@ class SharedMemoryAllGather(DefaultAllGather):
         slots = self._slots
         gathering = slots.gather(output_tensor, self._number) if slots is not None else None
         if gathering is not None:
-            # Ignores `async_op`: torch waits for the work before it copies from the output.
+            # `async_op` is ignored: torch waits for the work before it copies from the output.
             return gathering
         if self.order is not None:
             self.order.check(gather_number(self._number))

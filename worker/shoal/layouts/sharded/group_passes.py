@@ -1,10 +1,8 @@
 """Times at which a group of several modules gathers and reduces in backward.
 
-torch's fully_shard assumes that a list of modules is a chain: in backward it gathers when the last
-module begins, and reduces when the first one ends. But branches may run side by side, and a module
-may run twice. Then torch frees weights that other modules still need, and does not reduce gradients
-that come later. Here the group gathers when any of its modules begins, and reduces when all of them
-have ended.
+torch's fully_shard assumes that a list of modules is a chain. If branches run side by side, or a
+module runs twice, torch frees weights too early and misses gradients. Here the group gathers when
+any of its modules begins, and reduces when all of them have ended.
 """
 
 from typing import Any

@@ -1,7 +1,7 @@
-"""Groups of modules whose parameters are gathered together: several small modules, or one block, or
-one large layer.
+"""Groups of modules with parameters that are gathered together: several small modules, one block,
+or one large layer.
 
-A group's parameters travel in one collective, so a thousand small layers must not be a thousand
+A group's parameters travel in one collective: so a thousand small layers must not be a thousand
 groups, and a large model must not be one group. Groups depend only on the module tree and sizes.
 """
 
@@ -16,12 +16,11 @@ from shoal_proto.errors import InvalidSpec
 MIN_GROUP_BYTES = 1 << 20
 MOST_FULL_GROUPS = 24
 """Number of groups of minimum size that would hold the whole model: the minimum size grows with the
-model, up to `LARGE_BYTES`. The last group under a parent may have half that size. So below that
-limit there are at most 48 groups and the rest."""
+model, up to `LARGE_BYTES`."""
 LARGE_BYTES = 32 << 20
-"""Limit of the minimum size: groups of this size are worth a collective, however many there are."""
+"""Limit of the minimum size: a group of this size is always worth a collective."""
 
-# These read the weights of their children, so a child cannot be a group of its own.
+# These read the weights of their children: so a child cannot be a group of its own.
 _INDIVISIBLE = (
     nn.MultiheadAttention,
     nn.TransformerEncoderLayer,
@@ -36,12 +35,10 @@ class ModuleGroup:
     modules: tuple[str, ...]
     """Paths, in the order of registration; "" is the model itself."""
     parameters: tuple[str, ...]
-    """Names of the parameters, each once."""
     num_bytes: int
 
     @property
     def title(self) -> str:
-        """Title for a table: the paths of the first and the last module."""
         first, last = self.modules[0] or "(model)", self.modules[-1]
         return first if len(self.modules) == 1 else f"{first} .. {last}"
 
@@ -52,8 +49,8 @@ class Grouping:
 
     groups: tuple[ModuleGroup, ...]
     rest: ModuleGroup
-    """Parameters of no other group, such as those that several modules share: gathered with the
-    model itself, at the beginning of its forward pass. May be empty."""
+    """Parameters of no other group, such as those that several modules share: gathered when the
+    model's forward pass begins. May be empty."""
 
     def __iter__(self) -> Iterator[ModuleGroup]:
         """Iterate over the rest, if it has parameters, and then over the groups."""
@@ -62,14 +59,15 @@ class Grouping:
 
 def group_modules(model: nn.Module, min_group_bytes: int | None = None) -> Grouping:
     """Partition the model into groups of at least `min_group_bytes` bytes; the last group under a
-    parent may have half as many. Parameters in no group are the rest.
+    parent may have half as many.
 
     Small modules are joined with their neighbours under the same parent. A module that is large
-    enough is divided further, unless it is one of several blocks of the same class in a list. If
-    `min_group_bytes` is None, it is 1/24 of the model, but at least 1 MiB and at most 32 MiB. If it
-    is 0, every module that has parameters itself is a group, except in torch's attention and
-    transformer layers. Raises InvalidSpec if `min_group_bytes` is negative, or if trained
-    parameters of a group have several dtypes.
+    enough is divided further, unless it is one of several blocks of the same class in a list.
+
+    `min_group_bytes`: None is 1/24 of the model, at least 1 MiB and at most 32 MiB. With 0, every
+    module with parameters of its own is a group, except in torch's attention and transformer
+    layers. Raises InvalidSpec if it is negative, or if trained parameters of a group have several
+    dtypes.
     """
     if min_group_bytes is not None and min_group_bytes < 0:
         raise InvalidSpec(
@@ -89,8 +87,6 @@ def group_modules(model: nn.Module, min_group_bytes: int | None = None) -> Group
 
 
 class _Cut:
-    """Walk over a module tree that forms groups."""
-
     def __init__(self, model: nn.Module, least_bytes: int) -> None:
         self._model = model
         self._least_bytes = least_bytes
@@ -106,7 +102,6 @@ class _Cut:
         return self._cut("", self._model)
 
     def group(self, paths: list[str]) -> ModuleGroup:
-        """Make a group of these modules' parameters that are in no earlier group."""
         names, num_bytes = [], 0
         for path in paths:
             for parameter in self._model.get_submodule(path).parameters():
@@ -146,13 +141,12 @@ class _Cut:
         own = sum(parameter.nbytes for parameter in module.parameters(recurse=False))
         grouped = sum(self._size_of(paths) for paths in below)
         rest_bytes = self._num_bytes(module) - grouped
-        # The remaining parameters get a group of their own if they are large enough.
         worth = rest_bytes >= self._least_bytes if self._least_bytes else own > 0
         return [*below, [path]] if worth else below
 
     def _close(self, run: list[str]) -> list[list[str]]:
-        """Close a run of small modules: a group if it has half the minimum size; else its
-        parameters go to the rest."""
+        """Close a run of small modules: a group if it has half the minimum size; else a part of the
+        rest."""
         return [run] if run and 2 * self._size_of(run) >= self._least_bytes else []
 
     def _parts(self, path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
@@ -193,7 +187,7 @@ def _can_be_called(module: nn.Module) -> bool:
 
 
 def _check_dtypes(group: ModuleGroup, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Raise InvalidSpec unless gradients that are reduced in one collective have one dtype."""
+    """Raise InvalidSpec unless the group's trained parameters have one dtype, for one reduction."""
     dtypes: dict[torch.dtype, str] = {}
     for name in group.parameters:
         if parameters[name].requires_grad:

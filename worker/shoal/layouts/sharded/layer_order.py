@@ -1,9 +1,8 @@
-"""Checks that all ranks run the same all-gathers and reductions: over Gloo before each of them, on
-a device once a rank has waited for long.
+"""Checks that all ranks run the same all-gathers and reductions: over Gloo before each operation,
+on a device once a rank has waited for long.
 
-A message does not name the layer whose rows it carries. If a rank skips a layer, the others' next
-all-gather receives rows of another layer, and Gloo ends the process (SIGABRT) of a rank that is
-sent more than it expects.
+A message does not name its layer. If a rank skips a layer, the others receive rows of another
+layer, and Gloo ends the process (SIGABRT) of a rank that is sent more than it expects.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,8 +42,7 @@ class LayerOrder:
     def check(self, exchange: int) -> None:
         """Raise InvalidSpec, on all ranks, unless all are about to run this operation. Collective.
 
-        Each rank sends its operation to every other rank, which takes the latency of one message; a
-        ring would take one latency for each rank.
+        All ranks exchange messages directly: a ring would take one latency for each rank.
         """
         own = torch.full((self._group.size(),), exchange, dtype=torch.int64)
         exchanged = torch.empty_like(own)
@@ -61,8 +59,7 @@ class LayerOrder:
 
 class RecordedOrder:
     """Order check by records, for devices: a message before each collective would stall the
-    device's stream. A rank that has waited for long compares the records.
-    """
+    device's stream. A rank that has waited for long compares the records."""
 
     def __init__(self, exchanges: LayerExchanges, names: Sequence[str]) -> None:
         """`names`: names of the parameter groups, by number."""
@@ -83,7 +80,7 @@ class RecordedOrder:
 def different_operations(
     ranks: Sequence[int], operations: Sequence[int], names: Sequence[str]
 ) -> InvalidSpec:
-    """Build the refusal of ranks whose operations differ. `operations`: each rank's next or last
+    """Build the refusal for ranks with different operations. `operations`: each rank's next or last
     operation."""
     by_rank = zip(ranks, operations, strict=True)
     return InvalidSpec(

@@ -19,11 +19,9 @@ from shoal.torch_private.fsdp import DefaultReduceScatter
 
 
 class NanPropagatingReduceScatter(DefaultReduceScatter):
-    """torch's reduce-scatter, but if one rank's gradients are not finite, all ranks get NaN. Each
-    rank gets only its own rows of the sum: without this, a rank whose rows are finite would train
-    on while another stops. Spreading NaN costs one pass over the gradients, and no message. With
-    `copies` the result is averaged over these ranks too: they hold the same rows, and used other
-    samples."""
+    """torch's reduce-scatter, but if one rank's gradients are not finite, all ranks get NaN: so no
+    rank trains on while another stops. NaN spreads without a further message. With `copies`, the
+    result is averaged over these ranks too: they hold the same rows, and used other samples."""
 
     def __init__(self, parameter: str) -> None:
         self.parameter = parameter
@@ -62,16 +60,15 @@ class NanPropagatingReduceScatter(DefaultReduceScatter):
         return empty
 
     def forget(self) -> None:
-        """Discard the results of the previous step."""
         self.own = False
         """True if this rank's own gradients, on the host, were not finite."""
         self.excess: Tensor | None = None
-        """Zero if this rank's own gradients on a device were finite in each pass, else NaN. It
-        stays on the device, as reading it waits for all work queued there. None: no gradients on a
-        device."""
+        """Zero if this rank's own gradients on a device were finite in each pass, else NaN; None:
+        no gradients on a device. It stays on the device: reading it waits for all work queued
+        there."""
         self.given_finite: list[Tensor] = []
         """Flags of a blind rank, one for each pass: True if its part of the sum is finite. They
-        stay on the device, as reading them waits for all work queued there."""
+        stay on the device, as `excess` does."""
 
     def __call__(
         self,
@@ -109,8 +106,8 @@ class NanPropagatingReduceScatter(DefaultReduceScatter):
 
 
 def own_fault(reductions: Iterable[NanPropagatingReduceScatter]) -> str:
-    """Find a group whose gradients on this rank were not finite before they were reduced, and
-    return the name of its first parameter; empty if there is none. Waits for a device once."""
+    """Return the first parameter of a group with gradients that were not finite on this rank before
+    they were reduced; empty if there is none. Waits for a device once."""
     on_device = []
     for each in reductions:
         if each.own:
@@ -127,8 +124,8 @@ def own_fault(reductions: Iterable[NanPropagatingReduceScatter]) -> str:
 def average(rows: Tensor, copies: dist.ProcessGroup) -> None:
     """Average the rows over the copies, in place. Collective among `copies`.
 
-    The result is NaN only where rows are. So infinities get one sign; and the sum of finite rows,
-    divided by a power of two at first, cannot overflow to an infinity of the other sign.
+    The result is NaN only where rows are NaN: infinities get one sign, and the rows are divided by
+    a power of two before they are summed, so that finite ones cannot overflow.
     """
     divisor = 1 << (copies.size() - 1).bit_length()
     rows.div_(divisor)
@@ -138,7 +135,7 @@ def average(rows: Tensor, copies: dist.ProcessGroup) -> None:
 
 
 def propagate_nan(gradients: Tensor, losses: PendingLosses) -> bool:
-    """Make all elements NaN if an element or a loss is NaN or Inf; returns True if one was."""
+    """Make all elements NaN, and return True, if an element or a loss is NaN or Inf."""
     if is_finite(gradients) and losses.are_finite():
         return False
     gradients.fill_(math.nan)
@@ -157,8 +154,8 @@ def spread_nan(gradients: Tensor, losses: PendingLosses) -> Tensor:
 
 
 def _largest(numbers: Tensor) -> Tensor:
-    """Return the largest absolute value; NaN if there is a NaN, 0 for no elements. One pass in the
-    numbers' own dtype: unlike a sum, a maximum of finite numbers does not overflow."""
+    """Return the largest absolute value; NaN if there is a NaN, 0 for no elements. Unlike a sum, a
+    maximum of finite numbers does not overflow."""
     if not numbers.numel():
         return numbers.new_zeros(())
     largest: Tensor = torch.linalg.vector_norm(numbers, math.inf)

@@ -1,18 +1,15 @@
 """All-gathers and sums of fully_shard in shared memory, if all ranks are on one machine.
 
-Over Gloo each rank sends its rows to every other rank through the kernel. Here a rank writes them
-into memory that all ranks can read. For an all-gather it writes into its part of a common slot. For
-a sum it writes into its own slot, and each rank adds up its part of all slots. A collective takes
-at most one barrier (`barrier`). In backward torch gathers weights before it needs them: if a sum
-follows before their use, the barrier of the sum completes the gather too.
+For an all-gather, each rank writes its rows into its part of a common slot. For a sum, each rank
+writes into its own slot, and adds up its part of all slots. A collective takes at most one barrier.
+In backward, torch gathers weights before it needs them: the barrier of a sum in between completes
+the gather too.
 
 A slot is reused only when no rank uses it any more. torch may keep gathered weights beyond the next
-collective. So each rank announces at each barrier which slots it still uses, and all ranks choose
-the next slot accordingly. All ranks have read the slots of a sum by the next barrier.
+collective: so each rank announces at each barrier which slots it still uses.
 
-A slot does not name the layer whose rows it has. So at each barrier ranks also compare digests of
-what they have gathered and summed so far: if a rank has skipped a layer, all detect it at the next
-barrier, before any rank computes with rows of another layer.
+A slot does not name its layer. So ranks compare digests of what they have gathered and summed at
+each barrier: no rank computes with rows of another layer.
 """
 
 import weakref
@@ -45,7 +42,7 @@ _NO_SLOT = NUM_GATHERED
 _LAST_BITS = 16
 """Bits of the last operation, as numbered in `layer_order`."""
 _MASK = (1 << 44) - 1
-"""Mask of the digest that fits into a message beside the last operation and the slots in use."""
+"""Mask of the digest, which shares a message with the last operation and the slots in use."""
 _DIGEST_FACTOR = 1_000_003
 """Odd factor of the digest: digests that differ stay different under equal operations."""
 
@@ -56,7 +53,6 @@ class SharedSlots:
     def __init__(self, memory: SharedMemory, gathered_bytes: int, summed_bytes: int) -> None:
         self._memory = memory
         self.names: Sequence[str] = ()
-        """Names of the parameter groups, by number."""
         self.ranks: Sequence[int] = range(memory.world_size)
         """Global ranks of the ranks that share the slots, for error messages."""
         self.report_refusal: Callable[[InvalidSpec], None] = lambda refusal: None
@@ -78,7 +74,7 @@ class SharedSlots:
 
     @property
     def memory(self) -> SharedMemory:
-        """The whole memory. Other code may use it only between steps, when no slot is in use."""
+        """Shared memory of the slots. Other code may use it only between steps."""
         return self._memory
 
     @classmethod
@@ -107,7 +103,7 @@ class SharedSlots:
         start = free[0] * self._gathered_bytes
         data = self._gathered[start : start + num_bytes]
         self._uses[free[0]] = weakref.ref(data)
-        # In use on every rank, as all reserve the same slot, until the next barrier says otherwise.
+        # All ranks reserve the same slot: in use on each, until the next barrier says otherwise.
         self._used_anywhere |= 1 << free[0]
         return data
 
@@ -134,9 +130,9 @@ class SharedSlots:
 
     def reduce_scatter(self, own: Tensor, whole: Tensor, op: Any, number: int = 0) -> bool:
         """Fill `own` with this rank's part of the sum or mean of the ranks' `whole`, see `add_up`.
-        Returns False, on all ranks, if `whole` is too large; otherwise makes a
-        barrier, and raises what `barrier` raises. Raises InvalidSpec unless `op` is SUM or AVG.
-        `number`: see `gather`."""
+        Returns False, on all ranks, if `whole` is too large; otherwise makes a barrier, and raises
+        what `barrier` raises. Raises InvalidSpec unless `op` is SUM or AVG. `number`: see
+        `gather`."""
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             raise InvalidSpec(
                 "shared memory has no such reduction", seen=str(op), expected="SUM or AVG"
@@ -188,7 +184,7 @@ class SharedSlots:
         self._digest = (self._digest * _DIGEST_FACTOR + operation) & _MASK
 
     def barrier(self) -> None:
-        """Wait for all ranks (a barrier); afterwards each can read what any of them wrote before.
+        """Wait for all ranks; afterwards each can read what any of them wrote before.
 
         Raises GenerationBroken if `SharedMemory.gather_words` does; InvalidSpec, on all ranks, if
         their gathers and sums so far differ.

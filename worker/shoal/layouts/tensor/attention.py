@@ -16,8 +16,8 @@ class SplitAttention(nn.MultiheadAttention):
     """Attention in which a rank computes its own heads and its summand of the output projection.
 
     The packed input projection is cut into even runs of rows, which do not match the heads. So its
-    outputs are gathered, and each rank keeps the outputs of its own heads. Shapes: B samples, T
-    target and S source positions, H own heads of width D, E embedding.
+    outputs are gathered, and each rank keeps those of its own heads. Shapes: B samples, T target
+    and S source positions, H own heads of width D, E embedding.
     """
 
     rows: Cut
@@ -39,8 +39,7 @@ class SplitAttention(nn.MultiheadAttention):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         if is_causal and attn_mask is None:
-            # Attention that is not split raises this error too: `is_causal` only describes
-            # `attn_mask`.
+            # Attention that is not split raises this too: `is_causal` only describes `attn_mask`.
             raise RuntimeError("is_causal=True without attn_mask: attention needs the mask itself")
         # q [B, H, T, D], k and v [B, H, S, D], weights [B, H, T, S]
         q, k, v = (self._own_heads(p) for p in self._projected(query, key, value))
@@ -122,7 +121,6 @@ class SplitAttention(nn.MultiheadAttention):
         return mask
 
     def _shown(self, weights: Tensor | None, average: bool, batched: bool) -> Tensor | None:
-        """Gather the attention weights of all heads, in the form that the caller asked for."""
         if weights is None:
             return None
         whole = gathered(weights.movedim(1, -1), self.heads).movedim(-1, 1)

@@ -1,9 +1,8 @@
-"""Attention whose model declares how to split it: tensor-parallel plans in Hugging Face's models.
+"""Attention split as its model declares: tensor-parallel plans in Hugging Face's models.
 
 A model's `config.base_model_tp_plan` names linear modules to cut by outputs ("colwise") and by
-inputs ("rowwise"), with nothing gathered between them. So the model's authors promise that the
-attention computes each head independently: a fact that cannot be derived if a forward takes
-`**kwargs`.
+inputs ("rowwise"), with nothing gathered between them. So its authors promise that the attention
+computes each head independently: a forward that takes `**kwargs` does not show this.
 """
 
 import re
@@ -20,7 +19,7 @@ _COLUMN, _ROW = "colwise", "rowwise"
 
 @dataclass
 class _Attention:
-    """The linear modules of one parent that a plan names, by their names in the parent."""
+    """Linear modules of one parent that a plan names, by their names in the parent."""
 
     columns: list[str] = field(default_factory=list)
     rows: list[str] = field(default_factory=list)
@@ -29,8 +28,8 @@ class _Attention:
 def declared_regions(model: nn.Module, degree: int) -> Mapping[str, Region]:
     """Find the attention modules that can be split by whole heads over `degree` ranks; by name.
 
-    An attention module is left out, so that its linear modules are split one by one with gathered
-    outputs, if
+    The linear modules of other attention are split one by one, with gathered outputs. Other
+    attention is a module if
 
     - `degree` does not divide its numbers of heads;
     - it has dropout on attention weights: the masks would differ from those of one process;

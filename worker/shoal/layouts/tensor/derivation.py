@@ -1,8 +1,8 @@
 """Derivation of a tensor plan for a transformer, or any model of linear and embedding modules.
 
-Modules are split only if the result is correct for every use of them. That holds for pairs with
-only elementwise operations in between, torch's own attention, attention whose model declares it,
-and single modules whose outputs are gathered. All else stays whole, and the plan says why.
+Modules are split only if the result is correct for every use of them: pairs with only elementwise
+operations in between, torch's own attention, attention with a declared plan, and single modules
+with gathered outputs. All else stays whole, and the plan says why.
 """
 
 from collections import Counter
@@ -31,7 +31,8 @@ from shoal.torch_private.modules import parameter_table
 from shoal_proto.errors import InvalidSpec
 
 MIN_SPLIT_BYTES = 64 * 1024
-"""Minimum size of a split module or pair: for smaller ones collectives cost more than they save."""
+"""Minimum size of a split module or pair: for smaller ones, collectives cost more than they
+save."""
 
 
 def derive(
@@ -50,6 +51,7 @@ def derive(
     part of whole inputs; the outputs of a "column" module without its "row" are gathered.
     `sequence`: also find blocks in which each rank computes only its positions. `all_have_parts`:
     leave modules whole if a rank would get nothing of them (5 rows over 4 ranks: 2, 2, 1 and 0).
+
     Raises InvalidSpec if a pattern matches nothing, if a style does not fit its module or leaves a
     rank without elements or whole heads, and if tied weights would be cut in two ways.
 
@@ -166,7 +168,7 @@ class _Derivation:
             splits = all(
                 styles[n] and n not in self._entries and self._fits(n, styles[n]) for n in names
             )
-            # Treat all alike: a tensor cut in one module and whole in another would become two.
+            # A tensor cut in one module and whole in another would become two.
             splits = splits and any(self._is_big(name) for name in names)
             for name in names:
                 others = ", ".join(other for other in names if other != name)
@@ -189,8 +191,8 @@ class _Derivation:
                 yield [each for each in self._modules if each in group]
 
     def _cutter(self, name: str) -> str:
-        """Return the module whose split decides on this one's parameters: the attention, for its
-        `out_proj`; else the module itself."""
+        """Return the module with the split that decides on this module's parameters: the attention,
+        for its `out_proj`; else the module itself."""
         parent, _, own = name.rpartition(".")
         above = self._modules.get(parent) if own == "out_proj" else None
         return parent if isinstance(above, nn.MultiheadAttention) else name
@@ -312,8 +314,7 @@ class _Derivation:
         return PlanEntry(module=name, style=style, paired=paired, why=why, parts=parts)
 
     def _count(self, entry: PlanEntry) -> PlanEntry:
-        """Count the entry's parameters, and return the entry without those that were counted for an
-        earlier entry."""
+        """Return the entry without the parameters that were counted for an earlier entry."""
         module = self._modules[entry.module]
         parts = {}
         for key, part in entry.parts.items():
@@ -332,7 +333,6 @@ class _Derivation:
 
 
 def _owners(modules: Mapping[str, nn.Module]) -> dict[int, list[tuple[str, str]]]:
-    """List the (module, name) pairs of each parameter, by its id."""
     owners: dict[int, list[tuple[str, str]]] = {}
     for name, module in modules.items():
         for key, parameter in parameter_table(module).items():

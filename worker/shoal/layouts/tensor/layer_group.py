@@ -1,13 +1,11 @@
 """Collectives of ranks that compute layers together: all-reduce, all-gather, broadcast and so on.
 
-Over Gloo each collective ends on a Gloo thread, which wakes the trainer through the interpreter.
-Ranks of one machine instead write their values into memory that all can read, and pass one barrier
-(`_meet`); then each reads what it needs. A rank may begin the next collective while another still
-reads the values of this one. But no rank passes the next barrier before all have reached it, so two
-sets of buffers, used in turn, are enough.
+Ranks of one machine write values into memory that all can read, pass one barrier (`_meet`), and
+read. While a rank still reads, another may begin the next collective, but cannot pass its barrier:
+so two sets of buffers, used in turn, are enough.
 
-A value does not say which layer it belongs to. `LayerExchanges` records the layers for which a rank
-communicates, and differences in size between values in memory.
+A value does not name its layer: `LayerExchanges` records the layers for which a rank communicates,
+and differences in size between values in memory.
 """
 
 from collections.abc import Sequence
@@ -34,10 +32,9 @@ _SIZE_BITS = 40
 
 
 class TensorGroup:
-    """A rank's tensor group. All ranks call the same methods in the same order, on one thread at a
+    """Tensor group of a rank. All ranks call the same methods in the same order, on one thread at a
     time, except `cut` and `num_barriers`. Raises the group's errors; GenerationBroken after
-    `release`.
-    """
+    `release`."""
 
     def __init__(
         self,
@@ -62,8 +59,8 @@ class TensorGroup:
         return LayerGroup(ranks=self, site=self._exchanges.add_site(name))
 
     def begin(self) -> None:
-        """Begin a step. In the second step this is a collective: ranks of one machine open shared
-        memory. In the first step that would delay survivors, which resume after a loss."""
+        """Begin a step. Collective in the second step: ranks of one machine open shared memory. In
+        the first step that would delay survivors, which resume after a loss."""
         if self._num_steps == 1 and self._may_share:
             self._share()
         self._num_steps += 1
@@ -185,10 +182,9 @@ class TensorGroup:
         return rows
 
     def _meet(self, memory: SharedMemory, size: int) -> None:
-        """Wait for all ranks (a barrier); afterwards each can read what any of them wrote before.
-        Raises GenerationBroken if `SharedMemory.gather_words` does. If ranks meet for different
-        layers, or with values of different sizes, this is recorded, and refused when records are
-        compared."""
+        """Wait for all ranks; afterwards each can read what any of them wrote before. Raises
+        GenerationBroken if `SharedMemory.gather_words` does. Ranks that meet for different layers
+        or sizes are recorded, and refused when records are compared."""
         message = self._exchange_number << _SIZE_BITS | size
         messages = memory.gather_words(message)
         if any(each != message for each in messages):
@@ -198,8 +194,6 @@ class TensorGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerGroup:
-    """The ranks that compute one layer together."""
-
     ranks: TensorGroup
     site: ExchangeSite
 

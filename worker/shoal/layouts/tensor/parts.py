@@ -1,10 +1,9 @@
 """Linear, embedding and dropout modules of which each rank computes a part.
 
-Outside a split region every value is the same on all ranks of the group. A value that enters a
-region has its gradient summed over the ranks; a value that leaves it is gathered or summed.
-Parameters are DTensors, but computations use this rank's local parts. So sizes need not be
-divisible, and plain kernels run. torch.compile skips these modules: a DTensor in a graph would be
-compiled anew in each generation, as the mesh is new.
+Outside a split region, every value is the same on all ranks. A value that enters a region has its
+gradient summed over the ranks; a value that leaves it is gathered or summed. Parameters are
+DTensors, but computations use this rank's local parts: so sizes need not be divisible.
+torch.compile skips these modules: it would compile a DTensor's graph anew in each generation.
 
 (M. Shoeybi et al., Megatron-LM, arXiv:1909.08053, section 3.)
 """
@@ -27,8 +26,6 @@ from shoal.torch_private.dtensor import cut_as, local_of
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """Cut of one dimension over the ranks of a group."""
-
     group: LayerGroup
     rank: int
     sizes: tuple[int, ...]
@@ -45,7 +42,6 @@ class Cut:
 
     @property
     def size(self) -> int:
-        """Size of this rank's part."""
         return self.sizes[self.rank]
 
     def own(self, whole: Tensor, dim: int = -1) -> Tensor:
@@ -116,8 +112,8 @@ def gathered(part: Tensor, cut: Cut) -> Tensor:
 class _Local(torch.autograd.Function):
     """Local part of a parameter; its gradient is cut as the parameter is.
 
-    If a parameter is cut by columns, `DTensor.to_local` gives its gradient other strides than the
-    parameter has. Autograd then copies it, and before torch 2.13 the copy is whole on every rank.
+    For a parameter cut by columns, `DTensor.to_local` gives a gradient of other strides. Autograd
+    then copies it, and before torch 2.13 the copy is whole on every rank.
     """
 
     @staticmethod
@@ -133,7 +129,7 @@ class _Local(torch.autograd.Function):
 
 
 def local(parameter: Tensor) -> Tensor:
-    """Return this rank's part of a parameter; gradients flow back into it."""
+    """Return this rank's part of a parameter; gradients flow back into the parameter."""
     if not isinstance(parameter, DTensor):
         return parameter
     part: Tensor = _Local.apply(parameter)  # type: ignore[no-untyped-call]
@@ -144,7 +140,6 @@ class ColumnLinear(nn.Linear):
     """Linear layer in which each rank computes some of the outputs."""
 
     cut: Cut
-    """Cut of the outputs."""
     gathers: bool
     """True: returns all outputs. False: returns this rank's outputs, for a RowLinear."""
 
@@ -159,7 +154,6 @@ class RowLinear(nn.Linear):
     """Linear layer in which each rank computes a summand of all outputs from some inputs."""
 
     cut: Cut
-    """Cut of the inputs."""
     takes_part: bool
     """True if the input has this rank's part only, from a ColumnLinear that does not gather."""
 
@@ -174,13 +168,12 @@ class VocabEmbedding(nn.Embedding):
     """Embedding in which each rank looks up the rows that it holds."""
 
     cut: Cut
-    """Cut of the rows."""
 
     @eager
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name, callers may use it
         weight = local(self.weight)
         if not self.cut.size:
-            # The sum of no elements: it is 0, and keeps the weight in the graph.
+            # The sum of no elements: 0, which keeps the weight in the graph.
             zeros = weight.sum() + weight.new_zeros((*input.shape, self.embedding_dim))
             return summed(zeros, self.cut)
         row = input - self.cut.start
@@ -200,7 +193,6 @@ class ColumnEmbedding(nn.Embedding):
     """Embedding in which each rank looks up some of the columns of every row."""
 
     cut: Cut
-    """Cut of the columns."""
 
     @eager
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name, callers may use it
@@ -210,10 +202,10 @@ class ColumnEmbedding(nn.Embedding):
 class CutDropout(nn.Dropout):
     """Dropout between a ColumnLinear and a RowLinear.
 
-    Draws the mask of the whole width and uses this rank's part. In a module that
-    `randomness.dropout.key_dropout` has keyed, the mask is computed from the positions of the
-    samples. Otherwise, if the ranks' generators are in the same state, the masks are the same as in
-    one process, and the generators stay in the same state.
+    Draws the mask of the whole width and uses this rank's part. In a module keyed by
+    `randomness.dropout.key_dropout`, the mask is computed from the samples' positions. Otherwise it
+    is the same as in one process if the ranks' generators are in the same state, which they then
+    keep.
     """
 
     cut: Cut
@@ -231,7 +223,7 @@ class CutDropout(nn.Dropout):
 
 
 def whole_mask(part: Tensor, dim: int, cut: Cut, p: float) -> Tensor:
-    """Draw dropout's factors for the whole value; `part` is this rank's part of it."""
+    """Draw dropout's factors for the whole value, of which `part` is this rank's part."""
     shape = list(part.shape)
     shape[dim] = sum(cut.sizes)
     return F.dropout(part.new_ones(shape), p, training=True)

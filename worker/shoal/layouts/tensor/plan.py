@@ -33,7 +33,7 @@ class ParameterSplit:
 
     shape: tuple[int, ...]
     dim: int | None
-    """The dimension that is cut; None: whole on every rank."""
+    """Dimension that is cut; None: whole on every rank."""
     element_bytes: int
 
     def shape_on(self, rank: int, degree: int) -> tuple[int, ...]:
@@ -82,13 +82,13 @@ class SequenceRole(StrEnum):
     BLOCK = "block"
     """Takes and returns whole values; inside, the positions of its inputs are spread over ranks."""
     NORM = "norm"
-    """Computes this rank's positions, so the gradients of its parameters are summed over ranks."""
+    """Computes this rank's positions: the gradients of its parameters are summed over ranks."""
     DROPOUT = "dropout"
     COLUMN = "column"
     """Gathers the positions of its input."""
     ROW = "row"
     """Sums its output over ranks and keeps this rank's positions. The gradient of its bias is
-    summed over ranks, as for a norm."""
+    summed over ranks."""
     AROUND = "around"
     """Takes all positions; the positions of its output are spread over ranks."""
 
@@ -110,7 +110,7 @@ class SequenceEntry:
     role: SequenceRole
     block: str
     takes: tuple[int | str, ...] = (0,)
-    """Index or name of each argument whose positions are spread."""
+    """Index or name of each argument with positions that are spread."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,8 +127,8 @@ class TensorPlan:
 
     @property
     def bytes_per_rank(self) -> tuple[int, ...]:
-        """Bytes of all parameters, by rank. Gradients take as much again. Buffers, which are whole
-        on each rank, are not counted."""
+        """Bytes of all parameters, by rank; buffers, which are whole on each rank, are not
+        counted."""
         return tuple(
             sum(entry.bytes_on(rank, self.degree) for entry in self.entries)
             for rank in range(self.degree)

@@ -1,9 +1,9 @@
 """Finder of linear modules that can be split as columns and a row, with nothing gathered between.
 
-A region is a set of linear modules whose outputs reach the input of one further linear module, and
-nothing else, through elementwise operations only: gate(x) * up(x) before down, or fc1 before fc2.
-To find a module's regions, its forward is run with symbols for values; if the forward fails, there
-are none. Only regions that training and evaluation have in common count.
+A region is a set of linear modules with outputs that reach only the input of one further linear
+module, through elementwise operations: fc1 before fc2. A module's forward is run with symbols to
+find its regions; if the forward fails, there are none. Only regions that training and evaluation
+have in common count.
 """
 
 import inspect
@@ -130,7 +130,6 @@ class _Recorder(nn.Module):
 
 
 def _shadow(parent: nn.Module, tracer: GraphAppendingTracer) -> nn.Module:
-    """Make a copy to run with symbols, so that the original is not changed."""
     buffers = buffer_table(parent).items()
     return copy_with_tables(
         parent,
@@ -156,8 +155,7 @@ def traces(parent: nn.Module) -> Iterator[fx.Graph]:
     """Trace forward with symbols: in training and evaluation, with and without optional arguments.
     Yields nothing for a forward with `*args` or `**kwargs`; may raise any error of the forward.
 
-    torch.fx's own tracer patches nn.Module for the whole process while it traces, which other
-    threads would notice. Replaced children need no patch.
+    torch.fx's own tracer patches nn.Module for the whole process; replaced children need no patch.
     """
     inputs = inspect.signature(parent.forward).parameters.values()
     if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in inputs):
@@ -191,7 +189,6 @@ def _regions_of(graph: fx.Graph, parent: nn.Module) -> Iterator[Region]:
 
 
 def _region_before(row: fx.Node, once: dict[str, nn.Module]) -> Region | None:
-    """Return the region that ends at this linear module; None if there is none."""
     if len(row.args) != 1 or row.kwargs or not isinstance(row.args[0], fx.Node):
         return None
     inside: dict[fx.Node, None] = {}

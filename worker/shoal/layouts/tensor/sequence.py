@@ -1,9 +1,10 @@
-"""Sequence parallelism: between split layers each rank computes only its positions of the sequence.
+"""Sequence parallelism: between split layers, each rank computes only its positions of the
+sequence.
 
-Norms, dropout and residual sums compute each position from that position alone. So each rank takes
-its part of the last dimension but one. An all-gather before a split layer and a reduce-scatter
-after it replace the all-reduce of tensor parallelism: together they send as many bytes as it does.
-(V. Korthikanti et al., Reducing Activation Recomputation, arXiv:2205.05198, section 4.2.)
+Norms, dropout and residual sums compute each position by itself. So each rank takes its part of the
+last dimension but one. An all-gather before a split layer and a reduce-scatter after it replace the
+all-reduce of tensor parallelism. (V. Korthikanti et al., Reducing Activation Recomputation,
+arXiv:2205.05198, section 4.2.)
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -23,8 +24,7 @@ from shoal.torch_private.modules import parameter_table
 from shoal_proto.errors import InvalidSpec
 
 DIM = -2
-"""The dimension before the features, usually the sequence: its positions are computed
-independently of each other."""
+"""Dimension before the features, usually the sequence."""
 
 
 class Positions:
@@ -143,7 +143,7 @@ def _apply(function: Any, value: Tensor, positions: Positions) -> Tensor:
 
 
 class SequenceColumnLinear(ColumnLinear):
-    """A ColumnLinear whose input has this rank's positions."""
+    """ColumnLinear for an input of this rank's positions."""
 
     positions: Positions
 
@@ -154,7 +154,7 @@ class SequenceColumnLinear(ColumnLinear):
 
 
 class SequenceRowLinear(RowLinear):
-    """A RowLinear whose output has this rank's positions."""
+    """RowLinear for an output of this rank's positions."""
 
     positions: Positions
 
@@ -197,7 +197,7 @@ def spread_positions(
 
 
 def summed_parameters(model: nn.Module, entries: Sequence[SequenceEntry]) -> frozenset[str]:
-    """Name the parameters whose gradients come from this rank's positions only."""
+    """Name the parameters with gradients from this rank's positions only."""
     names = set()
     for entry in entries:
         module = model.get_submodule(entry.module)
@@ -209,8 +209,8 @@ def summed_parameters(model: nn.Module, entries: Sequence[SequenceEntry]) -> fro
 
 
 def summands_of(parameters: Mapping[str, nn.Parameter], names: Collection[str]) -> list[Tensor]:
-    """Return this rank's parts of these gradients, in the order of the parameters. A missing
-    gradient is replaced by zeros, so that all ranks exchange the same number of elements."""
+    """Return this rank's parts of these gradients, in the order of the parameters; zeros for a
+    missing one, so that all ranks exchange the same number of elements."""
     return [
         torch.zeros_like(local_part(parameter))
         if parameter.grad is None

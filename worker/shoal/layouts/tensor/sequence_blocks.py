@@ -1,9 +1,8 @@
 """Finder of blocks in which each rank can compute only its positions of the sequence.
 
-A block takes a value and returns a value with the same positions. Its forward, run with symbols,
-has only four kinds of operations: those that compute each position by itself (norms, dropout,
-elementwise operations), pairs of split layers, inner blocks, and modules that take all positions,
-such as attention. A module with other operations, or that cannot be traced, is no block.
+A block takes a value and returns a value with the same positions. Its traced forward has only
+norms, dropout, elementwise operations, pairs of split layers, inner blocks, and modules that take
+all positions, such as attention.
 """
 
 import operator
@@ -103,8 +102,6 @@ class _NoBlock(Exception):
 
 
 class _Block:
-    """Analysis of one module, which may be a block."""
-
     def __init__(
         self,
         block: str,
@@ -137,8 +134,8 @@ class _Block:
         return list(variants[0].values()) if alike else None
 
     def _of_torch(self) -> list[SequenceEntry] | None:
-        """Return the entries of one of torch's transformer layers, which branch on their inputs and
-        so cannot be traced; None if its linear modules are not a pair."""
+        """Return the entries of one of torch's transformer layers, which cannot be traced; None if
+        its linear modules are not a pair."""
         if not self._is_paired("linear1", COLUMN) or not self._is_paired("linear2", ROW):
             return None
         takes = _TORCH[type(self._module)]
@@ -168,7 +165,6 @@ class _Block:
         return entry is not None and entry.style == style and entry.paired
 
     def _follow(self, graph: fx.Graph) -> None:
-        """Add the entries of a trace. Raises _NoBlock."""
         kinds: dict[fx.Node, _Kind] = {}
         first = next(iter(graph.nodes))
         calls = [str(node.target) for node in graph.nodes if node.op == "call_module"]
