@@ -20,9 +20,8 @@ _LOSS = "the loss"
 class NonFiniteCheck:
     """Exchange of one flag for each rank, in one small message a step over all ranks.
 
-    Messages that reduce gradients cannot carry the flags: each message goes along one dimension of
-    the mesh only, and its sum may itself overflow. A step that clips gradients sends the flags in
-    the message of the norm.
+    Messages that reduce gradients cannot carry the flags: each goes along one dimension of the mesh
+    only, and its sum may overflow.
     """
 
     def __init__(
@@ -32,15 +31,15 @@ class NonFiniteCheck:
         own_fault: Callable[[], str] = lambda: "",
     ) -> None:
         """`own_fault`: for layouts that examine gradients while they reduce them, and do not call
-        `scan`. Returns the name of a parameter with gradients of this rank that were not finite
-        before they were reduced; empty if there is none."""
+        `scan`. Returns the name of a parameter with own gradients that were not finite; empty if
+        there is none."""
         self._group, self._device, self._own_fault = group, device, own_fault
         self.losses = PendingLosses()
-        """Losses of this rank; a loss that is not finite counts as this rank's own fault."""
+        """Losses of this rank; one that is not finite counts as its own fault."""
         self.begin()
 
     def begin(self) -> None:
-        """Begin a step: discard the results of the previous step."""
+        """Begin a step."""
         self.losses.begin()
         self._own = ""
         self._found = ""
@@ -54,8 +53,8 @@ class NonFiniteCheck:
         self._has_looked = True
 
     def check_after_pass(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Examine the gradients of one pass, unless `scan` has been called in this step. The
-        gradients must not include reduced gradients of earlier passes."""
+        """Examine the gradients of one pass, unless `scan` has been called in this step. They must
+        not include reduced gradients of earlier passes."""
         if not self._has_looked:
             self._own = self._own or name_of_fault(parameters)
 
@@ -69,7 +68,7 @@ class NonFiniteCheck:
         return bool(self._own)
 
     def flags(self, parameters: Mapping[str, nn.Parameter]) -> Tensor:
-        """Return a flag for each rank, to be summed over all ranks; other ranks' flags are 0."""
+        """Return a flag for each rank, to be summed over all ranks."""
         self._own = self._own or self._own_fault()
         self._found = self._own or name_of_fault(parameters)
         self._look_at_losses()
@@ -80,21 +79,19 @@ class NonFiniteCheck:
         return flags
 
     def set_flags(self, flags: Tensor) -> None:
-        """Set the sum of all ranks' flags."""
         self._flags = flags
 
     def note_faults(self, are_own: Sequence[bool]) -> None:
-        """Set the flags that ranks sent in another message, for layouts with
-        `Layout.faults_are_own`. `are_own`: for each rank, True if its own gradients were not
-        finite."""
+        """Set the flags from another message, for layouts with `Layout.faults_are_own`. `are_own`:
+        by rank, True if its own gradients were not finite."""
         self._flags = torch.tensor([OWN if each else 0.0 for each in are_own])
 
     def check(self, parameters: Mapping[str, nn.Parameter], step: int) -> None:
-        """Raise on every rank unless the gradients of all ranks are finite. Collective, unless all
-        ranks' flags are known already. `step`: number of committed steps.
+        """Raise on every rank unless the gradients of all ranks are finite. `step`: number of
+        committed steps. Collective, unless all ranks' flags are known.
 
-        Ranks with own gradients that are not finite raise NonFiniteGradient; all others raise
-        GenerationBroken. If only a sum is not finite, all ranks raise NonFiniteGradient.
+        Ranks with own gradients that are not finite raise NonFiniteGradient; the others raise
+        GenerationBroken. If only a sum is not finite, all raise NonFiniteGradient.
         """
         if self._flags is None:
             flags = self.flags(parameters)

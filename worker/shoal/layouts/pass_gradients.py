@@ -1,8 +1,7 @@
 """Completion of a rank's own gradients to those of the whole batch, after each backward pass.
 
-A script may read or change gradients after a pass, and has to see those that one process would
-compute. So they are reduced before `session.backward` returns. Layouts that reduce during backward
-do not need this.
+A script may read or change gradients after a pass: they must be those of one process. Layouts that
+reduce during backward do not need this.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -30,8 +29,8 @@ class PassGradients:
 
     @contextmanager
     def of_pass(self, complete: Complete, *, completes: bool) -> Iterator[None]:
-        """Return a context for one pass. `completes`: complete the gradients at its end; else a
-        later pass or `finish` does."""
+        """Return a context for one pass. `completes`: complete the gradients at its end, and not
+        later."""
         if not self._are_own and not self._kept:
             self._set_aside()
         self._are_own = True
@@ -50,7 +49,7 @@ class PassGradients:
                 parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
 
     def _set_aside(self) -> None:
-        """Move complete gradients out of `.grad`, so that `complete` reduces only the next pass'
+        """Move complete gradients out of `.grad`: `complete` then reduces only the next pass'
         gradients."""
         for parameter in self._parameters:
             if parameter.grad is not None:

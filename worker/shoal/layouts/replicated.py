@@ -22,7 +22,7 @@ class ReplicatedLayout(Layout):
     """Layout in which every rank holds and steps all parameters, with its own share of samples.
 
     As in DDP, a parameter that a loss leaves out is an error unless `find_unused_parameters`.
-    Parameters that are not on the meta device stay the script's own, with their values.
+    Parameters that are not on the meta device stay the script's own.
     """
 
     elementwise = False
@@ -40,8 +40,8 @@ class ReplicatedLayout(Layout):
         compressor: Compressor | None = None,
         traffic: Traffic | None = None,
     ) -> None:
-        """`compressor`: the same object in all generations of a member, as it keeps unsent
-        gradients. `traffic`: counts bytes in all generations."""
+        """`compressor`: the same object in all generations, as it keeps unsent gradients.
+        `traffic`: counts bytes in all generations."""
         bucket_mb = bucket_size(bucket_mb)
         if any(parameter.is_meta for parameter in model.parameters()):
             materialise(model, world.device)
@@ -99,7 +99,7 @@ class ReplicatedLayout(Layout):
         return False
 
     def reduce_in_backward(self, reduces: bool) -> None:
-        # As DDP's `no_sync` does; the flag has to be set in the forward pass too.
+        # The flag has to be set in the forward pass too, as DDP's `no_sync` does.
         self._ddp.require_backward_grad_sync = reduces
 
     @property

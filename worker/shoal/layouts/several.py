@@ -23,7 +23,7 @@ class SeveralLayouts(Layout):
         self.elementwise = any(each.elementwise for each in layouts.values())
         self.layouts = layouts
         self.active: frozenset[str] = frozenset()
-        """Names of the models that the next pass trains, or that the next update steps."""
+        """Models that the next pass trains, or that the next update steps."""
 
     @property
     def is_replicated(self) -> bool:  # type: ignore[override]
@@ -134,7 +134,7 @@ class SeveralLayouts(Layout):
             each.finish_passes()
 
     def communicates_in_forward(self, *, is_first_step: bool) -> bool:
-        """Raise InvalidSpec: ask each layout, as several models have no common forward pass."""
+        """Raise InvalidSpec: several models have no common forward pass."""
         raise InvalidSpec("several models have no forward pass in common")
 
     def reduce(self) -> None:

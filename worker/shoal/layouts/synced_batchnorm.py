@@ -1,8 +1,7 @@
 """BatchNorm with the statistics of the whole global batch, however it is divided into shares.
 
 torch's SyncBatchNorm runs on GPUs only, and counts stand-in samples. Here members' counts, means
-and sums of squares are combined as in Chan et al. 1979. In backward, members exchange the sums that
-gradients depend on; losses have already weighted these by the members' shares.
+and sums of squares are combined as in Chan et al. 1979.
 """
 
 from typing import Any
@@ -23,9 +22,7 @@ from shoal_proto.errors import InvalidSpec
 def sync_batchnorm(model: nn.Module, *, every: bool) -> int:
     """Make the model's SyncBatchNorm modules, or `every` BatchNorm, normalise over the samples of
     all members; returns their number. The modules stay the same objects, and evaluate as before.
-
-    Raises InvalidSpec, before any change, if `every` includes layers of another framework.
-    """
+    Raises InvalidSpec, before any change, if `every` includes layers of another framework."""
     if every:
         _refuse_foreign(model)
     num_synced = 0
@@ -45,7 +42,7 @@ def unsync_batchnorm(model: nn.Module) -> None:
 
 
 def has_sync_batchnorm(model: nn.Module) -> bool:
-    """True if the script itself has converted layers of the model to SyncBatchNorm."""
+    """True if the script has converted layers of the model to SyncBatchNorm."""
     return any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
 
 

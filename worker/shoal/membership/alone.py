@@ -1,7 +1,6 @@
 """Member that trains alone, as no coordinator was named.
 
-`LoneMember` replaces the `MemberSession` of a job with several members. There is one generation of
-one member. Only checkpoints outlive the process.
+There is one generation of one member. Only checkpoints outlive the process.
 """
 
 import math
@@ -34,7 +33,8 @@ WITH_SEVERAL = "Start it with `shoal run -n 3 SCRIPT`, which also starts a clust
 
 
 class LoneMember:
-    """The only member of a job without a coordinator. See `MemberSession` for each method."""
+    """Only member of a job without a coordinator, in place of `MemberSession`, which documents the
+    methods."""
 
     def __init__(
         self, member: Member, judge: Callable[[pb.Prepare], Sequence[pb.Rejection]]

@@ -61,11 +61,11 @@ Handler = Callable[[int, FrameType | None], Any] | int | signal.Handlers | None
 class DrainSignal:
     """Handler of SIGTERM as a request to drain.
 
-    A repetition of the signal within SAME_ORDER_S has no effect, even while the script unwinds. A
-    second SIGTERM after that time ends the process.
+    A repetition of the signal within SAME_ORDER_S has no effect. A second SIGTERM after that time
+    ends the process.
 
-    Installed only in the main thread, and only if the script has no handler. In a process that the
-    script forks, the first SIGTERM ends the process, which is no member.
+    Installed only in the main thread, and only if the script has no handler. In a forked process,
+    the first SIGTERM ends the process.
     """
 
     def __init__(self, drain: Callable[[str], None]) -> None:
@@ -94,14 +94,13 @@ class DrainSignal:
 
     def restore(self) -> None:
         """Set the default handler, unless another one was set meanwhile. After a first SIGTERM this
-        handler stays: it ignores repetitions, and ends the process on the second SIGTERM."""
+        handler stays, for the second."""
         if self._is_in_place and self._installed and not self._was_ordered:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self._installed = False
 
     def forget_order(self) -> None:
-        """Forget earlier signals: the next one is no repetition, and a handler set later is
-        installed at once."""
+        """Forget earlier signals: the next one is no repetition."""
         self._orders = StopOrders()
 
     @property
@@ -202,11 +201,8 @@ os.register_at_fork(
 
 
 def _is_free(handler: object) -> bool:
-    """True if the script has no handler of its own.
-
-    A script that saves and restores handlers may have restored the handler of an earlier session,
-    which counts as none.
-    """
+    """True if the script has no handler of its own. A restored handler of an earlier session counts
+    as none."""
     left_over = getattr(handler, "__self__", None)
     if isinstance(left_over, DrainSignal):
         return not left_over._installed and _is_free(left_over._next)

@@ -24,18 +24,16 @@ class Context:
     thread-safe."""
     limits: Limits
     held_until_s: Callable[[], float] = lambda: -math.inf
-    """Returns the time, by `time.monotonic`, until which waits for other members had no limit,
-    because of a member's pause or because no coordinator could be reached. Thread-safe."""
+    """Returns the time, by `time.monotonic`, until which waits for other members had no limit: a
+    member paused, or no coordinator was reached. Thread-safe."""
     is_away: Callable[[], bool] = lambda: False
     """Returns True while no coordinator can be reached. Thread-safe."""
     no_generation_follows: Callable[[], bool] = lambda: False
     """Returns True if this member is to leave and no further generation follows. Thread-safe."""
     ended: Callable[[], ShoalError | None] = lambda: None
-    """Returns the error that ended the membership; None: it has not ended. Cheap and
-    thread-safe."""
+    """Returns the error that ended the membership; None: it goes on. Cheap and thread-safe."""
     stores: GenerationStores = field(default_factory=LoneStores)
-    """Key-value stores through which the members of a generation connect. The strategy closes
-    them."""
+    """Key-value stores through which a generation's members connect. The strategy closes them."""
     report_status: Callable[[TrainerStatus], None] = lambda status: None
     """Takes the trainer's status, which heartbeats carry. Thread-safe."""
 
@@ -62,7 +60,6 @@ class Generation:
 
     @cached_property
     def me(self) -> RosterEntry:
-        """Entry of this member."""
         for entry in self.record.roster.entries:
             if entry.member_id == self.token.member_id:
                 return entry

@@ -1,7 +1,6 @@
 """Health reports to the coordinator's status page, in the background.
 
-Reports are for people, and no decision depends on them: training never waits for a report or fails
-because of one.
+No decision depends on reports: training never waits for a report or fails because of one.
 """
 
 import json
@@ -38,11 +37,8 @@ _NOT_SENT = (
 
 
 class HealthReporter:
-    """Posts the newest health of one member every `interval_s`, on a thread of its own.
-
-    At most one report is waiting to be sent. The first update is sent at once, later ones at the
-    interval, the last one by `close`.
-    """
+    """Posts the newest health of one member every `interval_s`, on a thread of its own: the first
+    update at once, the last one by `close`."""
 
     def __init__(
         self,
@@ -52,8 +48,8 @@ class HealthReporter:
         incarnation: str,
         interval_s: float = 1.0,
     ) -> None:
-        """`url`: the coordinator's base URL, or a function that returns the current one; empty
-        while there is no coordinator to report to."""
+        """`url`: the coordinator's base URL, or a function that returns the current one; empty:
+        none."""
         if not interval_s > 0:
             raise ValueError(f"interval_s is {interval_s}; expected more than 0")
         self._url = url if callable(url) else lambda: url
@@ -87,10 +83,8 @@ class HealthReporter:
         return self._num_failed
 
     def update(self, figures: HealthFigures) -> None:
-        """Change the next report; figures that are None stay unchanged. Never blocks.
-
-        Convert tensors before the call, and not in each step: `float(loss)` waits for the device.
-        """
+        """Change the next report; figures that are None stay unchanged. Never blocks. Convert
+        tensors seldom: `float(loss)` waits for the device."""
         changed = {
             name: value[: _MAX_LENGTHS[name]] if isinstance(value, str) else _json(value)
             for name, value in figures.known_figures().items()

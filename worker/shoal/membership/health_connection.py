@@ -34,8 +34,8 @@ class ForkableBackend(httpcore.NetworkBackend):
 
 
 class CoordinatorHttp:
-    """Client that posts JSON to a coordinator, with the present certificate files and without the
-    environment's proxies. One thread uses it, within `with`."""
+    """Client that posts JSON to a coordinator, with the present certificate files and without
+    proxies. One thread uses it, within `with`."""
 
     def __init__(self) -> None:
         self._context = _context()
@@ -143,7 +143,6 @@ class _Encrypted(httpcore.NetworkStream):
 
 @contextlib.contextmanager
 def _errors(late: type[Exception], failed: type[Exception]) -> Iterator[None]:
-    """Raise a socket's errors as httpcore's, within the context."""
     try:
         yield
     except TimeoutError as error:

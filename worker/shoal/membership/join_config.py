@@ -32,7 +32,7 @@ MAX_MEMBERS = 1024
 """Upper bound of the number of members, if the job gives none."""
 
 _NUM_RANKS = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
-"""Variables with the number of processes that torchrun, Open MPI, MPICH or srun has started."""
+"""Number of processes that torchrun, Open MPI, MPICH or srun has started."""
 _ADDRESS = re.compile(r"\[?[^\s,]+\]?:\d{1,5}")
 
 
@@ -48,8 +48,8 @@ class LauncherSettings:
     job: str = ""
     """Job of the launcher's workers. A script may join another one."""
     admission_s: float = ADMISSION_S
-    """Seconds that a coordinator may take to admit this member; a day for a worker of `shoal run`,
-    as the launcher has already reached a coordinator."""
+    """Seconds that a coordinator may take to admit this member; a day under `shoal run`, as the
+    launcher has already reached a coordinator."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,8 +181,8 @@ class JoinConfig:
 def read_config(
     given: Mapping[str, str | int | None], environment: Mapping[str, str]
 ) -> JoinConfig:
-    """Return the configuration from the given arguments, and for absent ones from SHOAL_* variables
-    and those of torchrun, MPI and srun. Raises InvalidSpec."""
+    """Return the configuration from the given arguments, and for absent ones from variables of
+    SHOAL, torchrun, MPI and srun. Raises InvalidSpec."""
 
     def text(name: str, variable: str) -> str:
         value = given.get(name)
@@ -232,7 +232,6 @@ def read_config(
 
 
 def _is_on(variable: str, text: str) -> bool:
-    """True for "1" or "true", False for "0", "false" or no text. Raises InvalidSpec for others."""
     if text.lower() not in ("", "0", "1", "false", "true"):
         raise InvalidSpec(f"bad {variable}", seen=repr(text[:40]), expected="1 or 0")
     return text.lower() in ("1", "true")
@@ -252,8 +251,7 @@ def _beat_slot(address: str) -> BeatSlot | None:
     try:
         slot = BeatSlot.open(address)
     except (OSError, InvalidSpec) as error:
-        # The variable was inherited on another host or by another user: the member itself sends
-        # heartbeats.
+        # The variable was inherited on another host or by another user.
         log.info("beat_slot_not_used", address=address, reason=str(error))
         return None
     if not slot.lifeline.hold() and (holder := slot.lifeline.other_holder):
@@ -268,7 +266,6 @@ def _beat_slot(address: str) -> BeatSlot | None:
 
 
 def _script_name() -> str:
-    """Name of a job that trains alone, for its log."""
     return _as_name(Path(sys.argv[0]).stem)
 
 

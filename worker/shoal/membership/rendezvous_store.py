@@ -1,7 +1,7 @@
 """Store for `torch.distributed` with keys that the coordinator keeps for one generation.
 
-No member opens a port for it, and it survives the loss of any host. Every call carries the fencing
-token: only members of the generation read or write its keys.
+It survives the loss of any host. Only members of the generation, by their tokens, read or write its
+keys.
 """
 
 import threading
@@ -59,7 +59,7 @@ class RendezvousStore(Store):
 
     Raises DeadlineExceeded for a key that is not set within the timeout, Fenced for a token out of
     date, and what `Coordinators.call` raises. After `abort`, calls in progress and later ones raise
-    GenerationBroken at once.
+    GenerationBroken.
     """
 
     def __init__(
@@ -106,8 +106,8 @@ class RendezvousStore(Store):
         self._set(list(zip(keys, values, strict=True)), append=False)
 
     def get(self, key: str) -> bytes:
-        # torch requests each key twice, to wait and to read: the first answer serves for both. Any
-        # other call in between discards it, as the second request may then need a newer value.
+        # torch requests each key twice, to wait and to read: the first answer serves for both,
+        # unless another call comes in between.
         with self._lock:
             value = self._waited.pop(key, None)
         return value if value is not None else self.multi_get([key])[0]

@@ -7,10 +7,11 @@ def enough_scratch(roster: shoal.Roster) -> shoal.Reject | None:
         return shoal.Reject(seen=f"{free} bytes", expected="10 GB", fix="Clear /scratch.")
     return None
 
-Each member runs its validators before each generation that it takes part in. If a validator
-rejects, the generation does not form, and its members, except those that train already or hold the
-job's state, get a ProposalConflict that names the validator, the member and the value seen. All
-members of a job must have the same validators."""
+Each member runs its validators before each generation that it takes part in. If one rejects, the
+generation does not form, and its members get a ProposalConflict with the validator, the member and
+the value seen, except those that train already or hold the job's state. All members of a job must
+have the same validators.
+"""
 
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -89,10 +90,9 @@ REGISTERED: dict[str, Validator] = {}
 def validator(name: str) -> Callable[[V], V]:
     """Decorator of a function that every session of this process calls before each generation.
 
-    The function runs on a background thread while the script trains. All validators together have
-    half of the coordinator's time limit for agreement: by default 5 s. A function that raises or
-    takes longer counts as a rejection. Raises InvalidSpec for a name that is invalid, or taken by
-    another function.
+    The function runs on a background thread. All validators together have half of the coordinator's
+    time limit for agreement: by default 5 s. A function that raises or takes longer counts as a
+    rejection. Raises InvalidSpec for a name that is invalid, or taken by another function.
     """
     if not is_name(name):
         raise InvalidSpec(
@@ -117,11 +117,9 @@ def validator(name: str) -> Callable[[V], V]:
 
 
 def validators_of(own: Iterable[Validator]) -> dict[str, Validator]:
-    """Return the registered validators and a session's own, by name.
-
-    A function that is not registered is named by its `__name__`. Raises InvalidSpec if that is no
-    valid name, or if two validators have the same name.
-    """
+    """Return the registered validators and a session's own, by name; functions that are not
+    registered by their `__name__`. Raises InvalidSpec for an invalid name, and for one that two
+    validators have."""
     by_name = dict(REGISTERED)
     registered = {id(function): name for name, function in REGISTERED.items()}
     for function in own:
@@ -153,8 +151,7 @@ class ValidatorSet:
 
     def rejections(self, roster: pb.Roster, limit_s: float) -> list[pb.Rejection]:
         """Return the validators' rejections of the roster, within `limit_s`. A validator that has
-        not returned by then keeps running: it rejects this roster, and each later one until it
-        returns."""
+        not returned by then rejects this roster, and each later one until it returns."""
         if not self._validators:
             return []
         late = self._running
@@ -172,8 +169,6 @@ class ValidatorSet:
 
 
 class _Run:
-    """Run of all validators, in sequence, on one roster."""
-
     def __init__(self, validators: Mapping[str, Validator], roster: Roster) -> None:
         self.roster = roster
         self.rejected: dict[str, Reject] = {}
@@ -226,6 +221,6 @@ def _rejection(name: str, reject: Reject) -> pb.Rejection:
 
 
 def _origin(function: Validator) -> str:
-    """Return module and name of a function, which stay the same if the module is loaded again."""
+    """Return module and name of a function: the same if the module is loaded again."""
     module = getattr(function, "__module__", "")
     return f"{module}.{getattr(function, '__qualname__', repr(function))}"

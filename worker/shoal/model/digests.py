@@ -1,5 +1,5 @@
-"""Digest of the model and text of the optimizer, which members compare, and listings of the same
-contents, in which the coordinator finds the first difference (`shoal_proto.packing.listings`)."""
+"""Digest of the model and text of the optimizer, which members compare, and listings of their
+contents (`shoal_proto.packing.listings`)."""
 
 from collections.abc import Iterator
 from hashlib import sha256

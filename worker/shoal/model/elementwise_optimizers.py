@@ -1,10 +1,8 @@
 """Kinds of optimizers: those that update each element separately (parameters can be sharded), those
-that update each parameter separately (each member can have some), and LBFGS, which no strategy
-runs.
+that update each parameter separately (each member can have some), and LBFGS.
 
-Only an optimizer's source shows its kind: with a norm over all parameters, it would silently
-compute other weights if a member has only some of them. So this module lists classes whose source
-was read. Users may vouch for others.
+Only an optimizer's source shows its kind. So this module lists classes whose source was read; users
+may vouch for others.
 """
 
 from torch import optim
@@ -30,15 +28,15 @@ ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
 )
 
 PER_PARAMETER: frozenset[type[Optimizer]] = ELEMENTWISE | {optim.Adafactor, optim.Muon}
-"""Optimizers with updates of a parameter that depend only on its own value, gradient and state."""
+"""Optimizers that update a parameter by its own value, gradient and state only."""
 
 
 def refuse_unless_per_parameter(strategy: str, optimizer: Optimizer, *, vouched: bool) -> None:
     """Raise UnsupportedOptimizer unless the optimizer is one of torch's own that update each
     parameter separately, or is vouched for.
 
-    A class may vouch for itself with `per_parameter = True` in its own body, or with the stronger
-    `elementwise = True`. A subclass does not inherit that.
+    A class may vouch for itself with `per_parameter = True`, or `elementwise = True`, in its own
+    body; subclasses do not inherit that.
     """
     for each in optimizers_of(optimizer).values():
         marks = vars(type(each))
@@ -63,8 +61,8 @@ def _may_need_all(strategy: str, optimizer: Optimizer) -> UnsupportedOptimizer:
 
 def refuse_unless_elementwise(strategy: str, optimizer: Optimizer, vouched: bool) -> None:
     """Raise UnsupportedOptimizer unless the optimizer is one of torch's elementwise ones, or is
-    vouched for. A class may vouch for itself with `elementwise = True` in its own body. A subclass
-    does not inherit that."""
+    vouched for. A class may vouch for itself with `elementwise = True` in its own body; subclasses
+    do not inherit that."""
     for each in optimizers_of(optimizer).values():
         fits = vouched or vars(type(each)).get("elementwise") is True
         if not fits and type(each) not in ELEMENTWISE:
@@ -83,7 +81,7 @@ def _may_need_wholes(strategy: str, optimizer: Optimizer) -> UnsupportedOptimize
 
 def refuse_further_state(name: str, optimizer: Optimizer) -> None:
     """Raise UnsupportedOptimizer if the optimizer's state_dict has more than the state of
-    parameters and groups: a member that joins would not get the rest."""
+    parameters and groups: a member that joins would not get it."""
     for each in optimizers_of(optimizer).values():
         if type(each).state_dict is Optimizer.state_dict:
             continue

@@ -1,7 +1,7 @@
-"""Adapters for models of other frameworks as torch modules; frameworks are not imported here.
+"""Adapters for models of other frameworks as torch modules.
 
 A framework's adapter is a module of `shoal.integrations`, loaded for the first model of the
-framework: the adapter imports this layer, not the other way round.
+framework.
 """
 
 import sys

@@ -17,8 +17,7 @@ from shoal_proto.errors import InvalidSpec
 
 def is_finite(tensor: Tensor) -> bool:
     """True if all elements are finite."""
-    # One pass in the usual case: a NaN or Inf makes the sum NaN or Inf. The exact test decides if
-    # not, as the sum of finite numbers can overflow.
+    # A sum of finite numbers can overflow: only then the exact test decides.
     return cmath.isfinite(_wide_sum(tensor).item()) or bool(torch.isfinite(tensor).all())
 
 
@@ -56,8 +55,7 @@ def refuse_sparse(strategy: str, model: nn.Module) -> None:
 
 def refuse_layers(strategy: str, model: nn.Module) -> None:
     """Raise InvalidSpec for layers with which several members would train another model than one
-    process: layers with sparse gradients, with weights that a pass changes, or with gradients that
-    depend on how often an index occurs in the batch."""
+    process: with sparse gradients, `max_norm` or `scale_grad_by_freq`."""
     refuse_sparse(strategy, model)
     embeddings = [
         (name, part)
@@ -108,8 +106,8 @@ def sparse_gradient(strategy: str, name: str) -> InvalidSpec:
 
 
 def refuse_parameter_hooks(model: nn.Module) -> None:
-    """Raise InvalidSpec if the script has hooks on gradients of parameters: they would get
-    gradients of this member's samples only, or would not be called at all."""
+    """Raise InvalidSpec if the script has hooks on gradients of parameters: these would get
+    gradients of this member's samples only."""
     hooked = [name for name, each in model.named_parameters() if has_gradient_hooks(each)]
     if hooked:
         raise InvalidSpec(
@@ -124,8 +122,8 @@ def refuse_parameter_hooks(model: nn.Module) -> None:
 class StepGradients:
     """Gradients of all parameters of a model, which are dropped when a step begins.
 
-    Parameters that the optimizer does not hold are included: their gradients count in the norm for
-    clipping, and would accumulate over steps, which a joiner lacks.
+    Those of parameters that the optimizer does not hold are included: they count in the norm for
+    clipping.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], optimizer: Optimizer) -> None:
@@ -137,8 +135,7 @@ class StepGradients:
         """Drop all gradients."""
         for optimizer in optimizers_of(self._optimizer).values():
             if _zeroes_as_torch(optimizer):
-                # As `zero_grad`, without its record for the profiler, which takes several times as
-                # long.
+                # As `zero_grad`, without its slow record for the profiler.
                 for group in optimizer.param_groups:
                     for parameter in group["params"]:
                         parameter.grad = None
@@ -164,8 +161,8 @@ def bare_backward() -> InvalidSpec:
 
 
 def refuse_second_derivatives(model: nn.Module) -> None:
-    """Make backward passes with `create_graph=True`, as for a gradient penalty, raise InvalidSpec
-    when they enter the model: the weights that they use are freed after the pass."""
+    """Make backward passes with `create_graph=True` raise InvalidSpec when they enter the model:
+    the weights that they use are freed after the pass."""
 
     def look(gradient: Tensor) -> None:
         if torch.is_grad_enabled():
@@ -191,7 +188,7 @@ def watch_parameters(
     parameters: Iterable[nn.Parameter], ours: Callable[[], bool]
 ) -> list[RemovableHandle]:
     """Watch gradients: a pass that adds to them raises `bare_backward` unless `ours()` is true, and
-    `sparse_gradient` if a function made a gradient sparse. Returns the handles of the hooks."""
+    `sparse_gradient` if a gradient is sparse. Returns the handles of the hooks."""
 
     def look(parameter: Tensor) -> None:
         if not ours():

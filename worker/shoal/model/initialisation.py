@@ -39,8 +39,8 @@ def mark_taken(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def refuse_reused(model: nn.Module) -> None:
-    """Raise InvalidSpec for a model with weights that an earlier session has taken: it is on the
-    meta device now, so its modules would draw new initial values."""
+    """Raise InvalidSpec for a model with weights that an earlier session has taken: its modules
+    would draw new initial values."""
     for name, parameter in model.named_parameters():
         if _TAKEN in parameter.__dict__:
             raise InvalidSpec(
@@ -73,8 +73,8 @@ def give_buffers(model: nn.Module) -> None:
 def initialise(model: nn.Module, device: torch.device, seed: int) -> None:
     """Initialise the parameters and buffers of a model on the meta device, in memory on `device`.
 
-    Parameters stay the same objects: an optimizer keeps them. The process' random generators keep
-    their states. Raises what `initialised_copy` raises.
+    Parameters stay the same objects, and random generators keep their states. Raises what
+    `initialised_copy` raises.
     """
     if not is_on_meta(model):
         return
@@ -89,11 +89,9 @@ def initialise(model: nn.Module, device: torch.device, seed: int) -> None:
 
 
 def initialised_copy(model: nn.Module, seed: int) -> nn.Module:
-    """Return a copy of the model in host memory, with the initial values of its modules.
-
-    Raises InvalidSpec with the name of a module that cannot initialise its own tensors, or leaves
-    an element of them unset.
-    """
+    """Return a copy of the model in host memory, with the initial values of its modules. Raises
+    InvalidSpec with the name of a module that cannot initialise its own tensors, or leaves an
+    element unset."""
     for path, part in model.named_modules():
         _check(path, part)
     copied = copy.deepcopy(model)
@@ -124,7 +122,6 @@ def _children_first(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Modu
 
 
 def _own(part: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters and buffers of the module itself, not of its children."""
     for tensors in (parameter_table(part), buffer_table(part)):
         for name, tensor in tensors.items():
             if tensor is not None:
@@ -186,9 +183,7 @@ def _check(path: str, part: nn.Module) -> None:
 
 def _with_memory(part: nn.Module, memory: dict[int, Tensor]) -> dict[str, Tensor]:
     """Give the module's own tensors host memory filled with `_mark`; returns them by name.
-
-    `memory` has the replacements made so far, by the tensor's id, so that tied tensors stay tied.
-    """
+    `memory`: replacements made so far, by the tensor's id, so that tied tensors stay tied."""
     replaced: dict[str, Tensor] = {}
     tables: tuple[dict[str, Any], ...] = (parameter_table(part), buffer_table(part))
     for table in tables:

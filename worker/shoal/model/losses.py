@@ -16,11 +16,11 @@ def check_loss(loss: Tensor, step: int) -> None:
 
 
 class PendingLosses:
-    """Losses of a step that are on a GPU, checked together with the step's gradients: reading a
-    loss before its backward pass would idle the GPU.
+    """Losses of a step on a GPU, checked together with its gradients: reading a loss before its
+    backward pass would idle the GPU.
 
     The members' check of gradients includes `excess`: gradients may be finite although the loss is
-    not (`cross_entropy` of ignored targets is NaN, and its gradients are 0).
+    not (`cross_entropy` of ignored targets).
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,6 @@ class PendingLosses:
         """Tensor on the losses' device: 0 if all are finite, else NaN. None: no losses yet."""
 
     def begin(self) -> None:
-        """Begin a step without losses."""
         self.excess = None
 
     def note(self, loss: Tensor) -> None:

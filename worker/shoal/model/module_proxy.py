@@ -22,9 +22,9 @@ from shoal_proto.errors import InvalidSpec
 class ModuleProxy(nn.Module):
     """Proxy of the user's model, which runs the module that `route` returns.
 
-    The proxy shares the model's own tables: names, `state_dict` keys, `to`, `train`, optimizers and
-    attributes are those of the model. Copying or pickling the proxy copies or pickles the model; if
-    a member has only a part of the model, state dicts, copies and pickles are refused.
+    The proxy shares the model's own tables: names, `state_dict` keys, optimizers and attributes are
+    those of the model. Copying or pickling the proxy copies or pickles the model. If a member has
+    only a part of the model, state dicts, copies and pickles are refused.
     """
 
     def __init__(self, module: nn.Module, route: Callable[[], nn.Module]) -> None:
@@ -78,8 +78,8 @@ class ModuleProxy(nn.Module):
 
 
 def proxy_of(module: nn.Module, route: Callable[[], nn.Module]) -> nn.Module:
-    """Return a proxy that is also an instance of the model's class, with all its methods. For a
-    ScriptModule, return a plain ModuleProxy."""
+    """Return a proxy that is also an instance of the model's class. For a ScriptModule, return a
+    plain ModuleProxy."""
     kind = type(module)
     if kind is nn.Module or isinstance(module, torch.jit.ScriptModule):
         return ModuleProxy(module, route)
@@ -99,8 +99,8 @@ def proxy_of(module: nn.Module, route: Callable[[], nn.Module]) -> nn.Module:
 
 
 def _forward_like(forward: FunctionType) -> Callable[..., Any]:
-    """Return the proxy's forward pass, with the signature of the model's, by which frameworks
-    choose arguments."""
+    """Return the proxy's forward pass, with the model's signature, by which frameworks choose
+    arguments."""
 
     @routing
     def routed(self: ModuleProxy, *inputs: Any, **options: Any) -> Any:
@@ -125,8 +125,8 @@ def retarget(proxy: nn.Module, module: nn.Module) -> None:
 
 
 def copy_modes(held: nn.Module, module: nn.Module) -> None:
-    """Copy the modes of the user's module, part by part, to a new generation's module: training or
-    evaluation, and compiled or not."""
+    """Copy the modes of the user's module to a new generation's module: training or evaluation, and
+    compiled or not."""
     parts = {name: unwrap_proxy(part) for name, part in held.named_modules()}
     for name, part in module.named_modules():
         if name in parts:
@@ -144,8 +144,7 @@ def _names(module: nn.Module) -> frozenset[str]:
 
 
 def _refuse_parts(proxy: ModuleProxy, what: str) -> None:
-    """Raise InvalidSpec if the module behind the proxy is only a part of the model: a script that
-    saves it on one member would save only that part."""
+    """Raise InvalidSpec if the module behind the proxy is only a part of the model."""
     module = proxy.__dict__["_module"]
     elsewhere = sorted(proxy.__dict__["_names"] - _names(module))
     cut = [name for name, each in module.named_parameters() if isinstance(each, DTensor)]

@@ -1,12 +1,10 @@
 """Parameters that an optimizer of the script's own may not step while a session trains.
 
-Parameters outside the distributed model on which a session's losses depend (a loss function's
-weights): their gradients are not reduced, so members would train with different losses. A teacher's
-parameters do no harm, as no optimizer steps them.
+Gradients of parameters outside the model, such as a loss function's weights, are not reduced:
+members would train with different losses.
 
-Parameters of the distributed model, if the script distributed only one of its optimizers. If the
-layout has sharded or copied the model, the other optimizer steps parameters that are not trained.
-Otherwise its state is not the job's: a joiner lacks it, and a rollback does not restore it.
+Of the model's parameters, the other optimizer would step originals that are not trained, or keep
+state that is not the job's: a joiner lacks it, and a rollback does not restore it.
 """
 
 import weakref
@@ -29,7 +27,7 @@ def references(parameters: Iterable[Tensor]) -> References:
 
 class OtherParameters:
     """Check that the script's own optimizers step neither the model's parameters nor the other
-    parameters of losses that were noted."""
+    parameters of noted losses."""
 
     def __init__(
         self,
@@ -39,17 +37,16 @@ class OtherParameters:
         commits: Callable[[], bool],
         begins: Callable[[], None],
     ) -> None:
-        """`own` returns the distributed model's parameters in the present generation. `given`: the
-        script's parameters of the model, which may be different objects. `optimizers`: distributed
-        with the model. While `commits()` is true, other optimizers may step the model too. `begins`
-        is called when another optimizer takes its first step."""
+        """`own` returns the distributed model's present parameters. `given`: the script's
+        parameters of the model, which may be other objects. `optimizers`: distributed with the
+        model. While `commits()` is true, other optimizers may step the model too. `begins` is
+        called when another optimizer takes its first step."""
         self._own = own
         self._given = given
         self._optimizers = optimizers
         self._commits = commits
         self._begins = begins
         self._begun: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        """Other optimizers that have stepped."""
         self._others: References = {}
         self._hook = register_optimizer_step_pre_hook(self._before_step)
 
@@ -104,7 +101,6 @@ def nodes_from(nodes: Iterable[Node | None]) -> set[Node]:
 
 
 def _leaves(loss: Tensor) -> Iterator[Tensor]:
-    """Yield the leaf tensors in which a backward pass accumulates gradients."""
     for node in nodes_of(loss):
         leaf = getattr(node, "variable", None)
         if isinstance(leaf, Tensor):

@@ -1,7 +1,7 @@
 """Check that a state belongs to an optimizer like the script's own.
 
-A state's settings replace the script's: those of another kind of optimizer, or of other groups of
-parameters, would silently train differently.
+A state's settings replace the script's: those of another optimizer would silently train
+differently.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,9 +34,9 @@ def kinds_of(optimizer: Optimizer) -> list[str]:
 def check_same_optimizer(
     optimizer: Optimizer, names: Sequence[Sequence[str]], values: Mapping[str, Any]
 ) -> None:
-    """Raise InvalidSpec if the state has settings of another kind of optimizer, or has other
-    parameters or groups. `names`: the parameters of each group of the script's optimizer. `values`:
-    the state's values that are not tensors. A state without settings fits."""
+    """Raise InvalidSpec if the state has settings of another kind of optimizer, or other parameters
+    or groups. `names`: the parameters of each group of the script's optimizer. `values`: the
+    state's values that are not tensors. A state without settings fits."""
     groups: Any = values.get("groups") or ()
     kinds, written = kinds_of(optimizer), values.get(KINDS)
     if groups and isinstance(written, list) and _listed(written) != _listed(kinds):
@@ -52,10 +52,8 @@ def check_same_optimizer(
 
 
 def replaced_settings(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Describe the settings of a state, by group, that differ from the script's own.
-
-    Settings that the script's scheduler changes are left out if both began with the same rate.
-    """
+    """Describe the settings of a state, by group, that differ from the script's own, except those
+    that the script's scheduler changes, if both began with the same rate."""
     texts: list[str] = []
     for index, (group, settings) in enumerate(zip(optimizer.param_groups, groups, strict=False)):
         began = group.get(_INITIAL_RATE)

@@ -1,7 +1,7 @@
 """Attributes that a script has set on the modules of a model since the model was laid out.
 
-A layout is a copy of the model as it was distributed. The next generation would silently compute
-with the original value of a dropout probability that the script lowers later.
+A layout is a copy of the model as it was distributed: the next generation would lose a dropout
+probability that the script has lowered.
 """
 
 from collections.abc import Iterable, Mapping
@@ -22,8 +22,7 @@ class ScriptAttributes:
     """Attributes of one model, carried from one generation to the next.
 
     Covers numbers, strings, tuples, dtypes and plain tensors without a graph that are attributes of
-    modules, unless their names begin with _; and transient buffers of any name. A tensor is carried
-    if it was replaced or written to in place.
+    modules, unless their names begin with _; and transient buffers of any name.
     """
 
     def __init__(self) -> None:
@@ -46,11 +45,7 @@ class ScriptAttributes:
 
 
 class ScriptModes:
-    """The training or evaluation mode of each module when a step began.
-
-    A step's block may be left early, between `model.eval()` and `model.train()`: the retried step
-    would otherwise run in that mode.
-    """
+    """Training or evaluation mode of each module when a step began, for a step that is retried."""
 
     def __init__(self) -> None:
         self._tables: list[dict[str, Any]] = []
@@ -64,7 +59,7 @@ class ScriptModes:
         self._noted = []
 
     def note(self) -> None:
-        """Note the modes when a step begins: 3 us for 150 modules."""
+        """Note the modes when a step begins."""
         self._noted = [each["training"] for each in self._tables]
 
     def restore(self) -> None:
@@ -109,8 +104,8 @@ def _can_be_copied(value: object) -> bool:
 
 @dataclass(frozen=True)
 class _NotedObject:
-    """Record of an object at one moment. It equals a later record if both are of the same object,
-    and nothing was written to it if it is a tensor."""
+    """Record of an object at one moment. It equals a later record of the same object, unless
+    something was written to the tensor."""
 
     kept: object = field(compare=False)
     """Keeps the object alive, so that no other one gets its id."""

@@ -1,7 +1,6 @@
 """Several models and optimizers that are trained in one session, such as those of a GAN.
 
-Layouts and states see one model with a part for each model, and one optimizer with all groups. The
-session decides which models a pass trains, and which optimizers a step steps.
+Layouts and states see one model with a part for each model, and one optimizer with all groups.
 """
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
@@ -187,8 +186,8 @@ def joined(
 ) -> tuple[SeveralModels, SeveralOptimizers]:
     """Combine the models into one, and the optimizers into one.
 
-    Raises InvalidSpec if two models share a parameter or buffer, if two optimizers share a
-    parameter, if a name is invalid, or if there are none, or more than MAX_NAMES.
+    Raises InvalidSpec if models share a parameter or buffer, if optimizers share a parameter, for
+    an invalid name, and for none or more than MAX_NAMES.
     """
     for kind, objects in (("model", models), ("optimizer", optimizers)):
         if not 1 <= len(objects) <= MAX_NAMES:
@@ -229,7 +228,7 @@ def joined(
 
 
 class Training:
-    """Mapping between optimizers and the models that they train, for the session's calls."""
+    """Mapping between optimizers and the models that they train."""
 
     def __init__(self, model: SeveralModels, optimizer: SeveralOptimizers) -> None:
         self._optimizers = optimizer.optimizers
@@ -248,7 +247,7 @@ class Training:
 
     def chosen(self, given: Optimizer | Sequence[Optimizer] | None, call: str) -> frozenset[str]:
         """Return the names of the given optimizers; of the only one, if none is given. Raises
-        InvalidSpec if none of several is given, or if one is not the session's."""
+        InvalidSpec if none of several is given, or one is not the session's."""
         optimizer_names = ", ".join(self._optimizers)
         if given is None and len(self._optimizers) == 1:
             return frozenset(self._optimizers)

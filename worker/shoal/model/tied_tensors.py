@@ -1,7 +1,6 @@
 """Tensors of a model that have several names: tied weights, shared modules, shared buffers.
 
 As in torch's `named_parameters`, layouts, optimizers and states use a tensor's first name only.
-Code that exports a model adds the further names with this module.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,10 +18,8 @@ _Value = TypeVar("_Value")
 
 
 def tied(model: nn.Module) -> dict[str, str]:
-    """Return each further name of a parameter or persistent buffer, with its first name.
-
-    A tensor that is both parameter and buffer has its first name as a parameter.
-    """
+    """Return each further name of a parameter or persistent buffer, with its first name: that of
+    the parameter, if the tensor is both."""
     first: dict[int, str] = {}
     first_names: dict[str, str] = {}
     for tensors in (_parameters(model), _persistent_buffers(model)):
@@ -41,8 +38,6 @@ def with_tied_names(values: Mapping[str, _Value], further: Mapping[str, str]) ->
 
 @dataclass(frozen=True, kw_only=True)
 class _Span:
-    """Memory of a tensor, from its first byte to its last (`end` is exclusive)."""
-
     name: str
     is_parameter: bool
     device: str
@@ -54,7 +49,7 @@ class _Span:
 
 def refuse_hidden_ties(model: nn.Module) -> None:
     """Raise InvalidSpec if two parameters, or a parameter and a buffer, share memory without being
-    one tensor: a layout gives them separate memory."""
+    one tensor."""
     near: list[_Span] = []
     for span in sorted(_spans(model), key=lambda span: (span.device, span.start)):
         near = [each for each in near if each.device == span.device and each.end > span.start]
@@ -91,8 +86,7 @@ def _spans(model: nn.Module) -> Iterator[_Span]:
 
 
 def give_own_memory(model: nn.Module) -> None:
-    """Replace expanded buffers, such as masks, by copies: no state can be loaded into an expanded
-    buffer."""
+    """Replace expanded buffers, such as masks, by copies into which a state can be loaded."""
     replacements: dict[int, Tensor] = {}
     for part in model.modules():
         table = buffer_table(part)

@@ -1,8 +1,8 @@
 """Checks of a model: its state is in tensors, and its trained parameters and their dtypes and
 shapes stay the same.
 
-Gradients are reduced for the parameters that required one at `distribute`. For parameters that are
-trained only later, copies of the model would silently diverge.
+Gradients are reduced for the parameters that required one at `distribute`: if others were trained,
+copies of the model would silently diverge.
 """
 
 from collections.abc import Iterable, Sequence
@@ -32,7 +32,6 @@ class TrainedParameters:
     """Trained parameters of a model, as they were when it was distributed."""
 
     def __init__(self, model: nn.Module) -> None:
-        """`model`: the script's model; its parameters are new objects in each generation."""
         self._model = model
         self._trained = {name: each.requires_grad for name, each in model.named_parameters()}
         self._flags: list[bool] = []
@@ -44,7 +43,7 @@ class TrainedParameters:
         self._kinds: dict[str, Kind] = {}
         """Dtypes and shapes of `_own` at that time."""
         self._modules: list[nn.Module] = []
-        """All modules of the model at the last check that passed; their contents: `_contents`."""
+        """Modules of the model at the last check that passed; their contents: `_contents`."""
         self._contents: list[object] = []
         self._parameters: list[Tensor] = []
         self._properties: list[object] = []
@@ -85,8 +84,8 @@ class TrainedParameters:
         return self._shown
 
     def _is_unchanged(self) -> bool:
-        """True if nothing has changed since the last check that passed: five times quicker than a
-        walk through the model."""
+        """True if nothing has changed since the last check that passed: quicker than a walk through
+        the model."""
         return (
             bool(self._modules)
             and are_same(self._contents_now(), self._contents)

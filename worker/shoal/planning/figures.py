@@ -1,7 +1,6 @@
 """Figures of a strategy before anything runs: groups, memory and traffic of a step.
 
-A `PlannableStrategy` computes them from shapes only: no process group exists yet, and the model may
-be on the meta device.
+They come from shapes only: no process group exists yet, and the model may be on the meta device.
 """
 
 import copy
@@ -33,7 +32,7 @@ class Collective:
     """Bytes of all calls together, with padding. A call counts the output of an all-gather, the
     input of a reduction or a broadcast, or the tensor sent or received."""
     every_steps: int = 1
-    """Interval in steps: one of `every_steps` steps has these collectives, the others none."""
+    """Interval in steps at which these collectives take place."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +45,7 @@ class RankFigures:
     parameters_peak: int
     """Parameters within a step, including those gathered while layers compute with them."""
     gradients: int
-    """Gradients when the optimizer steps; all of DDP's buckets, which live as long as DDP does."""
+    """Gradients when the optimizer steps, or all of DDP's buckets, which stay."""
     gradients_peak: int
     """Gradients in backward, including the whole ones that are not reduced yet."""
     optimizer: int
@@ -100,7 +99,6 @@ class Plan:
     arrangement: str = ""
     """Arrangement of the ranks in a mesh; empty if they are in one row."""
     notes: tuple[str, ...] = ()
-    """Notes on what the figures leave out or assume."""
 
     @property
     def world_size(self) -> int:
@@ -123,19 +121,18 @@ class PlanInput:
     """Model on any device, also meta; it is not changed."""
     world_size: int
     optimizer: Optimizer | None = None
-    """Optimizer of the model's parameters; None: no optimizer state is counted."""
+    """Optimizer of the model's parameters; None: its state is not counted."""
     inputs: Any = None
     """Argument of the model for the global batch: a tensor or a tuple of tensors, real or meta;
     None: figures that depend on it are left out."""
     parameters: Mapping[str, nn.Parameter] = field(init=False)
-    """Parameters by name, each once."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "parameters", dict(self.model.named_parameters()))
 
     def state_bytes(self, shapes: Mapping[str, tuple[int, ...]]) -> int:
-        """Compute the bytes of optimizer state on a rank that steps parameters in these shapes, by
-        a step on the meta device. Raises UnsupportedOptimizer if the step fails there."""
+        """Compute the bytes of optimizer state for parameters of these shapes, by a step on the
+        meta device. Raises UnsupportedOptimizer if that step fails."""
         if self.optimizer is None:
             return 0
         replacements: dict[int, Any] = {}
@@ -193,11 +190,9 @@ def _sums(groups: Sequence[GroupFigures]) -> tuple[str, str]:
 
 
 def fold(groups: Sequence[GroupFigures]) -> list[GroupFigures]:
-    """Fold groups of one size with titles that differ only in one number into one group.
-
-    "layers.0", "layers.1" and "layers.2" become "layers.0-2", with the figures of all three. Fewer
-    than three are not folded, nor are numbers with a gap.
-    """
+    """Fold three or more groups of one size with titles that differ in one number: "layers.0",
+    "layers.1" and "layers.2" become "layers.0-2", with the figures of all. The numbers must have no
+    gap."""
     alike: dict[_Kind, dict[int, int]] = {}
     for index, group in enumerate(groups):
         for kind, number in _kinds(group):
@@ -232,8 +227,6 @@ def _kinds(group: GroupFigures) -> Iterator[tuple[_Kind, int]]:
 
 
 def _held(plan: Plan) -> tuple[Sequence[str], list[Sequence[str]]]:
-    """Return the header and the rows; the column "kept" is omitted if no rank has any."""
-
     def held(rank: RankFigures) -> tuple[int, ...]:
         return (
             rank.parameters,
@@ -305,8 +298,8 @@ class PlannableStrategy(Protocol):
     def figures(self, subject: PlanInput) -> Plan:
         """Compute the figures for this model, without communication or side effects. Raises the
         errors of the strategy's checks of model and optimizer, and InvalidSpec or
-        UnsupportedOptimizer for figures that cannot be computed. May compute figures for a model
-        that `distribute` refuses."""
+        UnsupportedOptimizer for figures that cannot be computed. May succeed for a model that
+        `distribute` refuses."""
 
 
 def _state_after_step(optimizer: Optimizer, replacements: dict[int, Any]) -> int:

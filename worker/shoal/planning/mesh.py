@@ -55,8 +55,8 @@ class MeshFigures:
     def __init__(
         self, subject: PlanInput, plan: HybridPlan, *, tells_faults_ahead: bool = False
     ) -> None:
-        """`tells_faults_ahead`: True if ranks report non-finite gradients in their votes on the
-        step, and not in a separate message, unless stages share a parameter."""
+        """`tells_faults_ahead`: True if ranks report non-finite gradients in their votes, and not
+        in a separate message, unless stages share a parameter."""
         self._subject, self._plan = subject, plan
         self._tells_faults_ahead = tells_faults_ahead
         self._mesh = plan.mesh
@@ -200,7 +200,6 @@ class MeshFigures:
 @dataclass(frozen=True, kw_only=True)
 class _Pass:
     count: int
-    """Number of micro-batches."""
     outputs: tuple[Tensor, ...]
     """Activations of one micro-batch that the stage sends to the next one."""
     moved: tuple[Collective, ...]

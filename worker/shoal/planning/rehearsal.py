@@ -1,7 +1,6 @@
 """Rehearsal of one rank's part of a step, on the meta device and without any peer.
 
-Only the model knows the shapes of its traffic. So its own code runs with a group that has no peers,
-and the calls to that group are counted.
+Only the model knows the shapes of its traffic: its own code runs with a group that counts calls.
 """
 
 from collections.abc import Callable

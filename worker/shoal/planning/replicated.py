@@ -104,7 +104,6 @@ class ReplicatedFigures:
         return (sent, reduced) if buffers else (reduced,)
 
     def _shared(self) -> tuple[Collective, ...]:
-        """Return the broadcast of the first rank's persistent buffers at the end of a step."""
         num_bytes = sum(each.nbytes for each in persistent_buffers(self._subject.model).values())
         sent = Collective(kind="broadcast", when=UPDATE, calls=1, num_bytes=num_bytes)
         return (sent,) if num_bytes else ()

@@ -33,8 +33,8 @@ def rows_of(num_rows: int, rank: int, world_size: int) -> int:
 
 
 class ShardedFigures:
-    """Computation of one plan. Each rank's part counts with the size of the first rank's part, to
-    which shorter parts are padded."""
+    """Computation of one plan. Each rank's part counts with the size of the first rank's, to which
+    shorter parts are padded."""
 
     def __init__(self, subject: PlanInput, options: ShardedOptions) -> None:
         self._subject, self._options = subject, options
@@ -119,11 +119,8 @@ class ShardedFigures:
         return max(peak, before)
 
     def _order_of_reduction(self) -> list[ModuleGroup]:
-        """Return the groups with gradients, in the order in which backward finishes them.
-
-        The first trained layer's group and the model's own are last, as their inputs need no
-        gradient.
-        """
+        """Return the groups with gradients, in the order in which backward finishes them: the first
+        trained layer's group and the model's own are last."""
         first = next((n for n, p in self._subject.parameters.items() if p.requires_grad), "")
         groups = [group for group in reversed(self._groups) if self._trained(group)]
         return sorted(groups, key=lambda g: (first in g.parameters, g is self._rest))

@@ -19,7 +19,6 @@ NOTE = "without inputs, activations and their gradients, which the ranks exchang
 
 def tensor_figures(subject: PlanInput, tensor_plan: TensorPlan) -> Plan:
     """Compute the plan. Gradients of replicated parameters are whole on every rank."""
-    # Ranks that hold parts of the same shapes share one computation.
     firsts = [first_equal_rank(tensor_plan, rank) for rank in range(subject.world_size)]
     ranks = {first: _rank(subject, tensor_plan, first) for first in set(firsts)}
     return Plan(
@@ -60,12 +59,9 @@ def non_finite_message(world_size: int) -> Collective:
 
 
 def split_alone(module: nn.Module, plan: TensorPlan, ranks: TensorGroup) -> frozenset[int]:
-    """Reduce a module on the meta device to this rank's part of it.
-
-    Makes plain tensors, without peers, in place of `parallelise`. Returns the ids of the new
-    parameters, each a part of a whole one.
-    """
-    # By the id of the whole parameter, which the value keeps alive while its id is in use.
+    """Reduce a module on the meta device to this rank's part, without peers: `parallelise` with
+    plain tensors. Returns the ids of the new parameters, each a part of a whole one."""
+    # By the id of the whole parameter, which the value keeps alive.
     cut: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
     for entry in plan.entries:
         if entry.style == WHOLE:
@@ -138,8 +134,8 @@ def _collectives(
 
 
 def _summed(subject: PlanInput, tensor_plan: TensorPlan) -> tuple[Collective, ...]:
-    """Return the all-reduces, one for each dtype, of gradients that each rank computes for its own
-    positions of the sequence."""
+    """Return the all-reduces of gradients that each rank computes for its own positions of the
+    sequence."""
     names = summed_parameters(subject.model, tensor_plan.sequence)
     trained = [p for name, p in subject.parameters.items() if name in names and p.requires_grad]
     if not trained:

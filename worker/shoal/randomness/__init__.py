@@ -1,15 +1,13 @@
 """Randomness that does not depend on membership: drawn from seed, step and sample.
 
-A value computed from a sample's position is the same in one process, on any number of ranks, in
-micro-batches, and in a repeated step. Unlike a generator's output, it does not depend on how a
-batch is cut.
+A value computed from a sample's position is the same on any number of ranks, in micro-batches, and
+in a repeated step.
 
     key_dropout(model)                                       # once, see shoal.randomness.dropout
     with at(seed=7, step=41, first=96, count=32):            # each step: samples 96 to 127 of it
         with part(0, 8): ...                                 # a micro-batch: samples 96 to 103
 
-Set the samples for both their forward and backward passes, as activation checkpointing repeats
-forward passes within backward.
+Set the samples for both their forward and backward passes, for activation checkpointing.
 
 `F.dropout` and `torch.rand` draw from torch's generators: `seed_torch` makes their draws the same
 if a step is repeated.
@@ -30,7 +28,7 @@ _LONG = 0xFFFFFFFFFFFFFFFF
 
 
 class _SamplePoint:
-    # A class, as a pipeline enters several in each pass: a @contextmanager is several times slower.
+    # A class: a @contextmanager is several times slower.
 
     def __init__(self, samples: PresentSamples | None) -> None:
         self._samples = samples
@@ -110,11 +108,9 @@ def restore_generators(states: Sequence[torch.Tensor]) -> None:
 
 
 def sample_generator(index: int = 0, name: str = "") -> torch.Generator:
-    """Return a CPU generator for the sample of this index among the current ones.
-
-    Its draws are the same for a sample in a step on any member. `name` separates several uses. If
-    no samples are set, it is the generator of sample `index`, step 0 and seed 0.
-    """
+    """Return a CPU generator for the sample of this index among the current ones: the same draws
+    for a sample in a step on any member. `name` separates several uses. If no samples are set, it
+    is the generator of sample `index`, step 0 and seed 0."""
     samples = present() or PresentSamples(seed=0, step=0, first=0, count=1)
     key = mix(samples.seed, samples.step, digest(name), samples.first + index)
     return torch.Generator().manual_seed(key)

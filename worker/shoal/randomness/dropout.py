@@ -1,11 +1,10 @@
 """Dropout with masks that do not depend on membership.
 
 Each element's random number is a hash of (seed, step, layer, call, the sample's position in the
-global batch, the element in the sample), see `shoal.randomness`. On a CPU the hash is no slower
-than a draw.
+global batch, the element in the sample), see `shoal.randomness`: as quick as a draw on a CPU.
 
-Under torch.compile, a mask is plain tensor code in the graph. Only its key and samples come from an
-operator of Shoal's: another step, position or generation needs no new compilation.
+Under torch.compile, only a mask's key and samples come from an operator of Shoal's: another step,
+position or generation needs no new compilation.
 
 The dropout modules of torch.nn are covered; functions (`F.dropout`, attention's own) are not.
 """
@@ -30,9 +29,9 @@ _BLOCK_ELEMENTS = 1 << 19
 def key_dropout(model: nn.Module) -> int:
     """Make the model's dropout modules draw by the position of samples; return their number.
 
-    The modules stay the same objects; subclasses of torch's keep their own forward pass. In
-    evaluation, and if no samples are set, they work as before. A module's name in `model` must be
-    its name in the whole model on all ranks.
+    The modules stay the same objects; subclasses of torch's keep their own forward pass. Without
+    samples, and in evaluation, they work as before. A module must have the same name in `model` on
+    all ranks.
 
     Samples are assumed to lie along the first dimension, or along the second in torch's transformer
     layers without `batch_first`; see `samples_along` for others.
@@ -53,15 +52,14 @@ def key_dropout(model: nn.Module) -> int:
 
 
 def unkey_dropout(model: nn.Module) -> None:
-    """Undo `key_dropout`: make the modules draw as torch's own again."""
+    """Undo `key_dropout`."""
     for module in model.modules():
         if isinstance(module, _DROPOUTS) and module.__dict__.pop("_layer", None) is not None:
             module.__class__ = _PLAIN.get(type(module), type(module))
 
 
 def with_dropout_within(model: nn.Module) -> list[str]:
-    """Return the names of torch's modules that apply dropout without a dropout module: their draws
-    depend on how the batch is cut."""
+    """Return the names of torch's modules that apply dropout without a dropout module."""
     return [
         name
         for name, module in model.named_modules()
@@ -71,12 +69,9 @@ def with_dropout_within(model: nn.Module) -> list[str]:
 
 
 def samples_along(dropout: nn.Module, dim: int | None) -> None:
-    """Set the dimension of this module's inputs along which the samples lie.
-
-    None: there is no such dimension, and all members use one mask in a step, as they do if the
-    dimension's size is not a multiple of the number of samples. If it is m times that number, each
-    sample has m consecutive rows.
-    """
+    """Set the dimension of this module's inputs along which the samples lie, each with one or
+    several consecutive rows. None, or a size that is no multiple of the number of samples: all
+    members use one mask in a step."""
     dropout.__dict__["_samples_along"] = dim
 
 
@@ -84,8 +79,8 @@ def draw(dropout: nn.Module, shape: torch.Size, device: torch.device, *, p: floa
     """Draw a mask (bool) of this shape: an element is kept with probability 1 - p. Each call for
     the same samples has another mask.
 
-    Returns None if the module is not keyed, or if no samples are set; a compiled graph, which
-    cannot return None, then draws a key from torch's generator.
+    Returns None if the module is not keyed, or if no samples are set; a compiled graph then draws a
+    key from torch's generator.
     """
     layer: _Layer | None = getattr(dropout, "_layer", None)
     if layer is None:
@@ -132,15 +127,15 @@ class _Layer:
         self.__init__(key)  # type: ignore[misc]
 
     def present_samples(self) -> PresentSamples | None:
-        # A backward pass that repeats a forward pass may run on another thread than that pass.
+        # A backward pass that repeats a forward pass may run on another thread.
         return present() or (self.current if in_backward() else None)
 
     def next_key(self, current: PresentSamples) -> int:
         return mix(current.seed, current.step, self.key, self.next_call(current))
 
     def next_call(self, current: PresentSamples) -> int:
-        """Return the number of this call on these samples, from 0; in a backward pass, the number
-        of the forward call that it repeats."""
+        """Return the number of this call on these samples, from 0; in a backward pass, of the
+        forward call that it repeats."""
         if in_backward():
             # Backward repeats forward passes in the order in which they first ran.
             call = self._num_repeated % max(self._calls, 1)
@@ -164,7 +159,7 @@ _layers: weakref.WeakValueDictionary[int, _Layer] = weakref.WeakValueDictionary(
 )
 def _key_of(layer: Tensor, device: torch.device) -> Tensor:
     """Return four numbers on the device: the two halves of the key, the first sample's position,
-    and the number of samples. If no samples are set, the key is random and the last two are 0."""
+    and the number of samples. Without samples, the key is random and the last two are 0."""
     numbered_layer = _layers[int(layer[0])]
     layer[1] += 1
     current = numbered_layer.present_samples()
@@ -234,8 +229,8 @@ def _kept(rows: tuple[int, int], key: int, *, first: int, p: float, device: torc
 
 
 def _hash(numbers: Tensor) -> Tensor:
-    """Hash int32 numbers in place by a bijection (C. Wellons' lowbias32, 2018, without the last
-    shift, which changes only low bits)."""
+    """Hash int32 numbers in place by a bijection (C. Wellons' lowbias32, 2018, without its last
+    shift)."""
     shifted = numbers >> 16
     # The shift keeps the sign; these bits must be zero.
     shifted &= 0xFFFF
@@ -256,8 +251,6 @@ def _signed(word: int) -> int:
 
 
 def _channels(dropout: Any, value: Tensor) -> Tensor | None:
-    """Mask whole channels. The module's type and the number of dimensions show if the input is
-    batched."""
     unbatched = {nn.Dropout1d: 2, nn.Dropout3d: 4}
     kind = next((k for k in unbatched if isinstance(dropout, k)), None)
     if kind is not None and value.ndim == unbatched[kind]:

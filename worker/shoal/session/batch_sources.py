@@ -33,11 +33,9 @@ class BatchSource(ABC):
         self._loader = loader
         self._num_attempts = 0
         self._is_trained = False
-        """True if a step on `batch` is committed."""
         self.loading_s = 0.0
         """Time for which the trainer has waited for batches to be loaded."""
         self.batch: Batch | None = None
-        """Batch that was handed out last."""
         self.all_trained = False
         """True if the job's last step is committed: no batch is left for any member."""
 
@@ -46,8 +44,8 @@ class BatchSource(ABC):
 
     @property
     def order(self) -> Order:
-        """Order of the samples. If the job continues from a checkpoint with another batch size,
-        `order.origin` is set just before the first batch is handed out."""
+        """Order of the samples; `order.origin` is set just before the first batch is handed out, if
+        the job continues from a checkpoint with another batch size."""
         return self._loader.order
 
     @property
@@ -82,7 +80,7 @@ class BatchSource(ABC):
         self._loader.close()
 
     def stop(self) -> bool:
-        """Note that the script has left its loop early. If it called `session.stop`, wait until all
+        """Note that the script has left its loop early. After its `session.stop`, wait until all
         members have left their loops, and return True: the job is complete. Else return False at
         once. Raises StateLost if `CallBetweenSteps.check_end` does."""
         return False
@@ -237,8 +235,8 @@ class LeasedBatches(BatchSource):
         self.all_trained = True
 
     def _flush_and_leave(self) -> None:
-        """Flush this member's last steps before it leaves. If that fails, other members train on
-        the samples of these steps again."""
+        """Flush this member's last steps before it leaves; if that fails, other members train on
+        their samples again."""
         try:
             self._controller.strategy.flush()
         except ShoalError as error:
@@ -278,11 +276,11 @@ class LeasedBatches(BatchSource):
 
 class Batches(Iterator[Batch]):
     """Iterator of `session.batches`. `len()` is the number of steps of the whole job; in an
-    asynchronous job it raises TypeError, as the number depends on the members' pace.
+    asynchronous job, in which that depends on the members' pace, it raises TypeError.
 
     After a loop over the batches, a call between steps raises StateLost if the state was rolled
-    back to an earlier step: see `CallBetweenSteps.end_step`. A later loop continues from the job's
-    present step; it raises InvalidSpec if no step was taken on the batch that was handed out last.
+    back to an earlier step. A later loop continues from the job's present step; it raises
+    InvalidSpec if no step was taken on the last batch.
     """
 
     def __init__(self, source: BatchSource) -> None:
@@ -292,7 +290,7 @@ class Batches(Iterator[Batch]):
 
     @property
     def order(self) -> Order:
-        """Order of the job's samples: see `BatchSource.order`."""
+        """See `BatchSource.order`."""
         return self._source.order
 
     def __iter__(self) -> Iterator[Batch]:

@@ -69,7 +69,7 @@ class DistributeKeywords(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class DistributeOptions:
-    """Options of a session's `distribute`."""
+    """Options of `Session.distribute`."""
 
     local_rank: LocalRank
     backend: str
@@ -86,17 +86,16 @@ class DistributeOptions:
 class LongLivedObjects:
     """Objects of one session's process that Python's garbage collector skips.
 
-    A full collection takes 0.2 s with torch imported, and begins after many objects were made: in a
-    bring-up, while all members wait. Objects from before the first generation need not be visited:
-    they live as long as the session.
+    A full collection takes 0.2 s with torch imported, and would begin in a bring-up, while all
+    members wait.
     """
 
     def __init__(self) -> None:
         self._is_frozen = False
 
     def freeze(self) -> None:
-        """Let the collector skip all present objects. No effect if the script or another session of
-        the process has frozen objects, or if the collector is off."""
+        """Let the collector skip all present objects. No effect if objects are frozen already, or
+        if the collector is off."""
         if gc.isenabled() and not gc.get_freeze_count():
             # Collected first: garbage that is frozen stays until `release`.
             gc.collect(1)
@@ -260,7 +259,7 @@ class Distribution:
             chosen.use_backend(backend_for(device.type, name, reconfigures=reconfigures))
 
     def _keep_checkpoints(self, chosen: Strategy, checkpoints: Checkpoints | None) -> None:
-        # "none" is stated too: an optional field is compared only between members that state it.
+        # "none" too: an optional field is compared only between members that state it.
         steps = "none" if checkpoints is None else f"every {checkpoints.every_steps} steps"
         self._controller.details.optional_fields["checkpoints"] = steps
         if checkpoints is not None:
@@ -299,8 +298,8 @@ class Distribution:
         *,
         weight: object = None,
     ) -> SynchronousStrategy | None:
-        """Choose the optimizers for the strategy's next call, if there are several. Return the
-        strategy; None if `training` is None.
+        """Choose the optimizers for the strategy's next call. Return the strategy; None if
+        `training` is None.
 
         Raises InvalidSpec if the choice is unclear, for an optimizer of another session, and for a
         weight if there are several optimizers.
@@ -352,13 +351,13 @@ class Distribution:
 
     def check_model(self) -> None:
         """Raise InvalidSpec if the script has changed the model's layers or parameters since
-        `distribute`, before the first generation uses it."""
+        `distribute`."""
         if self._parameters is not None:
             self._parameters.check(0)
 
     def note_samples(self, dataset: Any, order: Callable[[], Order]) -> Mapping[str, str]:
-        """Set and return the proposal's fields about the samples. Warns of layers for which a
-        member's share may be too small. `order` returns the present order."""
+        """Set and return the proposal's fields about the samples. Warns of layers for which a share
+        may be too small. `order` returns the present order."""
         details, samples = self._controller.details, fields_of(dataset, order())
         self.fields |= samples
         content, listings = content_fields(dataset)
@@ -368,8 +367,8 @@ class Distribution:
         return {**samples, **content}
 
     def _share_sizes(self, order: Callable[[], Order]) -> ShareSizes | None:
-        """Return the check of share sizes for BatchNorm; None if BatchNorm is synced or the
-        strategy cannot sync it."""
+        """Return the check of share sizes for BatchNorm; None if it is synced or the strategy
+        cannot sync it."""
         if not self._controller.strategy.syncs_batchnorm or "sync_batchnorm" in self.fields:
             return None
         assert self._model is not None, "batches are made after `distribute`"

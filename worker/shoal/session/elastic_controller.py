@@ -45,7 +45,7 @@ log = structlog.get_logger(__name__)
 
 VALIDATION_SHARE = 0.5
 """Share of the time to accept or reject a roster (`limits.prepare_s`) that validators may use. A
-quarter of that time is for checks of peers, the rest for messages."""
+quarter is for checks of peers, the rest for messages."""
 MAX_FIELD_CHARACTERS = 4096
 """Limit of a value in a proposal; longer values are shortened."""
 _MAY_NOT_RECUR = (RuntimeError, MemoryError, OSError)
@@ -60,13 +60,11 @@ class CallBetweenSteps:
     """True once the script has asked for a batch, or begun a step. Before that, the members'
     scripts may be at different points."""
     is_under_way: bool = False
-    """True while the script is in a shared call."""
     has_too_few: bool = False
-    """True if the generation was formed for a shared call, and has fewer members than a step
-    needs."""
+    """True if the generation was formed for a shared call, and has too few members for a step."""
     end_step: int = 0
     """Step at which the script left its loop over the batches; 0 while it is in the loop. The state
-    may not be rolled back to before this step: no step is taken again."""
+    may not be rolled back to before this step."""
 
     def check_end(self, call: str, step: int) -> None:
         """Raise StateLost if the state was rolled back to before the end of the script's loop."""
@@ -86,14 +84,14 @@ class ProposalDetails:
     """Details of a member's model and batches, besides the fields of its proposal."""
 
     optional_fields: dict[str, str] = field(default_factory=dict)
-    """Values that must be the same on all members that propose them; a member may leave them out.
-    Sent with the proposal."""
+    """Values that must be the same on all members that propose them; a member may leave them
+    out."""
     listings: dict[str, bytes] = field(default_factory=dict)
-    """Packed entries that a field's value covers, by the name of the field. If members propose
-    different values, the coordinator names the first entry that differs."""
+    """Packed entries that a field's value covers, by the field's name: the coordinator names the
+    first entry that differs."""
     shares: ShareSizes | None = None
-    """Check that rejects planned changes after which shares would be too small for a layer; None if
-    no check is needed. Not sent."""
+    """Check that rejects planned changes after which shares would be too small for a layer; None:
+    no check. Not sent."""
 
 
 class ElasticController:
@@ -137,7 +135,7 @@ class ElasticController:
 
     def attend(self) -> None:
         """Join the job. Raises the coordinator's refusal, DeadlineExceeded if no coordinator admits
-        this member in time, or Drained if it was asked to leave before it had joined."""
+        this member in time, or Drained if it was asked to leave meanwhile."""
         with ExitStack() as refused:
             refused.callback(self.job_log.close)
             refused.callback(self._stop_listening)
@@ -199,9 +197,9 @@ class ElasticController:
     def ensure_generation(self, fields: dict[str, str]) -> Generation:
         """Return the generation in which the next step may begin; form or change it if needed.
 
-        Waits as long as the job's limits allow, then raises DeadlineExceeded with the reason. Also
-        raises the coordinator's refusal, errors of a bring-up or of the last step's checkpoint, and
-        Drained if this member was asked to leave and the others no longer need it.
+        Waits as long as the job's limits allow, then raises DeadlineExceeded. Also raises the
+        coordinator's refusal, errors of a bring-up or of the last step's checkpoint, and Drained if
+        this member was asked to leave and is no longer needed.
         """
         try:
             with drained():
@@ -250,9 +248,8 @@ class ElasticController:
                 return generation
 
     def present_or_next_generation(self, fields: dict[str, str]) -> Generation:
-        """Return the present generation, or form the next one if it has ended. For calls between
-        two steps, during which no planned change takes place. Waits and raises what
-        `ensure_generation` raises."""
+        """Return the present generation, or form the next one if it has ended, for calls between
+        two steps. Waits and raises what `ensure_generation` raises."""
         with drained():
             if not self._is_ready:
                 self._form(fields)
@@ -260,7 +257,6 @@ class ElasticController:
         return self.generation
 
     def _finish_last_step(self, strategy: Strategy) -> None:
-        """Finish the latest step, as the script asks for the next one."""
         if strategy.checkpoint_due:
             # A job that resumes from the checkpoint does not log the values of these steps again.
             self.job_log.flush()
@@ -272,10 +268,10 @@ class ElasticController:
             self._recover(error)
 
     def conclude(self, *, has_batches: bool) -> None:
-        """Finish the latest step, as the script takes no further step. Changes that the script made
-        since belong to that step, for example in a checkpoint that is due. Without batches of the
-        session, the last steps are flushed: no other member would take them again. Raises the
-        errors of the strategy's `between_steps` and `flush`, except those that mean a lost peer."""
+        """Finish the latest step, as the script takes no further one. Changes that the script made
+        since belong to that step. Without batches of the session, the last steps are flushed.
+        Raises the errors of the strategy's `between_steps` and `flush`, except those that mean a
+        lost peer."""
         if self._left or not self._is_ready:
             return
         try:
@@ -319,12 +315,11 @@ class ElasticController:
 
     def recover(self, error: BaseException) -> None:
         """Roll back to the last committed step after a peer was lost in the generation, and report
-        that step. `ensure_generation` or `present_or_next_generation` then forms the next
-        generation.
+        that step.
 
         If the coordinator does not report the break in time, raises `error` again, or after a hang
         GenerationBroken. Raises InvalidSpec if the members' scripts wait at different points, the
-        coordinator's refusal, such as JobFinished, and Drained as `ensure_generation`.
+        coordinator's refusal, and Drained as `ensure_generation`.
         """
         try:
             with drained():
@@ -429,11 +424,9 @@ class ElasticController:
             self._bring_up(record)
 
     def _bring_up(self, record: GenerationRecord) -> None:
-        """Enter an agreed generation. If that fails, report the step for the next one.
-
-        Raises errors that would recur in another attempt, and BringUpFailed if this member is left
-        out after several attempts.
-        """
+        """Enter an agreed generation. If that fails, report the step for the next one. Raises
+        errors that would recur, and BringUpFailed if this member is left out after several
+        attempts."""
         strategy = self.strategy
         generation = Generation(record=record, token=self.membership.token)
         self._newest_number = generation.number
@@ -459,15 +452,14 @@ class ElasticController:
         text = f"{type(error).__name__}: {error}"
         is_own = self._is_own(number, error)
         if is_own:
-            # Logged even if another attempt follows. The trace shows no values of variables, as
-            # tokens are among them.
+            # The trace shows no values of variables, as tokens are among them.
             known = isinstance(error, ShoalError)
             trace = {} if known else {"trace": "".join(traceback.format_exception(error))}
             log.error("bring_up_failed", generation=number, reason=text[:300], **trace)
         if is_own and strategy.synchronous:
-            # At once: the others continue without this member, and need not detect its failure.
+            # At once: the others need not detect this member's failure.
             self.membership.report_broken(text, own=True, state_lost=lost)
-            # The frames hold objects of this attempt: the next attempt may need their memory.
+            # The next attempt may need the memory of this one's objects.
             traceback.clear_frames(error.__traceback__)
         strategy.abandon()
         tries_again = isinstance(error, _MAY_NOT_RECUR) or (gives_state and not lost)
@@ -482,7 +474,6 @@ class ElasticController:
             log.debug("bring_up_broken", generation=number, reason=str(error)[:300])
 
     def _is_own(self, number: int, error: Exception) -> bool:
-        """True if this member itself caused the failure of a bring-up."""
         if isinstance(error, torch.OutOfMemoryError | MemoryError):
             return True
         if isinstance(error, RetryError | RejoinError) or self.membership.is_broken(number):
@@ -490,8 +481,7 @@ class ElasticController:
         return not self.strategy.is_failure(error)
 
     def _follow(self, generation: Generation) -> Generation:
-        """Return the newest generation, and enter it if it is new. For asynchronous strategies,
-        which train on during changes."""
+        """Return the newest generation, and enter it if it is new. For asynchronous strategies."""
         token = self.membership.token
         if token.generation > generation.number:
             # The membership's thread has the new record already, as the token has its number.

@@ -36,9 +36,8 @@ class Evaluation:
         batch_size: int | None,
         collate: Collate | None,
     ) -> None:
-        """`batch_size` is per member. If `data` is a DataLoader, its data set is evaluated, and its
-        batch size and collate function are the defaults. Raises InvalidSpec without a batch
-        size."""
+        """`batch_size` is per member. A DataLoader gives its data set, and the default batch size
+        and collate function. Raises InvalidSpec without a batch size."""
         if isinstance(data, DataLoader):
             batch_size = data.batch_size if batch_size is None else batch_size
             collate = collate or own_collate(data)

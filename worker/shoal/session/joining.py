@@ -83,8 +83,8 @@ class _Certificate:
 
 
 def _use_certificate(files: TlsFiles | None) -> None:
-    """Use these files for connections. None drops the certificate of an earlier session, but not
-    one that the process has set in another way."""
+    """Use these files for connections. None drops only a certificate that an earlier session has
+    set."""
     if files is not None or identity.own() is _Certificate.own:
         identity.use(files)
         _Certificate.own = identity.own()
@@ -104,7 +104,7 @@ def _trackers(given: Iterable[Tracker]) -> tuple[Tracker, ...]:
 
 def _set_log_level(environment: Mapping[str, str]) -> None:
     """Set the log level to SHOAL_LOG_LEVEL, by default info, unless the script has configured
-    structlog itself. Raises InvalidSpec for an unknown level."""
+    structlog. Raises InvalidSpec for an unknown level."""
     name = environment.get("SHOAL_LOG_LEVEL") or "INFO"
     level = logging.getLevelNamesMapping().get(name.upper())
     if level is None:
@@ -121,8 +121,8 @@ def _set_log_level(environment: Mapping[str, str]) -> None:
 
 
 def _check_not_imported_by_a_child() -> None:
-    """Raise InvalidSpec in a process that the trainer has spawned: it imports the script, and would
-    join as the trainer's member."""
+    """Raise InvalidSpec in a process that the trainer has spawned: it would join as the trainer's
+    member."""
     # multiprocessing sets this mark while such a process imports the main module.
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise InvalidSpec(

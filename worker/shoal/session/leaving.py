@@ -45,8 +45,8 @@ class SessionEnd:
 
     def check_drain(self, silent_s: float) -> None:
         """Raise Drained if this member was asked to leave, and either trains alone or its loading
-        processes have been silent for SILENT_DRAIN_S. Called while the script waits for a batch.
-        `silent_s`: seconds since the last sign of work from these processes."""
+        processes have been silent for SILENT_DRAIN_S. `silent_s`: seconds since their last sign of
+        work."""
         is_alone = isinstance(self._controller.membership, LoneMember)
         if self._drain_reason and (is_alone or silent_s >= SILENT_DRAIN_S):
             raise Drained(f"{self._drain_reason}; the next batch was not loaded yet")
@@ -76,7 +76,7 @@ class SessionEnd:
             self._leave(reason="left before the last batch")
 
     def leave_on_error(self, error: BaseException) -> None:
-        """Leave because of an error that the caller raises. A failure while leaving is logged, and
+        """Leave because of an error that the caller raises. A failure meanwhile is logged, and
         added to that error as a note."""
         try:
             self._leave(reason=reason_of(error))
@@ -88,8 +88,7 @@ class SessionEnd:
 
     def _has_ended(self) -> bool:
         """True if the job is complete. Waits for the others if the script called `session.stop`.
-        Raises the error of the job's last checkpoint, if it failed, and what
-        `Strategy.check_result` raises."""
+        Raises the error of the job's last checkpoint, and what `Strategy.check_result` raises."""
         source = self._source()
         ended = source is None or source.all_trained or source.stop()
         if ended and self._trained.fields:

@@ -38,7 +38,7 @@ def scaled(loss_function: LossFunction, fraction: float) -> LossFunction:
 @contextmanager
 def loss_to_backward(loss: Tensor, weight: float) -> Iterator[Tensor]:
     """Yield the loss to call backward on. With weight 0, a backward pass within the context sets
-    all gradients in the loss's graph to 0: a mean over no tokens and its gradients are NaN."""
+    all gradients to 0: a mean over no tokens and its gradients are NaN."""
     if weight:
         yield loss
         return
@@ -64,7 +64,6 @@ def _before(node: Node) -> Iterable[Node | None]:
 
 
 def _near(loss: Tensor) -> Iterable[Node]:
-    """Return the last operations that computed a loss, about NEAR_NODES of them."""
     nodes = [loss.grad_fn] if loss.grad_fn is not None else []
     for node in nodes:
         new = [before for before, _ in node.next_functions if before not in nodes]
@@ -86,9 +85,8 @@ def _is_even(counts: Tensor, num_samples: int) -> bool:
 
 def _check_mean(loss: Tensor, num_samples: int, num_gathered: int = 0) -> None:
     """Raise InvalidSpec if the loss is a weighted mean over targets (an ignored target has weight
-    0), and the sums of weights differ between the `num_samples` samples. Finds only means of
-    torch's loss functions, among the last operations of the loss. Allows a mean over the
-    `num_gathered` rows of all members."""
+    0), and the sums of weights differ between the samples. Finds only means of torch's loss
+    functions. Allows a mean over the `num_gathered` rows of all members."""
     weights = [counts for counts in map(counted_targets, _near(loss)) if counts is not None]
     if len(weights) >= num_samples > 1:
         return  # The loss is a mean over samples, of a mean for each sample.
@@ -111,8 +109,7 @@ def _check_mean(loss: Tensor, num_samples: int, num_gathered: int = 0) -> None:
 
 def _check_sum(loss: Tensor, num_samples: int, num_gathered: int = 0) -> None:
     """Raise InvalidSpec for a loss that is an undivided sum over `num_samples` samples: the weight
-    of the share would scale it a second time. Allows a sum over the `num_gathered` rows of all
-    members."""
+    of the share would scale it again. Allows a sum over the `num_gathered` rows of all members."""
     for shape in plain_sums(loss):
         if num_gathered and shape[0] % num_gathered == 0:
             continue
@@ -131,7 +128,6 @@ def _check_sum(loss: Tensor, num_samples: int, num_gathered: int = 0) -> None:
 
 
 def _in_part(whole: StepContext, start: int, stop: int, *, has_samples: bool) -> StepContext:
-    """Return the present context, restricted to samples [start, stop) of the `whole` share."""
     samples, batchnorm = whole.samples, whole.batchnorm
     if samples is not None:
         samples = replace(samples, first=samples.first + start, count=stop - start)
@@ -157,7 +153,7 @@ class MicroBatches:
         self._aside: BuffersAside | None = None
         """The model's buffers from before the passes of stand-ins."""
         self.num_gathered = 0
-        """Number of rows that the last `session.gather` returned; 0 if there was no such call."""
+        """Number of rows that the last `session.gather` returned; 0 without a call."""
 
     def _fraction(self) -> float:
         """Return the present part's fraction of the share; without samples, all parts are equal."""
@@ -202,8 +198,7 @@ class MicroBatches:
         set_current(replace(current(), samples=whole.samples, batchnorm=whole.batchnorm))
 
     def begin_stand_in(self) -> None:
-        """Note that the next passes have a stand-in instead of samples: their changes to buffers
-        are undone after the part, or before the step is committed."""
+        """Note that the next passes have a stand-in: their changes to buffers are undone later."""
         if self._aside is None:
             self._aside = BuffersAside(self._strategy.local_model)
 
@@ -214,9 +209,9 @@ class MicroBatches:
             self._aside = None
 
     def begin_pass(self, *, by_weight: bool = False) -> float:
-        """Begin a backward pass; returns its fraction of this member's share. Raises InvalidSpec if
-        the part already had its pass or the loop over parts has ended, or if only some passes of
-        the step have a weight."""
+        """Begin a backward pass; returns its fraction of this member's share. Raises InvalidSpec
+        for a part's second pass, after the loop over parts, and if only some passes of the step
+        have a weight."""
         if self._num_passes and by_weight != self._by_weight:
             raise InvalidSpec(
                 "some losses of a step have a weight, others have none",
@@ -241,8 +236,8 @@ class MicroBatches:
         return self._fraction()
 
     def backward(self, loss: Tensor, fraction: float, counted: float | None) -> None:
-        """Compute gradients of a loss: the mean over `counted` items, such as tokens, or, if it is
-        None, over this fraction of the share."""
+        """Compute gradients of a loss: the mean over `counted` items, such as tokens, or, if None,
+        over this fraction of the share."""
         if counted is not None:
             with loss_to_backward(loss, counted) as counts:
                 self._strategy.backward_by_weight(counts, counted)
@@ -252,8 +247,8 @@ class MicroBatches:
 
     def check_mean(self, loss: Tensor, *, by_weight: bool) -> None:
         """Raise InvalidSpec for a loss that is a sum over the samples, and for a loss without a
-        weight that is not a mean over them. For a whole batch, `check_complete` raises, and only if
-        the step has no other pass: a script may cut its batch itself."""
+        weight that is not a mean over them. For a whole batch, `check_complete` raises, if the step
+        has no other pass: a script may cut its batch itself."""
         present = self._part or self._batch
         if present is None or not present.indices or not self._strategy.cuts_batches:
             return
@@ -288,8 +283,8 @@ class MicroBatches:
             )
 
     def checked(self, loss_function: LossFunction, look: Callable[[Tensor], None]) -> LossFunction:
-        """Return the loss function with checks, for strategies that call it several times: each
-        loss must be a mean over the samples in its targets. `look` is called with each loss."""
+        """Return the loss function with a check, for strategies that call it several times, that
+        each loss is a mean over the samples. `look` is called with each loss."""
 
         def checked(outputs: Any, targets: Any) -> Tensor:
             loss = loss_function(outputs, targets)
@@ -306,7 +301,7 @@ class MicroBatches:
 
     def counted(self, weight: float | Tensor) -> float:
         """Return the weight as a number; 0 if the present part or batch has no samples. Raises
-        InvalidSpec if the weight is no finite number, or is negative."""
+        InvalidSpec for a weight that is negative or no finite number."""
         one = weight.reshape(()) if isinstance(weight, Tensor) and weight.numel() == 1 else weight
         value = as_number("the weight of a loss", one)
         if not math.isfinite(value) or value < 0:
@@ -319,8 +314,8 @@ class MicroBatches:
         return value if present is None or present.indices else 0.0
 
     def check_whole(self) -> None:
-        """Raise InvalidSpec within a loop over several parts: the samples of a part depend on the
-        number of members."""
+        """Raise InvalidSpec within a loop over several parts: their samples depend on the number of
+        members."""
         if self._part is not None and self._num_parts > 1:
             raise InvalidSpec(
                 "session.gather in a loop over the parts of a batch",

@@ -1,7 +1,5 @@
-"""Command line and git commit of this process, for the status page.
-
-Others can read the page: arguments that look like secrets are masked.
-"""
+"""Command line and git commit of this process, for the status page, which others can read: likely
+secrets are masked."""
 
 import os
 import re

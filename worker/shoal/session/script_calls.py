@@ -2,8 +2,8 @@
 
 Calls within the `with session.step()` block are deferred to its end, when the optimizer steps.
 
-Objects that are not registered are refused: their count begins at 0 on a member that joins, and
-includes failed steps, so that members would train different models.
+Objects that are not registered are refused: a joiner would count from 0, and failed steps would
+count, so that members would train different models.
 """
 
 import functools
@@ -32,13 +32,13 @@ log = structlog.get_logger(__name__)
 
 class SchedulerWarnings:
     """Warns of a scheduler that a script steps under an asynchronous strategy: it counts only its
-    member's steps, and begins at 0 when the member is restarted."""
+    member's steps, and from 0 after a restart."""
 
     def __init__(
         self, optimizers: Sequence[Optimizer], given: LRScheduler | None, fix: str
     ) -> None:
         """`given`: the schedule that the script gave to the strategy, for which no warning is
-        logged; `fix`: the advice in the warning."""
+        logged; `fix`: the advice."""
         self._optimizers = optimizers
         self._given = given
         self._fix = fix
@@ -91,9 +91,9 @@ class ScriptCalls:
         _forget(self._owners, self)
 
     def make_call(self, stateful: Any, arguments: tuple[Any, ...], call: Callable[[], Any]) -> Any:
-        """Make the script's call on its object: at once, or, if a step is open, after the
-        optimizer's step. Raises InvalidSpec for an object that is not registered, and for an
-        average of a model that the strategy divides among members."""
+        """Make the script's call on its object; if a step is open, after the optimizer's step.
+        Raises InvalidSpec for an object that is not registered, and for an average of a model that
+        is divided among members."""
         if stateful not in self._registered:
             kind = type(stateful).__name__
             raise InvalidSpec(
@@ -144,7 +144,7 @@ def _model_of_average(_: Any, arguments: tuple[Any, ...]) -> Any:
 
 def _check_whole(average: AveragedModel, model: nn.Module) -> None:
     """Raise InvalidSpec if this member's model has other parameters than the average: torch pairs
-    parameters by order, and would average a pipeline stage's with wrong ones."""
+    parameters by order."""
     averaged, present = _shapes(average.module), _shapes(model)
     if averaged != present:
         raise InvalidSpec(
@@ -178,8 +178,7 @@ def _watched(
     @functools.wraps(plain)
     def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
         def call() -> Any:
-            # Nested calls are part of the script's one call: a scheduler steps schedulers within
-            # it, and a subclass calls its base class.
+            # Nested calls, of other schedulers or a base class, are part of the script's one call.
             _depth.calls += 1
             try:
                 return plain(self, *args, **kwargs)

@@ -187,9 +187,8 @@ class Session:
         """Ask to leave in good order, as SIGTERM does. Any thread may call this, also within a
         signal handler.
 
-        Returns at once. The step in progress is finished, and the members agree on a step from
-        which the others train without this member. At that step the batches end with
-        `shoal.Drained`, a SystemExit with code 143. No generation breaks.
+        Returns at once. The members agree on a step from which the others train without this
+        member. At that step the batches end with `shoal.Drained`, a SystemExit with code 143.
         """
         self._leaving.drain(reason)
 
@@ -236,9 +235,9 @@ class Session:
         Several models or optimizers are given by name or in lists, and returned in the same form:
         see docs/models.md.
 
-        `fit` trains a compiled Keras model that is given with its own optimizer: see
-        `shoal.integrations.keras_session`. A model on the meta device is filled by the
-        `reset_parameters` methods of its modules.
+        A compiled Keras model, given with its own optimizer, is trained by `fit`: see
+        `shoal.integrations.keras_session`. A model on the meta device is filled by its modules'
+        `reset_parameters`.
 
         Raises UnknownStrategy, InvalidSpec for a second call or one outside the block, or the
         strategy's refusal of the model or optimizer.
@@ -304,11 +303,10 @@ class Session:
         batch is handed out again, divided among the remaining members. Under asynchronous
         strategies, each member gets whole batches of `global_batch_size`.
 
-        Samples are shuffled by default, with seed 0. `loading`: num_workers, prefetch_factor,
-        pin_memory, persistent_workers, worker_init_fn and others, as in torch's DataLoader. A
-        DataLoader may be given instead of a data set: its settings are the defaults, and its
-        batch_size is the global one. Raises InvalidSpec before `distribute`, for a second call, and
-        for settings that are missing or out of range. See docs/data.md.
+        Samples are shuffled by default, with seed 0. `loading`: num_workers and other arguments of
+        torch's DataLoader. A DataLoader may be given instead of a data set: its settings are the
+        defaults, and its batch_size is the global one. Raises InvalidSpec before `distribute`, for
+        a second call, and for settings that are missing or out of range. See docs/data.md.
         """
         strategy = self._controller.strategy
         if self._source is not None:
@@ -369,8 +367,8 @@ class Session:
         self._steps.backward(loss, weight, optimizer)
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """Return the rows of all members' shares of the batch, in the order of a single process.
-        For losses over pairs of samples; gradients flow back to the members that computed the rows.
+        """Return the rows of all members' shares of the batch, in the order of a single process,
+        for losses over pairs of samples. Gradients flow back to the members that computed the rows.
 
             features = session.gather(model(batch.inputs))
             session.backward(contrastive(features))
@@ -389,9 +387,8 @@ class Session:
         """Step one of several optimizers now, before the end of the step: later passes of the step
         use the changed weights.
 
-        Without this call, an optimizer with gradients is stepped at the end of the step. If the
-        step fails, the update is undone: a copy of the changed tensors is kept until the step ends.
-        All members call it at the same point. Raises InvalidSpec outside a step, and if
+        All members call it at the same point. If the step fails, the update is undone: a copy of
+        the changed tensors is kept until the step ends. Raises InvalidSpec outside a step, and if
         `distribute` got one model and one optimizer, not in lists or by name.
         """
         self._steps.update(optimizer)

@@ -40,7 +40,7 @@ _EXTREMES = {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 class SharedCalls:
     """Shared calls of one session. A call returns once all members have its result. If a member is
-    lost while they confirm this, the call still returns: the next call then begins with a new
+    lost while they confirm this, the call still returns, and the next call begins with a new
     generation."""
 
     def __init__(self, controller: ElasticController, fields: dict[str, str]) -> None:
@@ -54,11 +54,11 @@ class SharedCalls:
         strategy = self._strategy(call)
         position = strategy.position
         self._controller.call.check_end(call, strategy.step)
-        # No member may join until the call returns: its script would be at another point.
+        # A member that joins now would be at another point of its script.
         self._controller.call.is_under_way = True
         try:
             if position.unconfirmed:
-                # A member was lost at the end of the last call: some members may lack its result.
+                # Some members may lack the last call's result.
                 self._recover(GenerationBroken("a member was lost after a call between two steps"))
                 self._controller.present_or_next_generation(self._fields)
             position.in_call = True
@@ -187,10 +187,8 @@ def note_loss(error: BaseException, controller: ElasticController) -> None:
 
 def values_by_name(value: Value, op: Reduction = "sum") -> dict[str, float | int | Tensor]:
     """Return values by name, in the form in which they are reduced; a single value has the name "".
-
-    Booleans and integers become int64, so that sums do not wrap; NumPy scalars become Python
-    numbers. Raises InvalidSpec for values that cannot be reduced.
-    """
+    Booleans and integers become int64, so that sums do not wrap. Raises InvalidSpec for values that
+    cannot be reduced."""
     given = dict(value) if isinstance(value, Mapping) else {"": value}
     values = {name: _reducible(name, each, op) for name, each in given.items()}
     num_bytes = sum(each.nbytes if isinstance(each, Tensor) else 8 for each in values.values())
@@ -242,10 +240,8 @@ def reduce(
     part: int | None = None,
 ) -> dict[str, Any]:
     """Reduce the values of all members, by a collective. `part`, only for sums: of the members with
-    the same `part` the first counts; None: all count.
-
-    Raises InvalidSpec on all members if their values differ in name, shape or dtype.
-    """
+    the same `part` the first counts; None: all count. Raises InvalidSpec on all members if their
+    values differ in name, shape or dtype."""
     own = {name: _outline(each) for name, each in values.items()}
     messages = [json.loads(message) for message in gather(json.dumps([part, own]).encode(), group)]
     outlines = [{name: each[0] for name, each in row.items()} for _, row in messages]
@@ -300,8 +296,7 @@ def _reduced(
 
 def _extreme(host: Tensor, op: Reduction, group: dist.ProcessGroup) -> Tensor:
     """Overwrite `host` with the largest or smallest values, and NaN where any member has NaN;
-    return it. Gloo itself compares in pairs, and may return the number or the NaN of a pair.
-    Collective."""
+    return it. Gloo itself may ignore a NaN. Collective."""
     nan = host.isnan() if host.is_floating_point() else None
     if nan is not None:
         host.masked_fill_(nan, -math.inf if op == "max" else math.inf)

@@ -158,8 +158,8 @@ class Step:
         return batch is not None and batch.weight != 1.0
 
     def note_loss(self, loss: Tensor, weight: float) -> None:
-        """Add the mean loss of a pass, with its weight, to the step's mean loss. The weight of a
-        pass without samples is 0."""
+        """Add the mean loss of a pass, with its weight (0 without samples), to the step's mean
+        loss."""
         self._weight += weight
         loss = loss.detach()
         if not weight:
@@ -207,7 +207,7 @@ class Step:
 
     def _samples(self, batch: Batch | None) -> PresentSamples | None:
         """Seed torch for this member's share of the batch; return the share's samples. A stand-in
-        repeats sample 0 of the batch."""
+        repeats sample 0."""
         if batch is None:
             return None
         seed, first = int(self._fields["seed"]), 0 if batch.is_stand_in else batch.first
@@ -242,9 +242,9 @@ class Step:
             self._reports.step_done(controller.strategy, loss, times, num_samples)
 
     def _recovers(self, error: BaseException) -> bool:
-        """Return True if the step is rolled back and the script goes on: the step is taken again,
-        or, after `session.stop`, by no member. After other errors the member leaves: raises the
-        session's error for this case, if there is one, else returns False."""
+        """Return True if the step is rolled back and the script goes on. After other errors the
+        member leaves: raises the session's error for this case, if there is one, else returns
+        False."""
         strategy = self._controller.strategy
         if strategy.redoes(error):
             return True
@@ -280,12 +280,8 @@ class Step:
 def _check_script_gather(
     tensor_list: Any, tensor: Any, group: Any = None, async_op: bool = False
 ) -> None:
-    """Check the script's own `torch.distributed.all_gather`, if the members' shares differ in size.
-
-    If a rank passes a tensor of unexpected size, Gloo aborts a process or waits until the
-    collective times out. So members exchange the sizes of their tensors first.
-    `torch.distributed.nn.all_gather` makes this call too.
-    """
+    """Check the script's own `torch.distributed.all_gather`, if the members' shares differ in size:
+    Gloo would abort or hang. `torch.distributed.nn.all_gather` makes this call too."""
     # Shoal's own calls name a group.
     if group is None and (check := current().check_gather) is not None:
         check(tensor_list, tensor)
@@ -303,8 +299,8 @@ class Steps:
         before_calls(dist, "all_gather", _check_script_gather)
 
     def release(self) -> None:
-        """Close an open step, and restore torch's generators to their states before the first step,
-        when the session ends. May be called twice."""
+        """Close an open step, and restore torch's generators to their first states, when the
+        session ends. May be called twice."""
         if self._newest is not None:
             self._newest.release()
         states, self._generators = self._generators, ()

@@ -3,7 +3,7 @@
 The guard refuses what would change the result without an error:
 
 - to step the optimizer: every gradient would be applied twice;
-- to scale the loss for fp16 by a scaler that is not registered: the gradients would stay scaled;
+- to scale the loss by a scaler that is not registered: the gradients would stay scaled;
 - to drop the gradients after the backward pass: the session would step without gradients;
 - to add parameters to the optimizer: members that join later would not have them.
 """
@@ -46,7 +46,7 @@ _MARK = "_shoal_watched"
 
 class _Within:
     """Calls `set_active` with True and False around a block, and `after` if the block raised
-    nothing. A class: a generator, entered several times in each step, takes ten times as long."""
+    nothing. A class: a generator takes ten times as long."""
 
     def __init__(
         self, set_active: Callable[[bool], None], after: Callable[[], None] = lambda: None
@@ -96,7 +96,7 @@ class StepGuard:
         self.modes = ScriptModes()
         self._emptied: list[tuple[Optimizer, bool]] = []
         """Optimizers of which the script has dropped all gradients in this step, each with True if
-        they were set to None, False if to zeros. A later pass removes entries with False."""
+        they were set to None, False if to zeros."""
         self._optimizers = list(optimizers)
         self._others = OtherParameters(
             trained.parameters,
@@ -152,13 +152,13 @@ class StepGuard:
 
     def computing(self) -> AbstractContextManager[None]:
         """Return a context in which the session computes gradients. Raises InvalidSpec at its end
-        if a scaler is registered that did not scale the loss."""
+        if a registered scaler did not scale the loss."""
         return _Within(self._set_computes, self._check_scaled)
 
     def check_loss_graph(self, loss: Tensor) -> None:
-        """Check the graph of a loss before its backward pass, in the member's first step and after
-        the first step of each optimizer that was not distributed: graphs may be large. Raises
-        InvalidSpec for functions that train differently on several members."""
+        """Check the graph of a loss before its backward pass, in the first step of this member and
+        of each optimizer that was not distributed. Raises InvalidSpec for functions that train
+        differently on several members."""
         if self._step() <= self._last_checked:
             self._others.note_loss(loss)
             strategy = self._strategy
@@ -206,8 +206,8 @@ class StepGuard:
                 self._emptied.append((optimizer, to_none))
 
     def check_gradients(self) -> None:
-        """Raise InvalidSpec before the commit if the script has dropped all gradients of an
-        optimizer, and no later pass computed any."""
+        """Raise InvalidSpec if the script has dropped all gradients of an optimizer, and no later
+        pass computed any."""
         for optimizer, to_none in self._emptied:
             if not to_none or next(iter(_with_gradient(optimizer)), None) is None:
                 raise InvalidSpec(
@@ -220,8 +220,8 @@ class StepGuard:
                 )
 
     def check_weight_rescaling(self, weight: Tensor) -> None:
-        """Check a forward pass that rescales those rows of a weight that its samples use
-        (`max_norm` of an embedding). Raises InvalidSpec if members would get different weights."""
+        """Raise InvalidSpec for a pass that rescales those rows of a weight that its samples use
+        (`max_norm` of an embedding), if members would get different weights."""
         strategy = self._strategy
         if strategy.synchronous and strategy.passes_meet and self._trained.has_any([weight]):
             raise scaled_down(strategy.name, f"a parameter of shape {tuple(weight.shape)}")
@@ -237,7 +237,7 @@ class StepGuard:
 
     def check_clipping(self, parameters: Sequence[Tensor], max_norm: float) -> None:
         """Raise InvalidSpec for torch's `clip_grad_norm_` of these parameters if this member has
-        only a part of the gradients, or scaled ones: their norm would be wrong."""
+        only a part of the gradients, or scaled ones."""
         if self._clips:
             return
         is_ours = self._trained.has_any(parameters)
@@ -286,8 +286,8 @@ class StepGuard:
         )
 
     def watch(self, scaled: Any, scaler: object) -> None:
-        """Watch backward passes through tensors that `scaler` has scaled. A pass of the session
-        raises InvalidSpec if the scaler is not the registered one."""
+        """Watch backward passes through tensors that `scaler` has scaled: the session's raise
+        InvalidSpec if it is not the registered one."""
         through = partial(self._through_scaled, scaler)
         for tensor in pytree.tree_leaves(scaled):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
@@ -334,7 +334,7 @@ def _look_at_scaling_down(weight: Tensor) -> None:
 
 
 def _look_at_wrapping(module: nn.Module) -> None:
-    """Raise InvalidSpec for a wrapper that averages gradients, which the session does already."""
+    """Raise InvalidSpec for a wrapper that averages gradients, as the session does."""
     guard = _guard()
     if isinstance(module, ModuleProxy) or (guard is not None and guard.trains(module)):
         raise InvalidSpec(
@@ -358,8 +358,8 @@ def _guard() -> StepGuard | None:
 
 
 def _watch_scalers() -> None:
-    """Wrap the methods of GradScaler and its subclasses, once in a process, so that they report to
-    the guard of the thread's open step."""
+    """Wrap the methods of GradScaler and its subclasses, once, so that they report to the guard of
+    the thread's open step."""
     kinds: list[type] = [torch.amp.GradScaler]
     while kinds:
         kind = kinds.pop()
@@ -374,8 +374,8 @@ def _watch_scalers() -> None:
 
 
 def _watch_zeroing() -> None:
-    """Wrap `zero_grad` of optimizers and modules, once in a process, so that it reports to the
-    guard of the thread's open step."""
+    """Wrap `zero_grad` of optimizers and modules, once, so that it reports to the guard of the
+    thread's open step."""
     if not hasattr(Optimizer.zero_grad, _MARK):
         Optimizer.zero_grad = _watched_zeroing(Optimizer.zero_grad, _parameters_of)  # type: ignore[method-assign]
         nn.Module.zero_grad = _watched_zeroing(  # type: ignore[method-assign]

@@ -39,7 +39,7 @@ def check_entered(reports: "StepReports | None", call: str) -> None:
 
 
 USUAL_OF = 16
-"""Number of the newest steps with the median that is the usual time of a step."""
+"""Number of the newest steps: their median is the usual time of a step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +68,8 @@ class InterruptionMeter:
         self._gaps_s: deque[float] = deque(maxlen=USUAL_OF)
 
     def note_commit(self, generation: int, step: int, now_s: float) -> Interruption | None:
-        """Note that `step` is committed in that generation. Returns the interruption before the
-        step if it is the generation's first step and not this member's first; else None."""
+        """Note that `step` is committed in that generation. Returns the interruption before it if
+        it is the generation's first step and not this member's first; else None."""
         before, last_step, gap_s = self._generation, self._step, now_s - self._committed_s
         self._generation, self._step, self._committed_s = generation, step, now_s
         if before == 0:
@@ -177,7 +177,7 @@ class StepReports:
     def _read_origin(self) -> None:
         self._origin = run_origin()
         if self._strategy is None:
-            # Before the first step is committed: the step may take long, or fail.
+            # Before the first step is committed, which may take long.
             self._health.update(HealthFigures(course=CourseFigures(run=self._origin)))
 
     def step_done(
@@ -246,8 +246,7 @@ class StepReports:
     def _course(self, strategy: Strategy) -> CourseFigures:
         job_log, written = self._controller.job_log, strategy.written_checkpoint
         return CourseFigures(
-            # Read each time: the number changes at the first batch, if the job resumes from a
-            # checkpoint of another batch size.
+            # Read each time: a job that resumes with another batch size changes the number.
             num_steps=self._source.num_steps if self._source else None,
             checkpoint_step=written.step if written else None,
             checkpoint_bytes=written.num_bytes if written else None,

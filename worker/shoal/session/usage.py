@@ -55,8 +55,8 @@ class UsageMeter:
 
 
 def memory_bytes() -> int:
-    """Return the bytes that torch has reserved on this process's GPU, or the resident memory of the
-    process if it uses none."""
+    """Return the bytes that torch has reserved on this process's GPU, or the process' resident
+    memory if there are none."""
     is_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     if is_used and (held := torch.cuda.memory_reserved()):
         return held
@@ -67,8 +67,7 @@ def memory_bytes() -> int:
 def host_traffic(root: Path) -> TrafficCounts:
     """Return the bytes that the host's network devices, InfiniBand included, have counted.
 
-    Bridges, tunnels and bonds are not counted. In a container, which sees no device, all interfaces
-    but loopback and IP over InfiniBand count.
+    Bridges, tunnels and bonds count only if no device is seen, as in a container.
     """
     received, sent = 0, 0
     for interface in _counting_interfaces(root):

@@ -10,8 +10,8 @@ from shoal.state.shards import Chunk
 
 
 class Grid:
-    """Cells of a tensor, cut wherever a held chunk begins or ends: a held chunk contains whole
-    cells. Only cells that a rank holds are stored."""
+    """Cells of a tensor, cut wherever a held chunk begins or ends. Only cells that a rank holds are
+    stored."""
 
     def __init__(self, shape: tuple[int, ...], chunks: Sequence[Chunk]) -> None:
         self._cuts: list[list[int]] = []
@@ -28,7 +28,7 @@ class Grid:
     def cells(self, chunk: Chunk) -> Sequence[tuple[Chunk, tuple[int, ...]]]:
         """Return the parts of `chunk`, each with the indexes of the held chunks that contain it."""
         if chunk not in self._cells:
-            # Cached: many tensors are cut in the same way, and a rank needs the same chunk of each.
+            # Cached: many tensors are cut in the same way.
             self._cells[chunk] = list(self._cut(chunk))
         return self._cells[chunk]
 

@@ -26,11 +26,11 @@ class HostBuffer:
         sources: Sequence[Tensor] = (),
     ) -> tuple[Mapping[str, TensorShard], Tensor]:
         """Return a shard for each included name of the inventory's one listing, in the order of
-        names, and the memory they lie in. The caller overwrites their contents.
+        names, and the memory they lie in, to be overwritten.
 
-        The same inventory object gets the same shards again; the caller must include the same names
-        then. Allocates new memory only if the size differs, page-locked if some of the `sources`
-        lie on a GPU.
+        The same inventory object gets the same shards again, and must come with the same names.
+        Allocates memory only if the size differs, page-locked if some of the `sources` lie on a
+        GPU.
         """
         if inventory is not self._inventory:
             # Free the old memory before new memory is allocated.
@@ -141,8 +141,8 @@ class StepCopies:
     def complete_copies(self) -> list[StateShard]:
         """Return all complete copies.
 
-        This rank's own copy is among them only once it names the tensors that other ranks hold:
-        else it could seem to be the whole state. Step 0 is exempt: only the model exists then.
+        This rank's own copy is among them once it names the tensors that other ranks hold: else it
+        could seem to be the whole state. Step 0 is exempt.
         """
         own_copy, peers = self.own_copy, self._peers
         known = own_copy is not None and (own_copy.step == 0 or bool(own_copy.elsewhere))

@@ -1,7 +1,6 @@
 """Copies of tensors in host memory, which a GPU writes asynchronously.
 
-A copy from a GPU is asynchronous, and as fast as the bus, only into page-locked memory. Tensors on
-a CPU are copied at once, into ordinary memory.
+A copy from a GPU is asynchronous, and as fast as the bus, only into page-locked memory.
 """
 
 import copy
@@ -19,11 +18,10 @@ from shoal.torch_private.tensors import foreach_copy_
 log = structlog.get_logger(__name__)
 
 ALIGNMENT_BYTES, MESSAGE_ALIGNMENT_BYTES = 64, 16
-"""Alignment of adjacent tensors, in memory and in a message. Sender and receiver both compute the
-positions of tensors in a message."""
+"""Alignment of adjacent tensors, in memory and in a message."""
 BATCH_BYTES = 64 * 1024 * 1024
 """Size of each of the two page-locked buffers of `copy_staged`. A power of two: torch caches such
-blocks for the next call."""
+blocks."""
 
 
 class CopyUnderWay:
@@ -47,7 +45,7 @@ class CopyUnderWay:
 @torch.no_grad()
 def copy_to_host(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> CopyUnderWay:
     """Begin to copy each source into the target of the same index, in host memory. The sources may
-    change once this returns: later work on the caller's stream runs after the copy."""
+    change once this returns."""
     foreach_copy_(list(targets), list(sources), non_blocking=True)
     return queued_work(sources)
 
@@ -62,11 +60,11 @@ def _gpus(tensors: Sequence[Tensor]) -> list[torch.device]:
 
 
 def host_memory(num_bytes: int, sources: Sequence[Tensor]) -> Tensor:
-    """Return uninitialized bytes, page-locked if some of these sources lie on a GPU. If the CUDA
-    runtime refuses, logs a warning and returns ordinary memory.
+    """Return `num_bytes` of uninitialized memory, page-locked if some of these sources lie on a
+    GPU, until its last view is freed. If the CUDA runtime refuses, logs a warning and returns
+    ordinary memory.
 
-    Allocates exactly `num_bytes`: torch would round pinned memory up to a power of two. The memory
-    is unlocked when the last tensor that views it is freed.
+    torch's own pinned memory would be rounded up to a power of two.
     """
     memory = torch.empty(num_bytes, dtype=torch.uint8)
     if not num_bytes or not (devices := _gpus(sources)):
@@ -143,8 +141,7 @@ def copy_staged(
     """Copy each source into the target of the same index, which is contiguous and on the host.
     Returns when all copies are complete.
 
-    Tensors on a GPU pass through two page-locked buffers: while the GPU writes one, the host
-    empties the other. For targets that are used only once: locking their own memory would not pay.
+    For targets that are used only once: tensors on a GPU pass through two page-locked buffers.
     """
     host_pairs = [(t, s) for t, s in zip(targets, sources, strict=True) if not s.is_cuda]
     for target, source in host_pairs:

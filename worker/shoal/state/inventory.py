@@ -1,7 +1,7 @@
 """Inventories: descriptions of the state that each rank holds, with names, chunks and values, but
 no tensors.
 
-Ranks exchange them as compressed JSON. The receiver checks all sizes and numbers in them.
+Ranks exchange them as compressed JSON. The receiver checks all sizes and numbers.
 """
 
 import json
@@ -31,7 +31,6 @@ class Meta:
     """Shape and dtype of one tensor of the state, the same on all ranks."""
 
     shape: tuple[int, ...]
-    """Shape of the whole tensor."""
     dtype: torch.dtype
 
 
@@ -56,9 +55,9 @@ class Inventory:
 
 
 def inventory_of(held: Sequence[StateShard]) -> Inventory:
-    """Return the inventory of these state shards, which may be of different steps. Raises
-    ShapeMismatch or DtypeMismatch if they contradict each other, and UnsupportedOptimizer for a
-    dtype that cannot be sent."""
+    """Return the inventory of these state shards, of any steps. Raises ShapeMismatch or
+    DtypeMismatch if they contradict each other, and UnsupportedOptimizer for a dtype that cannot be
+    sent."""
     metas: dict[str, Meta] = {}
     listings = []
     for state_shard in held:
@@ -149,8 +148,8 @@ def _packed_table(head: bytes) -> "TensorTable":
 
 
 def to_json(inventory: Inventory) -> Json:
-    """Convert the inventory to lists that refer to tensors by number, and a table of their names.
-    The table is a JSON text of its own: most ranks send the same one, which is parsed once."""
+    """Convert the inventory to lists that refer to tensors by number, and a table of their names: a
+    JSON text of its own, as most ranks send the same one."""
     return list[Json](_to_json(inventory))
 
 

@@ -20,9 +20,8 @@ CLOSE_S = 5.0
 class PeerCheckpoints:
     """Live state of the previous generation, and copies of this member's and its peers' state.
 
-    A member's live state is a part of the whole. The next generation can use it only if the names
-    of all tensors are known: otherwise a missing part would go unnoticed. Each copy updates these
-    names; later an optimizer may begin to keep more tensors.
+    The next generation can use a member's live state, a part of the whole, only if the names of all
+    tensors are known: otherwise a missing part would go unnoticed. Each copy updates these names.
     """
 
     def __init__(self, *, copies: int, every_steps: int | None) -> None:
@@ -40,8 +39,7 @@ class PeerCheckpoints:
         self._copies: PeerCopies | None = None
         self._live: StateShard | None = None
         self._alone: StateShard | None = None
-        """The whole state as of the time when this member was alone; kept until peers have
-        copies."""
+        """Whole state from when this member was alone; kept until peers have copies."""
         self._names: frozenset[str] = frozenset()
         self._since: frozenset[str] = frozenset()
         """Names of tensors that only other members hold, and that did not exist when `_names` was
@@ -75,8 +73,7 @@ class PeerCheckpoints:
         hosts: Sequence[str] = (),
     ) -> None:
         """Begin a generation with this state shard; those of all `members` make up a whole state.
-        At step 0, waits for the first copy. `travels`: see `PeerCopies`. `hosts`: the host of each
-        member, by rank; empty if all members are on one host."""
+        At step 0, waits for the first copy. `travels`, `hosts`: see `PeerCopies`."""
         if len(members) == 1:
             self._alone = None
         elif len(self._members) == 1 and self._live is not None and self._num_copies:
@@ -102,11 +99,10 @@ class PeerCheckpoints:
             else None
         )
         self._live = self._half = None
-        # No copy of this generation exists yet. The first one follows the next step: now it would
-        # delay that step.
+        # The first copy of this generation follows the next step: now it would delay that step.
         self._uncopied = bool(state_shard.step)
         if self._copies is not None and not self._uncopied:
-            # At step 0 no earlier copy exists either: a loss in the first step would end the job.
+            # At step 0 no earlier copy exists: a loss in the first step would end the job.
             self._copies.offer(state_shard)
             self._copies.flush()
 
@@ -128,12 +124,7 @@ class PeerCheckpoints:
 
     def hand_over(self, state_shard: StateShard, *, leaving: Collection[int] = ()) -> None:
         """Copy the state to peers as `offer` does, and wait until all members have completed the
-        copy.
-
-        If a member is lost before the next generation's first copy, the job can continue from this
-        copy. `leaving`: the ranks that leave, the same on all members; only ranks that stay receive
-        copies.
-        """
+        copy. `leaving`: the ranks that leave, the same on all members; they receive no copies."""
         if self._copies is not None:
             self._copies.offer(state_shard, leaving=leaving)
             self._copies.flush()
@@ -153,8 +144,8 @@ class PeerCheckpoints:
     def stop(
         self, collect: Callable[[], StateShard], *, stepped_by_others: Collection[str] = ()
     ) -> None:
-        """End the generation, and keep this member's part of the state, which `collect` returns. If
-        `collect` raises RefusedError, no live state is kept. `stepped_by_others`: see
+        """End the generation, and keep this member's part of the state, which `collect` returns, or
+        none if it raises RefusedError. `stepped_by_others`: see
         `Layout.names_stepped_elsewhere`."""
         live: StateShard | None = None
         try:
@@ -170,7 +161,7 @@ class PeerCheckpoints:
 
     def drop_live_state(self, step: int, names: frozenset[str]) -> None:
         """End the generation without a live state: an interrupted update destroyed this member's
-        part of the state after `step` steps. `names`: names of the optimizer state in that part."""
+        part of the state after `step` steps. `names`: the optimizer state in that part."""
         self._live = None
         if names:
             self._half = StateShard(step=step, shards={}, elsewhere=names)
@@ -187,8 +178,7 @@ class PeerCheckpoints:
         self, live: StateShard, stepped_by_others: Collection[str]
     ) -> frozenset[str]:
         """Return the names of tensors that other members' optimizers may have begun to keep since
-        the names were recorded. A parameter of theirs without state may have every key of other
-        parameters."""
+        the names were recorded: for a parameter without state, every key of other parameters."""
         known = [each for each in self._names | live.shards.keys() if each.startswith(OPTIM)]
         parts = [each.removeprefix(OPTIM).rpartition("/") for each in known]
         new = set(stepped_by_others) - {parameter for parameter, _, _ in parts}

@@ -36,11 +36,10 @@ from shoal_proto.errors import GenerationBroken, InternalError
 log = structlog.get_logger(__name__)
 
 MAX_SWAPPED_RANKS = 64
-"""Greatest world size at which ranks swap targets. The search takes up to 0.5 s at this size, and
-more than ten times as long at four times the size."""
+"""Greatest world size at which ranks swap targets: the search takes up to 0.5 s then."""
 COPYING_SHARE, FIRST_INTERVAL, MAX_INTERVAL = 0.05, 2, 10
 """Share of the time during which a copy may be in progress; steps between the first two copies of a
-generation, when no copy has been timed yet; greatest number of steps between two copies."""
+generation; greatest number of steps between two copies."""
 
 
 def targets_of(hosts: Sequence[str], copies: int, leaving: Collection[int] = ()) -> list[list[int]]:
@@ -48,15 +47,15 @@ def targets_of(hosts: Sequence[str], copies: int, leaving: Collection[int] = ())
 
     If no rank leaves, a rank receives as many copies as it sends. Ranks form a ring, sorted by
     host, and each copy goes a fixed distance ahead in the ring. Up to MAX_SWAPPED_RANKS ranks,
-    pairs of ranks then swap targets if that moves copies off the sender's own host, or to hosts
-    that have no copy of this sender. Targets on other hosts come first.
+    pairs of ranks then swap targets if that moves copies to further hosts. Targets on other hosts
+    come first.
 
     All copies of a rank are on different hosts, none on its own, if (`copies` + 1) x (ranks on the
     largest host) is at most the number of all ranks. The first copy goes to another host, unless
     one host has more than half of the ranks.
 
-    If ranks are `leaving`, only ranks that stay receive copies. A leaving rank sends one copy more,
-    as its own snapshot is lost with it.
+    Ranks that are `leaving` receive no copies, and send one copy more, as their own snapshot is
+    lost with them.
     """
     ring, distances, chosen = _choose(tuple(hosts), copies)
     index_in_ring = {rank: number for number, rank in enumerate(ring)}
@@ -116,8 +115,8 @@ def _swap(hosts: Sequence[str], chosen: list[list[int]], rank: int) -> bool:
 
 
 def _distances(hosts: Sequence[str], copies: int) -> list[int]:
-    """Return all distances in a ring of these hosts. Those of the copies come first: they send the
-    fewest copies to a rank's own host and then the fewest to a host that already has a copy."""
+    """Return all distances in a ring of these hosts. Those of the copies come first: with the
+    fewest copies on a rank's own host, and then on a host that already has a copy."""
     world_size, sizes = len(hosts), Counter(hosts).values()
     holders = [{host} for host in hosts]
 
@@ -143,7 +142,7 @@ def _distances(hosts: Sequence[str], copies: int) -> list[int]:
 
 
 def interval_of(copy_in_steps: float) -> int:
-    """Return the number of steps between two copies if a copy takes as long as `copy_in_steps`
+    """Return the number of steps between two copies that each take as long as `copy_in_steps`
     steps: the smallest one that keeps COPYING_SHARE, at most MAX_INTERVAL."""
     if not copy_in_steps <= COPYING_SHARE * MAX_INTERVAL:
         return MAX_INTERVAL
@@ -164,7 +163,7 @@ class _Ring:
 
     def peers(self, leaving: Collection[int]) -> tuple[Sequence[int], Sequence[int]]:
         """Return the ranks to which this rank sends copies, and those from which it receives
-        copies, if the `leaving` ranks leave."""
+        copies."""
         targets = targets_of(self.hosts, self.copies, leaving)
         sources = [
             (each.index(self.rank), rank) for rank, each in enumerate(targets) if self.rank in each
@@ -193,12 +192,11 @@ class PeerCopies:
     whole step if each rank, or one of its targets, remains.
 
     The copies of two steps are kept. The next copy overwrites the older one, once the newer one is
-    complete on every rank. So after the first copy there is always a step that is complete on all
-    ranks. Until then the copies of the previous generation are kept.
+    complete on every rank: so one step is always complete on all ranks. Until the first copy is
+    complete, the copies of the previous generation are kept.
 
     **Interval.** Without `every_steps`, ranks exchange with each copy how many steps it took, and
-    `interval_of` the largest number is the interval from the next copy on. A copy takes the
-    trainer's time for the snapshot, and the time of the messages, from when all ranks have begun.
+    `interval_of` the largest number is the interval from the next copy on.
 
     **Age.** If a copy is offered every K steps, the state after a loss is at most 2 K steps older
     than the newest step that any rank has committed; at most K, if the last copy was complete.
@@ -225,10 +223,7 @@ class PeerCopies:
     ) -> None:
         """`hosts`: the host of each rank; empty if all are on one host. `travels`: True for the
         name of a tensor that is sent, as it would be lost with its rank; the same on all ranks.
-
-        A message that takes longer than `limit_s` fails the copy. None: the group's own limit, in a
-        session a day, as hang detection ends a generation with a copy that hangs.
-        """
+        `limit_s`: time limit of a message; None: the group's own."""
         rank, world_size = group.rank(), group.size()
         self._ring = _Ring(rank, hosts or [""] * world_size, copies)
         self._every_steps = every_steps
@@ -258,7 +253,7 @@ class PeerCopies:
 
     def _start(self, group: dist.ProcessGroup) -> None:
         # Only this thread may hold the group: a thread that drops the last reference waits for the
-        # group's own threads, and must not be the trainer.
+        # group's own threads.
         self._thread = threading.Thread(
             target=self._serve, args=(group,), name="peer-copies", daemon=True
         )
@@ -276,9 +271,8 @@ class PeerCopies:
         """Copy this rank's state shard to peers, in the background. Its tensors may change once
         this returns. All ranks offer the same steps, with the same ranks `leaving` after the step.
 
-        First waits until the previous copy is complete on all ranks. Raises the previous copy's
-        error, and GenerationBroken after `close`. Without peers it only drops the copies of the
-        previous generation.
+        First waits for the previous copy on all ranks, and raises its error; GenerationBroken after
+        `close`. Without peers it only drops the copies of the previous generation.
         """
         if not self._ring.has_peers:
             self._earlier_copies = ()
@@ -301,7 +295,7 @@ class PeerCopies:
 
     def _step_s(self, step: int) -> float:
         """Return the mean time of the steps since the last offer; infinity at the first one, as its
-        copy also opens the group's connections."""
+        copy also opens connections."""
         now_s, before = self._clock(), self._offered
         self._offered = step, now_s
         if before is None or step <= before[0]:
@@ -319,8 +313,7 @@ class PeerCopies:
 
     def held(self) -> Sequence[StateShard]:
         """Return all state shards that this rank can give: its own snapshots and its peers'
-        complete copies. Thread-safe. The result is valid until the next `offer`, also after
-        `close`."""
+        complete copies. Thread-safe. Valid until the next `offer`, also after `close`."""
         return [
             state_shard
             for slot in (*self._earlier_copies, *self._slots)
@@ -348,9 +341,8 @@ class PeerCopies:
         return sum(slot.num_bytes for slot in (*self._earlier_copies, *self._slots))
 
     def close(self) -> None:
-        """End copying. Does not block; may be called twice. A copy in progress continues until it
-        is complete or its group is cut, as peers may still take part in it. Complete copies are
-        kept."""
+        """End copying. Does not block; may be called twice. A copy in progress, in which peers may
+        take part, continues until it is complete or its group is cut. Complete copies are kept."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -436,8 +428,8 @@ class PeerCopies:
         return self._clock() - began_s - waited_s
 
     def _agreed_interval(self, timing: "_Timing", moved_s: float, group: dist.ProcessGroup) -> int:
-        """Return the interval for the slowest rank. After this call all ranks have received all
-        their copies of this step."""
+        """Return the interval for the slowest rank. Afterwards all ranks have received all their
+        copies of this step."""
         steps = torch.zeros(1, dtype=torch.float64)
         if timing.step_s > 0:
             steps[0] = (timing.taken_s + moved_s) / timing.step_s
@@ -453,8 +445,6 @@ class PeerCopies:
 
 @dataclass(frozen=True)
 class _Timing:
-    """Time in which the trainer has made a snapshot, and the mean time of the steps before it."""
-
     taken_s: float
     step_s: float
 

@@ -25,7 +25,7 @@ from shoal.model.module_proxy import proxy_of
 from shoal_proto.errors import InvalidSpec
 
 MAX_SHAPES = 8
-"""Number of batch shapes for which runners are kept, with their receive buffers."""
+"""Number of batch shapes with kept runners, which have receive buffers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +34,7 @@ class ScheduleSpec:
 
     schedule: str = "1f1b"
     microbatches: int = 4
-    """Largest number of parts of a batch; the largest divisor of the batch up to this number is
-    used."""
+    """Largest number of parts of a batch; the largest divisor of the batch up to it is used."""
 
 
 class PipelineLayout(Layout):
@@ -56,7 +55,7 @@ class PipelineLayout(Layout):
         prepare: Callable[[nn.Module], None] | None = None,
     ) -> None:
         """`cut`: an outline of the model and the stage of each of its segments. `prepare` may split
-        the stage's parameters, still on meta, over further ranks."""
+        the stage's parameters, on meta, over further ranks."""
         self.world = world
         self._near = Neighbours(world.group if group is None else group, world.device)
         connect_neighbours(self._near.group, world.group, world.device)
@@ -81,8 +80,7 @@ class PipelineLayout(Layout):
 
     @property
     def plain(self) -> nn.Module:
-        """Layers of this stage under the user's names; a call of the module runs the whole
-        pipeline."""
+        """Layers of this stage under the user's names; a call runs the whole pipeline."""
         return self._shown
 
     @property
@@ -140,8 +138,8 @@ class PipelineLayout(Layout):
         return loss
 
     def _broadcast_loss(self, loss: Tensor, runner: PipelineRunner) -> Tensor:
-        """Broadcast the last stage's loss. Through shared memory this is also a barrier at the end
-        of a pass."""
+        """Broadcast the last stage's loss; through shared memory, also a barrier at the end of a
+        pass."""
         words, self._num_passes = self._words, self._num_passes + 1
         if self._num_passes > 1 and words.may_share:
             self._share(runner)
@@ -152,8 +150,7 @@ class PipelineLayout(Layout):
         return torch.tensor(number_of(words.receive_values()[-1][0]), dtype=torch.float64)
 
     def _share(self, runner: PipelineRunner) -> None:
-        """Use shared memory for losses and messages from now on, if all ranks are on one machine.
-        Collective."""
+        """Use shared memory from now on, if all ranks are on one machine. Collective."""
         num_bytes = lanes_bytes(self._sent_bytes(runner))
         self._words.enable_shared_memory(num_bytes)
         memory = self._words.memory
@@ -166,8 +163,8 @@ class PipelineLayout(Layout):
         return [row[0] for row in self._words.receive_values()]
 
     def _transport_of(self, runner: PipelineRunner) -> AbortableP2P | StageLanes:
-        """Choose the transport of the pass that begins: shared memory or point to point. Collective
-        in a runner's first pass after shared memory was set up."""
+        """Choose the transport of the pass that begins. Collective in a runner's first pass after
+        shared memory was set up."""
         if self._lanes is None:
             return self._near.p2p
         if runner.p2p is None:
@@ -201,7 +198,6 @@ class PipelineLayout(Layout):
         return runner
 
     def _report_refusal(self, refusal: InvalidSpec) -> None:
-        """Send a refusal to the other stages, which wait for this stage."""
         self.world.exchanges.report_refusal(refusal)
 
     def _tied(self) -> dict[str, nn.Parameter]:
@@ -210,7 +206,6 @@ class PipelineLayout(Layout):
         return {name: each for name, each in held.items() if each.requires_grad}
 
     def _complete(self) -> None:
-        """Sum the gradients of parameters that several stages use, among those stages."""
         self.world.exchanges.note_missing_gradients()
         self.non_finite_check.check_after_pass(self._parameters)
         for name, parameter in self._tied().items():
@@ -223,8 +218,8 @@ class PipelineLayout(Layout):
         return self._has_passed
 
     def release(self) -> None:
-        # Modules, schedules and this layout form reference cycles. Without this, the group would
-        # live until Python's next collection of cycles.
+        # Without this, reference cycles would keep the group until Python's next collection of
+        # cycles.
         self._forget_runners()
         self._words.close()
         self._lanes = None

@@ -1,11 +1,11 @@
 """A model's forward pass as a chain of layers, cut into stages.
 
-The forward pass is traced with torch.fx down to the layers and no further: a layer runs the user's
-own code at each call. No example input is needed, and one trace serves every world size.
+The forward pass is traced with torch.fx down to the layers: a layer runs the user's own code at
+each call. One trace serves every world size, without an example input.
 
-A trace has three kinds of values. *Inputs* are known to every stage. *Repeatable* values follow
-from inputs, parameters and shapes alone: each stage computes those that it needs. Every other value
-is computed by one stage and sent from stage to stage up to its last user.
+*Inputs* are known to every stage. *Repeatable* values follow from inputs, parameters and shapes
+alone: each stage computes those that it needs. Every other value is computed by one stage and sent
+from stage to stage up to its last user.
 """
 
 import operator
@@ -33,16 +33,13 @@ class ModelSegment:
     next such call."""
 
     name: str
-    """Name of the layer in the model. Its second call in a pass is "NAME@2", and so on."""
+    """Name of the layer in the model; "NAME@2" for its second call in a pass."""
     num_bytes: int
-    """Size of the parameters that the segment uses."""
 
 
 class Outline:
-    """The forward pass of a model in training and in evaluation, cut into the same segments.
-
-    `opened`: modules that are traced into. Raises InvalidSpec if the model cannot be traced.
-    """
+    """Forward pass of a model in training and in evaluation, cut into the same segments. `opened`:
+    modules that are traced into. Raises InvalidSpec if the model cannot be traced."""
 
     def __init__(self, model: nn.Module, opened: Collection[str] = ()) -> None:
         self.opened = frozenset(opened)
@@ -64,7 +61,7 @@ class Outline:
         """Build the graph of one stage; `stage_of` gives the stage of each segment.
 
         The graph takes the model's inputs, then the values from the previous stage. It returns a
-        tuple of the values for the next stage; the last stage's graph returns the model's outputs.
+        tuple for the next stage; the last graph returns the model's outputs.
         """
         return self._flows[training].cut(stage_of, stage)
 
@@ -72,8 +69,8 @@ class Outline:
         """Return the graph as a function of the module and its inputs; the same object each time,
         so that torch.compile finds its compiled code again.
 
-        The function looks up the module's parts as it runs, so parts may be replaced. fx's
-        interpreter takes ten times as long for each layer.
+        The function looks up the module's parts as it runs. fx's interpreter takes ten times as
+        long for each layer.
         """
         key = training, tuple(stage_of), stage
         if key not in self._functions:
@@ -167,8 +164,6 @@ def uses_of(graph: fx.Graph) -> set[str]:
 def _crossing(
     at: Mapping[fx.Node, int], last_use: Mapping[fx.Node, int], stage: int
 ) -> list[fx.Node]:
-    """List, in trace order, the values that earlier stages compute and that this or a later stage
-    uses."""
     return [node for node, node_stage in at.items() if node_stage < stage <= last_use.get(node, -1)]
 
 
@@ -220,8 +215,8 @@ def _num_bytes(model: nn.Module, uses: Sequence[Collection[str]]) -> list[int]:
 
 
 def is_used(tensor: str, uses: Collection[str]) -> bool:
-    """True if `uses` has the tensor of that name or a module that contains it. `uses`: names of
-    modules and tensors."""
+    """True if `uses`, names of modules and tensors, has this tensor or a module that contains
+    it."""
     return any(path in uses for path in paths_of(tensor))
 
 

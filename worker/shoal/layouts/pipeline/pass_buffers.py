@@ -1,8 +1,7 @@
 """Buffers that a forward pass changes, in a stage that runs the pass once for each micro-batch.
 
-One process changes such buffers once per pass. So each micro-batch begins with the values from
-before the pass. Micro-batches that all leave the same values (spectral norm) leave those of one
-process. If the values depend on the samples or their number, the pass is refused.
+One process changes them once per pass: each micro-batch begins with the values from before the
+pass. If the values then depend on the samples or their number, the pass is refused.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,7 +42,6 @@ class PassBuffers:
         self._keys = [key for _, _, key in entries]
         self._buffers: list[Tensor | None] = [None] * len(entries)
         self._copies: list[Tensor] = []
-        """The value of each buffer when the pass began."""
         self._writes: list[int] = [-1] * len(entries)
         """Number of writes to each buffer at the last `begin`."""
         self._counted: list[Tensor] = []
@@ -55,8 +53,8 @@ class PassBuffers:
         self._first_values: dict[str, _Values] = {}
         """Values after each operation of the first micro-batch of the pass."""
         self._at: str | None = None
-        """Operation of the first micro-batch after which buffers had their present values; None:
-        they have the values from before the pass."""
+        """Operation of the first micro-batch that left the present values; None: they are from
+        before the pass."""
 
     def begin(self) -> None:
         """Save the values of the buffers when a pass begins."""
@@ -79,8 +77,8 @@ class PassBuffers:
 
     @contextmanager
     def of_micro_batch(self, pass_kind: str) -> Iterator[None]:
-        """Return a context for a forward or backward of one micro-batch. Raises InvalidSpec if the
-        micro-batch leaves buffers with other values than the pass' first micro-batch did."""
+        """Return a context for a forward or backward of one micro-batch. Raises InvalidSpec if it
+        leaves other values than the pass' first micro-batch did."""
         if not self._keys:
             yield
             return
@@ -97,9 +95,9 @@ class PassBuffers:
         self._at = FORWARD if first is self._first_values[FORWARD] else pass_kind
 
     def probe(self, run_one: Callable[[], _T], run_two: Callable[[], object]) -> _T:
-        """Find the buffers that a pass over one micro-batch changes; return the pass' result.
-        Raises InvalidSpec if a pass over two micro-batches at once leaves other values. Changes are
-        not undone."""
+        """Find the buffers that a pass over one micro-batch changes; return its result. Raises
+        InvalidSpec if a pass over two micro-batches at once leaves other values. Changes are not
+        undone."""
         self.begin()
         returned = run_one()
         values = self._changed(closely=True)
@@ -130,8 +128,8 @@ class PassBuffers:
         return list(map(dict.get, self._tables, self._keys))
 
     def _are_as_begun(self, present: list[Tensor | None]) -> bool:
-        """True if no buffer was written since the pass began. False once a buffer is known to
-        change, as writes to it may not be counted. Quick for stages with constant buffers only."""
+        """True if no buffer was written since the pass began; False once one is known to change, as
+        writes may not be counted."""
         return (
             not self._changing
             and all(map(is_, present, self._buffers))
@@ -139,8 +137,8 @@ class PassBuffers:
         )
 
     def _changed(self, *, closely: bool = False) -> _Values:
-        """Return the values that differ from those at the beginning of the pass; `closely`: also
-        find writes that torch does not count."""
+        """Return the values that the pass has changed; `closely`: also find writes that torch does
+        not count."""
         changed: dict[int, Tensor] = {}
         present = self._present()
         if not closely and self._are_as_begun(present):

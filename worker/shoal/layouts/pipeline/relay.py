@@ -30,7 +30,7 @@ class Neighbours:
         self.p2p = AbortableP2P(group, device)
 
     def release(self) -> None:
-        """Drop the references to the group; nothing can be sent afterwards. May be called twice."""
+        """Drop the references to the group. May be called twice."""
         self.p2p.close()
         for holder in (self, self.p2p):
             vars(holder).pop("group", None)
@@ -40,13 +40,12 @@ class Neighbours:
         described = [[name_of(t.dtype), list(t.shape), t.requires_grad] for t in tensors]
         length, text = _text(described, self.device)
         contents = [tensor.detach().contiguous() for tensor in tensors] if values else []
-        # One message after the other: the receiver learns each size from the message before.
         for each in (length, text, *contents):
             self.p2p.exchange([(each, to)])
 
     def receive(self, *, source: int, values: bool) -> list[Tensor]:
-        """Receive the tensors that rank `source` sends; without `values`, return zeros of the same
-        shapes. Raises MalformedMessage for a description of impossible size or content."""
+        """Receive the tensors that rank `source` sends; without `values`, zeros of the same shapes.
+        Raises MalformedMessage for a bad description."""
         length = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.p2p.exchange([], [(length, source)])
         text = _text_buffer(length, source)
@@ -66,8 +65,8 @@ class Neighbours:
 
     def broadcast(self, outputs: Any, *, source: int) -> Any:
         """Send a value of rank `source` to all ranks: tensors, numbers and text, in tuples, lists
-        and dicts. Raises InvalidSpec on rank `source` for anything else, and on the other ranks the
-        errors of `receive`."""
+        and dicts. Raises InvalidSpec on rank `source` for anything else, and the errors of
+        `receive` on the others."""
         leaves: list[Any] = []
         if self.rank == source:
             leaves, spec = pytree.tree_flatten(outputs)

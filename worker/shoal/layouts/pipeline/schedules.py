@@ -38,7 +38,7 @@ class StepInputs:
 
     @cached_property
     def num_samples(self) -> int:
-        """Number of samples. Raises InvalidSpec if the inputs have no tensor with samples."""
+        """Number of samples. Raises InvalidSpec if there is no tensor with samples."""
         for leaf in pytree.tree_leaves(dict(self.inputs)):
             if isinstance(leaf, Tensor) and leaf.ndim:
                 return leaf.shape[0]
@@ -54,8 +54,8 @@ class StepInputs:
         return part(tree) if isinstance(tree, Tensor) else pytree.tree_map(part, tree)
 
     def key(self) -> str:
-        """Return a key of the inputs' structure, shapes and dtypes. One schedule serves all inputs
-        with the same key."""
+        """Return a key of the inputs' structure, shapes and dtypes, for which one schedule
+        serves."""
         leaves, spec = pytree.tree_flatten(dict(self.inputs))
         kinds = [(str(x.dtype), tuple(x.shape)) if isinstance(x, Tensor) else x for x in leaves]
         return f"{spec} {kinds}"
@@ -83,8 +83,8 @@ class PipelineRunner:
         on_host = near.device.type == "cpu"
         sent = [] if self.is_last else returned
         self.sent_bytes = bytes_of(sent, count) if on_host else MAX_BYTES
-        """Bytes that this stage sends to the next one in a pass. For tensors that are not on the
-        host, `MAX_BYTES`: too many for shared memory."""
+        """Bytes that this stage sends to the next one in a pass. `MAX_BYTES`, too many for shared
+        memory, if tensors are not on the host."""
         self.p2p: AbortableP2P | StageLanes | None = None
         """Transport of messages, once the ranks have agreed on it."""
         kind = SCHEDULES[name] if count >= stage.num_stages else ScheduleGPipe
@@ -117,7 +117,6 @@ class PipelineRunner:
         try:
             pipelining.run(self._schedule, rows=rows, target=target)
         except RuntimeError as error:
-            # torch raises the error of a stage as the cause of a RuntimeError.
             wrapped = error.__cause__
             if wrapped is None:
                 raise
@@ -171,10 +170,7 @@ class PipelineRunner:
 
     def _probe(self) -> tuple[list[Tensor], Sequence[Tensor]]:
         """Return tensors of the shapes that the stage receives and sends, found by a forward pass
-        (two if it changes buffers). Stages after the first run it on zeros.
-
-        Statistics in buffers and random numbers drawn are restored.
-        """
+        (two if it changes buffers). Buffers and random states are restored."""
         stage, near = self._stage, self._near
         given: list[Tensor] = []
         if stage.index:
@@ -196,8 +192,8 @@ class PipelineRunner:
 
 
 class _PlacedStage(pipelining.UncheckedStage):
-    """Stage of torch's pipelining with abortable messages. For activation checkpointing, a backward
-    draws the random numbers of its micro-batch's own forward again."""
+    """Stage of torch's pipelining with abortable messages. A backward draws its own forward's
+    random numbers again, for activation checkpointing."""
 
     runner: PipelineRunner
     p2p: AbortableP2P | StageLanes
@@ -228,10 +224,8 @@ class _PlacedStage(pipelining.UncheckedStage):
 
 
 class _Part(nn.Module):
-    """Stage module for torch's schedule: called with activations and a micro-batch's row numbers.
-
-    The last stage returns its loss, so that the model's outputs may have any type.
-    """
+    """Stage module for torch's schedule, called with activations and a micro-batch's row numbers.
+    The last stage returns its loss: the model's outputs may have any type."""
 
     def __init__(self, runner: PipelineRunner) -> None:
         super().__init__()

@@ -1,8 +1,7 @@
 """Messages between the stages of a pipeline in a pass, through shared memory: quicker than Gloo.
 
-A stage copies a message into memory that its neighbour reads, and posts a semaphore. The memory
-holds all messages of a pass, and a barrier follows each pass: so no stage waits for free memory,
-and no message is overwritten before it is read.
+The memory holds all messages of a pass, and a barrier follows each pass: no stage waits for free
+memory, and no message is overwritten before it is read.
 """
 
 import ctypes
@@ -21,7 +20,7 @@ MAX_BYTES = 64 * 1024**2
 """Limit for all messages of a pass together; above it, messages go over Gloo."""
 _ALIGNMENT_BYTES = 64
 _HEAD_BYTES = _ALIGNMENT_BYTES
-"""Size of the header of each message, which holds its number of bytes."""
+"""Size of a message's header, which holds its number of bytes."""
 _WORD_BYTES = 8
 
 
@@ -38,8 +37,7 @@ def lanes_bytes(sent_bytes: Sequence[int]) -> int:
 
 
 class SharedLanes:
-    """View of the shared memory on one rank, divided into lanes: one for each direction between two
-    neighbours."""
+    """Shared memory as one rank sees it: one lane for each direction between two neighbours."""
 
     def __init__(self, memory: SharedMemory, buffer: memoryview) -> None:
         """Collective. `buffer`: the part of the memory to use."""
@@ -50,8 +48,8 @@ class SharedLanes:
         self._semaphores = [
             Semaphore(start + number * SEMAPHORE_BYTES) for number in range(2 * memory.world_size)
         ]
-        """Two for each rank: one is posted for each message from the previous stage, the other for
-        each message from the next stage."""
+        """Two for each rank: posted for messages from the previous stage, and from the next
+        stage."""
         if memory.rank == 0:
             for semaphore in self._semaphores:
                 semaphore.initialise()
@@ -93,8 +91,6 @@ class SharedLanes:
 
 
 class _Lane:
-    """Messages in one direction between two neighbours in a pass."""
-
     def __init__(self, lanes: SharedLanes, span: tuple[int, int], semaphore: Semaphore) -> None:
         self._lanes, self._semaphore = lanes, semaphore
         self._start, self._stop = span
@@ -168,8 +164,7 @@ _SENT = _Sent()
 
 
 class StageLanes:
-    """Lanes of one rank for the passes of one schedule: stands in for the process group in torch's
-    pipelining, as `AbortableP2P` does."""
+    """Lanes of one rank for the passes of one schedule, in place of torch's process group."""
 
     group_name = "shared memory"
     """Identifies a destination in torch's pipelining (since 2.14)."""

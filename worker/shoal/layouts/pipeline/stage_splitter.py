@@ -1,7 +1,7 @@
 """Cut of a model into stages that cost nearly the same.
 
-Every rank computes the cut by itself. So each choice depends only on the model, the number of
-stages and the costs, which are the same on all ranks.
+Every rank computes the cut: each choice depends only on the model, the number of stages and the
+costs.
 """
 
 from bisect import bisect_right
@@ -20,7 +20,7 @@ def balanced(costs: Sequence[int], num_stages: int) -> list[int]:
     """Return the stage of each layer, with the costliest stage as cheap as possible.
 
     A stage is a run of consecutive layers; none is empty. `costs`: a non-negative integer for each
-    layer; at least as many layers as stages. Among equal solutions, earlier stages get more layers.
+    layer, at least one for each stage. Among equal solutions, earlier stages get more layers.
     """
     low, high = max(costs), sum(costs)
     while low < high:
@@ -52,8 +52,8 @@ def _num_runs(costs: Sequence[int], at_most: int) -> int:
 class StageSplitter:
     """Splitter of a model into any number of stages; keeps the traces for all generations.
 
-    `split_at` names the layers before which the model may be cut. None: the model may be cut before
-    any layer, and if layers are too few, the largest ones are traced into.
+    `split_at` names the layers before which the model may be cut. None: before any layer; if these
+    are too few, the largest are traced into.
     """
 
     def __init__(self, split_at: Sequence[str] | None = None) -> None:
@@ -63,8 +63,7 @@ class StageSplitter:
 
     def outline(self, model: nn.Module, num_stages: int) -> Outline:
         """Return the coarsest outline with a part for each stage. Raises InvalidSpec if there is
-        none, if the model cannot be traced, or if `split_at` names a layer that the model does not
-        have."""
+        none, if the model cannot be traced, or if it lacks a layer of `split_at`."""
         if not self._outlines:
             self._outlines.append(Outline(model, _opened_first(model, self._split_at or ())))
         for outline in self._outlines:
@@ -148,8 +147,7 @@ class StageSplitter:
 
 
 def _opened_first(model: nn.Module, split_at: Collection[str]) -> set[str]:
-    """Name the modules to trace into from the start: containers, modules with a ModuleList, and
-    modules that contain a layer named in `split_at`."""
+    """Name the modules to trace into from the start."""
     opened: set[str] = set()
     for name, part in model.named_modules():
         parent = name.rpartition(".")[0]

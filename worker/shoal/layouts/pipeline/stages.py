@@ -68,7 +68,7 @@ class Stage:
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Current parameters of this stage, by their names in the user's model."""
+        """Parameters of this stage, by their names in the user's model."""
         return {
             self.names[name]: parameter
             for name, parameter in self.model.named_parameters(remove_duplicate=False)
@@ -93,9 +93,9 @@ class Stage:
         return compiled_alike(self.model, function) if compiled_call(self.model) else function
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Bind the arguments of a call of the model to names, as `run` takes them. The trace fixes
-        each input after the first to its default, if it has one. Raises InvalidSpec for other
-        values of such an input, and for values that `*args` or `**kwargs` would get."""
+        """Bind the arguments of a call of the model to names, as `run` takes them. Raises
+        InvalidSpec for inputs that the trace lacks: values other than the defaults it has fixed,
+        and values of `*args` and `**kwargs`."""
         bound = self._signature.bind(*args, **kwargs).arguments
         given = {}
         for name, default in self._inputs.items():
@@ -127,8 +127,8 @@ def _called(graph: fx.Graph) -> set[str]:
 
 
 def _compile_called(model: nn.Module, names: Collection[str]) -> None:
-    """Compile the modules called inside a module that the user has compiled, if the trace enters
-    that module: it is never called itself."""
+    """Compile the modules within a compiled module that the trace enters: that module is never
+    called itself."""
     for name in names:
         called = model.get_submodule(name)
         above = [model.get_submodule(path) for path in paths_of(name)][:-1]
@@ -138,7 +138,6 @@ def _compile_called(model: nn.Module, names: Collection[str]) -> None:
 
 
 def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """List parameters and buffers, tied ones under each of their names."""
     return [
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),
@@ -164,7 +163,6 @@ def _unused(model: nn.Module, uses: Sequence[Collection[str]]) -> set[str]:
 
 
 def _canonical(model: nn.Module) -> dict[str, str]:
-    """Map each name of a tensor to its name in a state."""
     further = tied(model)
     return {name: further.get(name, name) for name, _ in _tensors(model)}
 

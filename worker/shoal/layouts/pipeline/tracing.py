@@ -106,8 +106,8 @@ def _is_assertion(code: Any, offset: int) -> bool:
 
 def signature(model: nn.Module) -> dict[str, Any]:
     """Return the model's inputs by name, each with the value to which the trace fixes it, or
-    `inspect.Parameter.empty`. Every input but the first is fixed to its default, if it has one: a
-    trace follows only one branch of `if mask is not None`."""
+    `inspect.Parameter.empty`. Inputs but the first are fixed to their defaults: a trace follows
+    only one branch of `if mask is not None`."""
     inputs: dict[str, Any] = {}
     for parameter in inspect.signature(model.forward).parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
@@ -152,7 +152,7 @@ def _creators_traced() -> Iterator[None]:
 @contextmanager
 def _assignments_refused(model: nn.Module) -> Iterator[None]:
     """Undo assignments of the traced forward pass to attributes of modules. Raises InvalidSpec if
-    there were any: passes of a stage would not repeat them."""
+    there were any: a stage's passes would not repeat them."""
     tables = ("_parameters", "_buffers", "_modules")
     before = [
         (f"{name}." if name else "", table, dict(table))

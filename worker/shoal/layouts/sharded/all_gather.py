@@ -24,13 +24,13 @@ class SharedMemoryAllGather(DefaultAllGather):
         """Order check for ranks that gather over Gloo or on a device."""
 
     def release(self) -> None:
-        """Drop the slots; later gathers are torch's own. Otherwise reference cycles of modules
-        would keep the memory until Python's next collection of cycles."""
+        """Drop the slots: reference cycles would keep the memory until Python's next collection of
+        cycles. Later gathers are torch's own."""
         self._slots = self.order = None
 
     def finish(self) -> None:
         """End the forward passes. Over Gloo, the call is collective: it raises InvalidSpec on all
-        ranks if one of them begins another layer instead. Otherwise the call does nothing."""
+        ranks if one of them begins another layer instead."""
         if self.order is not None:
             self.order.check(PASSES_END)
 
@@ -49,7 +49,6 @@ class SharedMemoryAllGather(DefaultAllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> Any:
-        # `input_tensor` is this rank's part of `output_tensor`.
         slots = self._slots
         gathering = slots.gather(output_tensor, self._number) if slots is not None else None
         if gathering is not None:

@@ -1,8 +1,8 @@
 """Times at which a group of several modules gathers and reduces in backward.
 
-torch's fully_shard assumes that a list of modules is a chain. If branches run side by side, or a
-module runs twice, torch frees weights too early and misses gradients. Here the group gathers when
-any of its modules begins, and reduces when all of them have ended.
+torch's fully_shard assumes that a list of modules is a chain: if branches run side by side, or a
+module runs twice, it frees weights too early and misses gradients. Here the group gathers when any
+module begins, and reduces when all have ended.
 """
 
 from typing import Any
@@ -34,21 +34,19 @@ class GroupPasses:
             module.register_forward_hook(self._leave)
 
     def begin(self) -> None:
-        """Begin a step: discard calls without a backward, such as those with unused outputs."""
+        """Begin a step: discard calls without a backward."""
         self._num_open = 0
-        self._blind = False  # True after a call that was not counted
+        self._blind = False  # a call was not counted
 
     def ended(self) -> None:
         """Note that backward has passed through one call of a module of the group."""
         self._num_open -= 1
-        # If blind, more gradients may come unnoticed: torch's callback at the end of backward
-        # reduces them.
+        # If blind, torch's callback at the end of backward reduces gradients that come unnoticed.
         if not self._num_open and not self._blind:
             self._group.post_backward()
 
     @property
     def _recomputes(self) -> bool:
-        """True in a forward pass that activation checkpointing repeats within backward."""
         return is_in_backward(self._state)
 
     @eager

@@ -1,8 +1,7 @@
 """Groups of modules with parameters that are gathered together: several small modules, one block,
 or one large layer.
 
-A group's parameters travel in one collective: so a thousand small layers must not be a thousand
-groups, and a large model must not be one group. Groups depend only on the module tree and sizes.
+A group's parameters travel in one collective. Groups depend only on the module tree and sizes.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,12 +14,11 @@ from shoal_proto.errors import InvalidSpec
 
 MIN_GROUP_BYTES = 1 << 20
 MOST_FULL_GROUPS = 24
-"""Number of groups of minimum size that would hold the whole model: the minimum size grows with the
-model, up to `LARGE_BYTES`."""
+"""Number of groups of minimum size that would hold a model, up to `LARGE_BYTES` for each group."""
 LARGE_BYTES = 32 << 20
 """Limit of the minimum size: a group of this size is always worth a collective."""
 
-# These read the weights of their children: so a child cannot be a group of its own.
+# These read the weights of their children.
 _INDIVISIBLE = (
     nn.MultiheadAttention,
     nn.TransformerEncoderLayer,
@@ -49,11 +47,10 @@ class Grouping:
 
     groups: tuple[ModuleGroup, ...]
     rest: ModuleGroup
-    """Parameters of no other group, such as those that several modules share: gathered when the
-    model's forward pass begins. May be empty."""
+    """Parameters of no other group, such as shared ones: gathered when the model's forward pass
+    begins. May be empty."""
 
     def __iter__(self) -> Iterator[ModuleGroup]:
-        """Iterate over the rest, if it has parameters, and then over the groups."""
         return iter((self.rest, *self.groups) if self.rest.parameters else self.groups)
 
 
@@ -61,8 +58,8 @@ def group_modules(model: nn.Module, min_group_bytes: int | None = None) -> Group
     """Partition the model into groups of at least `min_group_bytes` bytes; the last group under a
     parent may have half as many.
 
-    Small modules are joined with their neighbours under the same parent. A module that is large
-    enough is divided further, unless it is one of several blocks of the same class in a list.
+    Small modules are joined with their neighbours under the same parent. A large module is divided
+    further, unless it is one of several blocks of the same class in a list.
 
     `min_group_bytes`: None is 1/24 of the model, at least 1 MiB and at most 32 MiB. With 0, every
     module with parameters of its own is a group, except in torch's attention and transformer
@@ -98,7 +95,6 @@ class _Cut:
         self._shared = {key: found for key, found in paths.items() if len(found) > 1}
 
     def groups(self) -> list[list[str]]:
-        """Return the paths of each group's modules."""
         return self._cut("", self._model)
 
     def group(self, paths: list[str]) -> ModuleGroup:

@@ -1,8 +1,8 @@
 """Checks that all ranks run the same all-gathers and reductions: over Gloo before each operation,
 on a device once a rank has waited for long.
 
-A message does not name its layer. If a rank skips a layer, the others receive rows of another
-layer, and Gloo ends the process (SIGABRT) of a rank that is sent more than it expects.
+If a rank skips a layer, the others receive rows of another layer, or Gloo ends their process
+(SIGABRT).
 """
 
 from collections.abc import Callable, Sequence
@@ -17,12 +17,12 @@ from shoal_proto.errors import InvalidSpec
 
 
 def gather_number(number: int) -> int:
-    """Return the number of the operation that gathers this parameter group's weights."""
+    """Number of the operation that gathers this parameter group's weights."""
     return 2 * number
 
 
 def sum_number(number: int) -> int:
-    """Return the number of the operation that sums this parameter group's gradients."""
+    """Number of the operation that sums this parameter group's gradients."""
     return 2 * number + 1
 
 
@@ -40,10 +40,8 @@ class LayerOrder:
         self._group, self._names, self._report_refusal = group, names, report_refusal
 
     def check(self, exchange: int) -> None:
-        """Raise InvalidSpec, on all ranks, unless all are about to run this operation. Collective.
-
-        All ranks exchange messages directly: a ring would take one latency for each rank.
-        """
+        """Raise InvalidSpec, on all ranks, unless all are about to run this operation.
+        Collective."""
         own = torch.full((self._group.size(),), exchange, dtype=torch.int64)
         exchanged = torch.empty_like(own)
         work = dist.all_to_all_single(exchanged, own, group=self._group, async_op=True)
@@ -59,7 +57,7 @@ class LayerOrder:
 
 class RecordedOrder:
     """Order check by records, for devices: a message before each collective would stall the
-    device's stream. A rank that has waited for long compares the records."""
+    device's stream."""
 
     def __init__(self, exchanges: LayerExchanges, names: Sequence[str]) -> None:
         """`names`: names of the parameter groups, by number."""
@@ -68,7 +66,7 @@ class RecordedOrder:
     def check(self, exchange: int) -> None:
         """Record that the rank is about to run this operation."""
         if exchange == PASSES_END:
-            return  # `LayerExchanges` records it
+            return  # by `LayerExchanges`
         number, is_sum = divmod(exchange, 2)
         site = self._sites[number]
         if is_sum:

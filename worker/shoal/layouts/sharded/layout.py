@@ -70,8 +70,8 @@ class ShardedOptions:
     reduce_dtype: torch.dtype | None = None
     """Dtype in which gradients are summed over ranks; None: see `reduces_in`."""
     cpu_offload: bool = False
-    """Keep parameters, gradients and optimizer state on the host between passes, and step the
-    optimizer there. No effect on a model that computes on a CPU."""
+    """Keep parameters, gradients and optimizer state on the host between passes, and step there. No
+    effect on a model that computes on a CPU."""
     shard: int | None = None
     """Minimum number of ranks over which a copy of the model is sharded; None: all. See
     `ranks_of_copy`."""
@@ -81,8 +81,8 @@ class ShardedOptions:
 
     @property
     def reduces_as_stored(self) -> bool:
-        """True if gradients are summed in the stored dtype, not in `param_dtype`, by default of
-        this release of torch: then all members need such a release."""
+        """True if gradients are summed in the stored dtype, not in `param_dtype`, as releases of
+        torch differ in: then all members need such a release."""
         return REDUCES_AS_STORED and self.param_dtype is not None and self.reduce_dtype is None
 
     def reduces_in(self, stored: torch.dtype) -> torch.dtype:
@@ -92,8 +92,8 @@ class ShardedOptions:
 
 
 def ranks_of_copy(world_size: int, shard: int | None) -> int:
-    """Number of ranks that share a copy of the model. All ranks if `shard` is None or at least
-    `world_size`; else the smallest divisor of `world_size` that is at least `shard`."""
+    """Number of ranks that share a copy of the model: the smallest divisor of `world_size` that is
+    at least `shard`; all if `shard` is None or larger."""
     return next(
         n
         for n in range(min(shard or world_size, world_size), world_size + 1)
@@ -139,8 +139,8 @@ class ShardedLayout(Layout):
         self.fsdp_parameters = list(fsdp_parameters(model))
 
     def _rows_and_copies(self, options: ShardedOptions) -> DeviceMesh:
-        """Return the mesh of the ranks that share this rank's copy of the model; sets `_groups`,
-        `_copy` and `_num_copies`. Collective."""
+        """Return the mesh of the ranks that share this rank's copy; sets `_groups`, `_copy` and
+        `_num_copies`. Collective."""
         world, device = self.world, self.world.device.type
         num_rows = ranks_of_copy(world.world_size, options.shard)
         self._copy, self._num_copies = world.rank // num_rows, world.world_size // num_rows
@@ -178,7 +178,7 @@ class ShardedLayout(Layout):
 
     def _share(self, options: ShardedOptions) -> SharedSlots | None:
         """Choose how ranks gather and sum: in shared memory if all are on one machine, over Gloo,
-        or on a device. Returns the slots in shared memory, or None. Collective."""
+        or on a device. Returns the slots, or None. Collective."""
         device, rows = self.world.device, self._groups.get("rows", self.world.group)
         if takes_batches(rows, device):
             self._note_order()
@@ -211,7 +211,7 @@ class ShardedLayout(Layout):
 
     def _note_order(self) -> None:
         """Record all-gathers and sums on a device, to detect ranks that skip different layers and
-        so wait for each other."""
+        wait for each other."""
         exchanges = self.world.exchanges
         if not exchanges.peers:
             exchanges.set_peers(range(self.world.world_size))
@@ -224,7 +224,6 @@ class ShardedLayout(Layout):
             reduction.orders.append(order)
 
     def _check_copies(self) -> None:
-        """Check that ranks with the same rows average the same gradients over Gloo."""
         copies = self._groups.get("copies")
         if copies is None or self.world.device.type != "cpu" or not is_gloo(copies):
             return
@@ -263,7 +262,7 @@ class ShardedLayout(Layout):
         return range(self.world.rank % num_rows, self.world.world_size, num_rows)
 
     def is_lost_with_rank(self, name: str) -> bool:
-        """True for all but buffers, which are the same on all ranks; never if there are copies."""
+        """True for all but buffers; never if there are copies."""
         is_buffer = name.startswith(MODEL) and name.removeprefix(MODEL) not in self._parameters
         return self._num_copies == 1 and not is_buffer
 
@@ -299,8 +298,8 @@ class ShardedLayout(Layout):
 
     def check(self) -> None:
         """Raise on all ranks if a rank's own gradients are not finite: NonFiniteGradient on that
-        rank, GenerationBroken on the others. If only a sum over ranks is not finite, the ranks that
-        see it raise NonFiniteGradient."""
+        rank, GenerationBroken on the others. If only a sum over ranks is not finite, ranks that see
+        it raise NonFiniteGradient."""
         fault = name_of_fault(self._parameters) or self._given_fault()
         if not fault:
             # A loss that is not finite makes gradients NaN, unless nothing was reduced.
@@ -333,9 +332,9 @@ class ShardedLayout(Layout):
         return next((name for (name, _), is_finite in pairs if not is_finite), "")
 
     def _was_spread(self, name: str) -> bool:
-        """True if all ranks have received the fault as NaN: this rank's part of all gradients that
-        were reduced together is NaN. An overflow of the sum has another result: see `add_up` and
-        `average`; NCCL's rings add one rank after the other."""
+        """True if all ranks have received the fault as NaN in all gradients that were reduced
+        together. An overflow of the sum has another result: see `add_up` and `average`; NCCL's
+        rings add one rank after the other."""
         gradients: Any = (self._parameters[each].grad for each in self._reduced_with[name])
         return all(bool(g.to_local().isnan().all()) for g in gradients if g is not None)
 
@@ -346,8 +345,8 @@ class ShardedLayout(Layout):
         self._free_gathered()
 
     def _free_gathered(self) -> None:
-        """Free parameters left gathered by a forward pass without backward, as in evaluation: the
-        next pass would compute with their old values."""
+        """Free parameters left gathered by a forward pass without backward: the next pass would
+        compute with their old values."""
         root: Any = self.module
         if has_run(root):
             reset_pass(root, self.fsdp_parameters)
@@ -360,14 +359,14 @@ class ShardedLayout(Layout):
             gathering.finish()
 
     def names_without_gradient(self) -> Sequence[str]:
-        # Ranks gather and reduce together: so all must compute with the same parameters.
+        # Ranks gather and reduce together.
         return [
             n for n, each in self._parameters.items() if each.requires_grad and each.grad is None
         ]
 
     def reduce(self) -> None:
-        """Raise InvalidSpec if a pass has written to gathered weights: the written copy is freed
-        after the pass."""
+        """Raise InvalidSpec if a pass has written to gathered weights: that copy is freed after the
+        pass."""
         changed = [part for part in self.fsdp_parameters if not is_unmodified(part)]
         if changed:
             names = {id(parameter): name for name, parameter in self._parameters.items()}
@@ -406,8 +405,8 @@ class ShardedLayout(Layout):
 
 
 def _lay_rows_in_order(model: nn.Module) -> None:
-    """Make parameters contiguous, as fully_shard cuts rows from contiguous memory. Parameters are
-    on the meta device."""
+    """Make parameters, on the meta device, contiguous: fully_shard cuts rows from contiguous
+    memory."""
     contiguous: dict[int, nn.Parameter] = {}
     for part in model.modules():
         table = parameter_table(part)
@@ -446,8 +445,8 @@ def _policy(options: ShardedOptions, output_dtype: torch.dtype | None) -> MixedP
 
 
 def _refuse_to_pass_by(ours: Callable[[], bool], name: str, _: Tensor) -> None:
-    """Raise if a gradient reaches this rank's part of a parameter directly, not by a reduction:
-    weighted by the member's share of the batch, it would differ between ranks."""
+    """Raise if a gradient reaches this rank's part of a parameter directly, not by a reduction: it
+    would differ between ranks."""
     if ours():
         raise InvalidSpec(
             "a loss computed with parameters that are sharded over the members",

@@ -19,9 +19,9 @@ from shoal.torch_private.fsdp import DefaultReduceScatter
 
 
 class NanPropagatingReduceScatter(DefaultReduceScatter):
-    """torch's reduce-scatter, but if one rank's gradients are not finite, all ranks get NaN: so no
-    rank trains on while another stops. NaN spreads without a further message. With `copies`, the
-    result is averaged over these ranks too: they hold the same rows, and used other samples."""
+    """torch's reduce-scatter, but if one rank's gradients are not finite, all ranks get NaN: no
+    rank trains on while another stops. With `copies`, the result is averaged over these ranks too:
+    they hold the same rows, and used other samples."""
 
     def __init__(self, parameter: str) -> None:
         self.parameter = parameter
@@ -29,15 +29,13 @@ class NanPropagatingReduceScatter(DefaultReduceScatter):
         self.blind = False
         """True if this rank holds only padding, no rows, of some parameters."""
         self.slots: SharedSlots | None = None
-        """Slots in shared memory; None: the ranks share none."""
         self.number = 0
-        """Index of the group of parameters in the model."""
         self.orders: list[LayerOrder | RecordedOrder] = []
         """Order checks: among the ranks of the sum, and over Gloo among `copies`."""
         self.copies: dist.ProcessGroup | None = None
-        """The ranks that hold the same rows as this rank; None if no other rank does."""
+        """Ranks that hold the same rows as this rank; None if no other rank does."""
         self.losses = PendingLosses()
-        """Losses of this rank in the step; a loss that is not finite also spreads NaN."""
+        """Losses of this rank in the step; one that is not finite also spreads NaN."""
         self._filled: weakref.ref[Tensor] | None = None
         self.ours: Callable[[], bool] | None = None
         """Returns True if the pass in progress may produce gradients; None: any pass may."""
@@ -64,11 +62,10 @@ class NanPropagatingReduceScatter(DefaultReduceScatter):
         """True if this rank's own gradients, on the host, were not finite."""
         self.excess: Tensor | None = None
         """Zero if this rank's own gradients on a device were finite in each pass, else NaN; None:
-        no gradients on a device. It stays on the device: reading it waits for all work queued
-        there."""
+        no gradients on a device. Reading it waits for all work queued there."""
         self.given_finite: list[Tensor] = []
-        """Flags of a blind rank, one for each pass: True if its part of the sum is finite. They
-        stay on the device, as `excess` does."""
+        """Flags of a blind rank, on the device, one for each pass: True if its part of the sum is
+        finite."""
 
     def __call__(
         self,
@@ -106,8 +103,8 @@ class NanPropagatingReduceScatter(DefaultReduceScatter):
 
 
 def own_fault(reductions: Iterable[NanPropagatingReduceScatter]) -> str:
-    """Return the first parameter of a group with gradients that were not finite on this rank before
-    they were reduced; empty if there is none. Waits for a device once."""
+    """Return the first parameter of a group with own gradients that were not finite; empty if there
+    is none. Waits for a device once."""
     on_device = []
     for each in reductions:
         if each.own:
@@ -124,8 +121,8 @@ def own_fault(reductions: Iterable[NanPropagatingReduceScatter]) -> str:
 def average(rows: Tensor, copies: dist.ProcessGroup) -> None:
     """Average the rows over the copies, in place. Collective among `copies`.
 
-    The result is NaN only where rows are NaN: infinities get one sign, and the rows are divided by
-    a power of two before they are summed, so that finite ones cannot overflow.
+    The result is NaN only where rows are NaN: infinities get one sign, and rows are divided before
+    they are summed, so that finite ones cannot overflow.
     """
     divisor = 1 << (copies.size() - 1).bit_length()
     rows.div_(divisor)
@@ -154,8 +151,8 @@ def spread_nan(gradients: Tensor, losses: PendingLosses) -> Tensor:
 
 
 def _largest(numbers: Tensor) -> Tensor:
-    """Return the largest absolute value; NaN if there is a NaN, 0 for no elements. Unlike a sum, a
-    maximum of finite numbers does not overflow."""
+    """Return the largest absolute value; NaN if there is a NaN, 0 for no elements. Unlike a sum, it
+    does not overflow."""
     if not numbers.numel():
         return numbers.new_zeros(())
     largest: Tensor = torch.linalg.vector_norm(numbers, math.inf)

@@ -1,15 +1,14 @@
 """All-gathers and sums of fully_shard in shared memory, if all ranks are on one machine.
 
 For an all-gather, each rank writes its rows into its part of a common slot. For a sum, each rank
-writes into its own slot, and adds up its part of all slots. A collective takes at most one barrier.
-In backward, torch gathers weights before it needs them: the barrier of a sum in between completes
-the gather too.
+writes into its own slot, and adds up its part of all slots. A collective takes at most one barrier:
+that of a sum completes earlier gathers too.
 
-A slot is reused only when no rank uses it any more. torch may keep gathered weights beyond the next
-collective: so each rank announces at each barrier which slots it still uses.
+torch may keep gathered weights beyond the next collective: ranks announce at each barrier which
+slots they still use.
 
-A slot does not name its layer. So ranks compare digests of what they have gathered and summed at
-each barrier: no rank computes with rows of another layer.
+A slot does not name its layer: at each barrier, ranks compare digests of what they have gathered
+and summed, so that no rank computes with rows of another layer.
 """
 
 import weakref
@@ -44,7 +43,7 @@ _LAST_BITS = 16
 _MASK = (1 << 44) - 1
 """Mask of the digest, which shares a message with the last operation and the slots in use."""
 _DIGEST_FACTOR = 1_000_003
-"""Odd factor of the digest: digests that differ stay different under equal operations."""
+"""Odd: digests that differ stay different under equal operations."""
 
 
 class SharedSlots:
@@ -56,7 +55,6 @@ class SharedSlots:
         self.ranks: Sequence[int] = range(memory.world_size)
         """Global ranks of the ranks that share the slots, for error messages."""
         self.report_refusal: Callable[[InvalidSpec], None] = lambda refusal: None
-        """See `LayerExchanges.report_refusal`."""
         self._gathered_bytes, self._summed_bytes = gathered_bytes, summed_bytes
         end = NUM_GATHERED * gathered_bytes
         self._gathered = memory.data[:end]
@@ -69,8 +67,7 @@ class SharedSlots:
         self._used_anywhere = 0
         self._num_sums = 0
         self._digest = self._last = 0
-        """Digest of this rank's operations and their slots, and the last operation: the same on all
-        ranks at each barrier."""
+        """Digest of this rank's operations and their slots, and the last operation."""
 
     @property
     def memory(self) -> SharedMemory:
@@ -95,8 +92,8 @@ class SharedSlots:
         return cls(memory, gathered_bytes, summed_bytes) if memory is not None else None
 
     def reserve_gather(self, num_bytes: int) -> memoryview | None:
-        """Reserve a slot for the all-gather that `gather` begins, for as long as anything refers to
-        the returned memory. None, on all ranks, if no slot is free and large enough."""
+        """Reserve a slot for the all-gather that `gather` begins, while anything refers to the
+        returned memory. None, on all ranks, if no slot is free and large enough."""
         free = [slot for slot in range(NUM_GATHERED) if not self._used_anywhere >> slot & 1]
         if not free or not 0 < num_bytes <= self._gathered_bytes:
             return None
@@ -109,9 +106,8 @@ class SharedSlots:
 
     def gather(self, output: Tensor, number: int = 0) -> "SlotGather | None":
         """Return work; wait for it before other ranks' parts are read. If `output` is not from
-        `reserve_gather`, make a barrier and return None: the caller has to gather in another way.
-        All ranks get the same kind of result, or the error of `barrier`. `number`: index of the
-        parameter group."""
+        `reserve_gather`, make a barrier and return None, on all ranks: the caller has to gather in
+        another way. `number`: index of the parameter group."""
         start = output.data_ptr()
         slot = self._starts.index(start) if start in self._starts else _NO_SLOT
         self._note(gather_number(number), slot)
@@ -121,8 +117,8 @@ class SharedSlots:
         return None
 
     def reserve_sum(self, num_bytes: int) -> Tensor | None:
-        """Return memory for this rank's addend of a sum; None if the sum is too large. The memory
-        may be written until `reduce_scatter`, and must not be read afterwards."""
+        """Return memory for this rank's addend of a sum; None if the sum is too large. It must not
+        be read after `reduce_scatter`."""
         if num_bytes > self._summed_bytes:
             return None
         start = self._start_of(self._memory.rank)
@@ -130,9 +126,8 @@ class SharedSlots:
 
     def reduce_scatter(self, own: Tensor, whole: Tensor, op: Any, number: int = 0) -> bool:
         """Fill `own` with this rank's part of the sum or mean of the ranks' `whole`, see `add_up`.
-        Returns False, on all ranks, if `whole` is too large; otherwise makes a barrier, and raises
-        what `barrier` raises. Raises InvalidSpec unless `op` is SUM or AVG. `number`: see
-        `gather`."""
+        Returns False, on all ranks, if `whole` is too large; otherwise makes a barrier. Raises
+        InvalidSpec unless `op` is SUM or AVG. `number`: see `gather`."""
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             raise InvalidSpec(
                 "shared memory has no such reduction", seen=str(op), expected="SUM or AVG"
@@ -169,7 +164,6 @@ class SharedSlots:
 
     @property
     def num_barriers(self) -> int:
-        """Number of barriers so far."""
         return self._memory.num_barriers
 
     def finish(self) -> None:
@@ -184,11 +178,9 @@ class SharedSlots:
         self._digest = (self._digest * _DIGEST_FACTOR + operation) & _MASK
 
     def barrier(self) -> None:
-        """Wait for all ranks; afterwards each can read what any of them wrote before.
-
-        Raises GenerationBroken if `SharedMemory.gather_words` does; InvalidSpec, on all ranks, if
-        their gathers and sums so far differ.
-        """
+        """Wait for all ranks; afterwards each can read what any of them wrote before. Raises
+        GenerationBroken if `SharedMemory.gather_words` does; InvalidSpec, on all ranks, if their
+        gathers and sums so far differ."""
         in_use = 0
         for number, use in enumerate(self._uses):
             if use is not None and use() is not None:
@@ -220,8 +212,8 @@ class SlotGather(dist.Work):
         self._began = slots.num_barriers
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Make a barrier, unless one was made since the gather. `timeout` is ignored: the limit of
-        `SharedMemory.gather_words` applies. Raises what `barrier` raises."""
+        """Make a barrier, unless one was made since the gather, with the time limit of
+        `SharedMemory.gather_words`. Raises what `barrier` raises."""
         if self._slots.num_barriers == self._began:
             self._slots.barrier()
         return True

@@ -15,13 +15,13 @@ from shoal.torch_private.compiling import eager
 class SplitAttention(nn.MultiheadAttention):
     """Attention in which a rank computes its own heads and its summand of the output projection.
 
-    The packed input projection is cut into even runs of rows, which do not match the heads. So its
-    outputs are gathered, and each rank keeps those of its own heads. Shapes: B samples, T target
-    and S source positions, H own heads of width D, E embedding.
+    The packed input projection is cut into even runs of rows, which do not match the heads: its
+    outputs are gathered. Shapes: B samples, T target and S source positions, H own heads of width
+    D, E embedding.
     """
 
     rows: Cut
-    """Cut of the rows of the packed projection: rows of query, then of key, then of value."""
+    """Cut of the rows of the packed projection: query, then key, then value."""
     heads: Cut
     columns: Cut
     """Cut of the columns of the output projection, which are its inputs."""
@@ -60,7 +60,6 @@ class SplitAttention(nn.MultiheadAttention):
         return joined, self._shown(shown, average_attn_weights, query.dim() == 3)
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> Iterator[Tensor]:
-        """Yield query, key and value after their projections, all heads."""
         weight = local(self.in_proj_weight)
         bias = None if self.in_proj_bias is None else local(self.in_proj_bias)
         if query is key and key is value:

@@ -2,7 +2,7 @@
 
 A model's `config.base_model_tp_plan` names linear modules to cut by outputs ("colwise") and by
 inputs ("rowwise"), with nothing gathered between them. So its authors promise that the attention
-computes each head independently: a forward that takes `**kwargs` does not show this.
+computes each head independently.
 """
 
 import re
@@ -19,8 +19,6 @@ _COLUMN, _ROW = "colwise", "rowwise"
 
 @dataclass
 class _Attention:
-    """Linear modules of one parent that a plan names, by their names in the parent."""
-
     columns: list[str] = field(default_factory=list)
     rows: list[str] = field(default_factory=list)
 
@@ -28,8 +26,7 @@ class _Attention:
 def declared_regions(model: nn.Module, degree: int) -> Mapping[str, Region]:
     """Find the attention modules that can be split by whole heads over `degree` ranks; by name.
 
-    The linear modules of other attention are split one by one, with gathered outputs. Other
-    attention is a module if
+    A module is left out if
 
     - `degree` does not divide its numbers of heads;
     - it has dropout on attention weights: the masks would differ from those of one process;
@@ -73,8 +70,7 @@ def _plans(modules: Mapping[str, nn.Module]) -> Iterator[Mapping[str, str]]:
 
 
 def _matches(pattern: str, path: str) -> bool:
-    """True if the pattern fits the end of the path. Patterns have "*" for the numbers of blocks,
-    and lack the leading names if the plan belongs to an inner model."""
+    """True if the pattern fits the end of the path, with "*" for the numbers of blocks."""
     general = re.sub(r"(?<=\.)\d+(?=\.)", "*", f".{path}")
     return general.endswith(f".{pattern}")
 

@@ -1,8 +1,8 @@
 """Derivation of a tensor plan for a transformer, or any model of linear and embedding modules.
 
 Modules are split only if the result is correct for every use of them: pairs with only elementwise
-operations in between, torch's own attention, attention with a declared plan, and single modules
-with gathered outputs. All else stays whole, and the plan says why.
+operations in between, attention, and single modules with gathered outputs. All else stays whole,
+and the plan says why.
 """
 
 from collections import Counter
@@ -44,18 +44,16 @@ def derive(
     sequence: bool = False,
     all_have_parts: bool = False,
 ) -> TensorPlan:
-    """Derive a plan that splits the model over `degree` ranks.
+    """Derive a plan that splits the model, which may be on the meta device, over `degree` ranks.
 
     `overrides` maps shell patterns of module names to "column", "row", "vocab", "heads" or "whole";
     the last match counts. Any combination is correct: a "row" module without its "column" takes its
-    part of whole inputs; the outputs of a "column" module without its "row" are gathered.
-    `sequence`: also find blocks in which each rank computes only its positions. `all_have_parts`:
-    leave modules whole if a rank would get nothing of them (5 rows over 4 ranks: 2, 2, 1 and 0).
+    part of whole inputs; a "column" module without its "row" gathers its outputs. `sequence`: also
+    find blocks in which each rank computes only its positions. `all_have_parts`: leave modules
+    whole if a rank would get nothing of them.
 
     Raises InvalidSpec if a pattern matches nothing, if a style does not fit its module or leaves a
     rank without elements or whole heads, and if tied weights would be cut in two ways.
-
-    The model's parameters may be on the meta device. The model is not changed.
     """
     if degree < 1:
         raise InvalidSpec("a model cannot be split", seen=f"degree {degree}", expected="1 or more")
@@ -168,7 +166,7 @@ class _Derivation:
             splits = all(
                 styles[n] and n not in self._entries and self._fits(n, styles[n]) for n in names
             )
-            # A tensor cut in one module and whole in another would become two.
+            # Else a tensor would be cut in one module and whole in another.
             splits = splits and any(self._is_big(name) for name in names)
             for name in names:
                 others = ", ".join(other for other in names if other != name)
@@ -178,8 +176,8 @@ class _Derivation:
                     self._whole(name, f"tied to {others}, which cannot be cut in the same way")
 
     def _bound_together(self) -> Iterator[list[str]]:
-        """Yield, in the order of the model, lists of modules that must be cut alike: those with a
-        parameter in common, directly or through a third module."""
+        """Yield lists of modules that must be cut alike: those with a parameter in common, directly
+        or through a third module."""
         groups = {name: {name} for name in self._modules}
         for owners in self._owners.values():
             joint = set().union(*(groups[self._cutter(name)] for name, _ in owners))
@@ -192,7 +190,7 @@ class _Derivation:
 
     def _cutter(self, name: str) -> str:
         """Return the module with the split that decides on this module's parameters: the attention,
-        for its `out_proj`; else the module itself."""
+        for its `out_proj`."""
         parent, _, own = name.rpartition(".")
         above = self._modules.get(parent) if own == "out_proj" else None
         return parent if isinstance(above, nn.MultiheadAttention) else name

@@ -1,11 +1,10 @@
 """Collectives of ranks that compute layers together: all-reduce, all-gather, broadcast and so on.
 
 Ranks of one machine write values into memory that all can read, pass one barrier (`_meet`), and
-read. While a rank still reads, another may begin the next collective, but cannot pass its barrier:
-so two sets of buffers, used in turn, are enough.
+read. Two sets of buffers, used in turn, are enough: while a rank reads, no other passes the next
+barrier.
 
-A value does not name its layer: `LayerExchanges` records the layers for which a rank communicates,
-and differences in size between values in memory.
+A value does not name its layer: `LayerExchanges` records the layers for which a rank communicates.
 """
 
 from collections.abc import Sequence
@@ -59,8 +58,8 @@ class TensorGroup:
         return LayerGroup(ranks=self, site=self._exchanges.add_site(name))
 
     def begin(self) -> None:
-        """Begin a step. Collective in the second step: ranks of one machine open shared memory. In
-        the first step that would delay survivors, which resume after a loss."""
+        """Begin a step. Collective in the second step: ranks of one machine open shared memory. Not
+        in the first, which follows a recovery."""
         if self._num_steps == 1 and self._may_share:
             self._share()
         self._num_steps += 1
@@ -105,7 +104,7 @@ class TensorGroup:
         return parts
 
     def reduce_scatter(self, parts: Tensor) -> Tensor:
-        """Return the sum over the ranks of this rank's part; `parts` has a part for each rank."""
+        """Return the sum of this rank's part; `parts` has a part for each rank."""
         rows = self._shared_rows(parts)
         if rows is not None:
             mine = rows.view(self.size, *parts.shape)[:, self.rank]
@@ -182,9 +181,9 @@ class TensorGroup:
         return rows
 
     def _meet(self, memory: SharedMemory, size: int) -> None:
-        """Wait for all ranks; afterwards each can read what any of them wrote before. Raises
-        GenerationBroken if `SharedMemory.gather_words` does. Ranks that meet for different layers
-        or sizes are recorded, and refused when records are compared."""
+        """Wait for all ranks; afterwards each can read what any of them wrote before. Records ranks
+        that meet for different layers or sizes. Raises GenerationBroken if
+        `SharedMemory.gather_words` does."""
         message = self._exchange_number << _SIZE_BITS | size
         messages = memory.gather_words(message)
         if any(each != message for each in messages):

@@ -40,8 +40,8 @@ def parallelise(module: nn.Module, mesh: DeviceMesh, plan: TensorPlan, ranks: Te
     """Split the module in place by a plan, over a mesh of one dimension. `ranks`: the mesh's ranks.
 
     Does not communicate. Parameters may be on the meta device; real ones must be the same on all
-    ranks. Split parameters become DTensors. Afterwards, if all ranks have the same inputs, each
-    rank gets the whole outputs, and the gradients of its own parameters.
+    ranks. Split parameters become DTensors. All ranks must have the same inputs: each then gets the
+    whole outputs, and the gradients of its own parameters.
     """
     assert mesh.size() == plan.degree, "the plan is for the mesh"
     known: _Known = {}
@@ -95,8 +95,8 @@ class _Split(ParallelStyle):
 
 
 def make_partial(module: nn.Module, entry: PlanEntry, ranks: TensorGroup) -> Mapping[str, int]:
-    """Make the module compute this rank's part; its parameters are still whole. Returns the
-    dimension along which each parameter is to be cut, by name."""
+    """Make the module compute this rank's part. Returns the dimension along which each parameter,
+    still whole, is to be cut, by name."""
     base = nn.Dropout if isinstance(module, nn.Dropout) else type(module)
     kind = base, entry.style
     _APPLY[kind](module, ranks.of_layer(entry.module), entry)
@@ -153,9 +153,7 @@ class SelfSplittingModule(Protocol):
 
     def split_over(self, mesh: DeviceMesh) -> None:
         """Replace split parameters by DTensors, and make the module compute with this rank's parts.
-
-        Called in each generation, on a copy with parameters on the meta device.
-        """
+        Called in each generation, on a copy on the meta device."""
 
 
 class TensorLayout(Layout):
@@ -209,18 +207,14 @@ class TensorLayout(Layout):
             super().backward(loss, weight)
 
     def _complete(self) -> None:
-        """Sum gradients that cover only the rank's positions of the sequence, over the ranks."""
         self.world.exchanges.note_missing_gradients()
         self.non_finite_check.check_after_pass(self._parameters)
         if self.world.world_size > 1:
             self._ranks.sum_packed(summands_of(self._parameters, self._summed))
 
     def reduce(self) -> None:
-        """Broadcast the gradients of whole parameters from the first rank.
-
-        Kernels add in no fixed order, and hardware differs: otherwise the ranks' parameters would
-        drift apart.
-        """
+        """Broadcast the gradients of whole parameters from the first rank: else rounding would let
+        the ranks' parameters drift apart."""
         self._gradients.finish(self._complete)
         if self.world.world_size == 1:
             return

@@ -1,9 +1,8 @@
 """Linear, embedding and dropout modules of which each rank computes a part.
 
 Outside a split region, every value is the same on all ranks. A value that enters a region has its
-gradient summed over the ranks; a value that leaves it is gathered or summed. Parameters are
-DTensors, but computations use this rank's local parts: so sizes need not be divisible.
-torch.compile skips these modules: it would compile a DTensor's graph anew in each generation.
+gradient summed over the ranks; a value that leaves it is gathered or summed. torch.compile skips
+these modules: it would compile a DTensor's graph anew in each generation.
 
 (M. Shoeybi et al., Megatron-LM, arXiv:1909.08053, section 3.)
 """
@@ -112,8 +111,8 @@ def gathered(part: Tensor, cut: Cut) -> Tensor:
 class _Local(torch.autograd.Function):
     """Local part of a parameter; its gradient is cut as the parameter is.
 
-    For a parameter cut by columns, `DTensor.to_local` gives a gradient of other strides. Autograd
-    then copies it, and before torch 2.13 the copy is whole on every rank.
+    `DTensor.to_local` gives the gradient of a parameter cut by columns other strides: before torch
+    2.13, autograd then makes a whole copy.
     """
 
     @staticmethod
@@ -202,14 +201,12 @@ class ColumnEmbedding(nn.Embedding):
 class CutDropout(nn.Dropout):
     """Dropout between a ColumnLinear and a RowLinear.
 
-    Draws the mask of the whole width and uses this rank's part. In a module keyed by
-    `randomness.dropout.key_dropout`, the mask is computed from the samples' positions. Otherwise it
-    is the same as in one process if the ranks' generators are in the same state, which they then
-    keep.
+    Draws the mask of the whole width and uses this rank's part. If the module is not keyed
+    (`randomness.dropout.key_dropout`), masks are those of one process only if the ranks' generators
+    are in the same state.
     """
 
     cut: Cut
-    """Cut of the last dimension."""
 
     @eager
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name, callers may use it

@@ -119,16 +119,15 @@ class TensorPlan:
 
     degree: int
     entries: tuple[PlanEntry, ...]
-    """Modules with parameters of their own, and dropouts within pairs. Attention that is split by
-    heads contains its `out_proj`."""
+    """Modules with parameters of their own, and dropouts within pairs. Split attention contains its
+    `out_proj`."""
     sequence: tuple[SequenceEntry, ...] = ()
     """Modules of blocks in which each rank computes only its positions; each block precedes its
     modules."""
 
     @property
     def bytes_per_rank(self) -> tuple[int, ...]:
-        """Bytes of all parameters, by rank; buffers, which are whole on each rank, are not
-        counted."""
+        """Bytes of all parameters, without buffers, by rank."""
         return tuple(
             sum(entry.bytes_on(rank, self.degree) for entry in self.entries)
             for rank in range(self.degree)
@@ -136,12 +135,10 @@ class TensorPlan:
 
     @property
     def whole_bytes(self) -> int:
-        """Size of all parameters in one process."""
         return sum(entry.bytes_on(0, 1) for entry in self.entries)
 
     @property
     def splits(self) -> bool:
-        """True if any parameter is cut."""
         return any(part.dim is not None for entry in self.entries for part in entry.parts.values())
 
     def entry(self, module: str) -> PlanEntry:

@@ -1,8 +1,7 @@
 """Finder of linear modules that can be split as columns and a row, with nothing gathered between.
 
 A region is a set of linear modules with outputs that reach only the input of one further linear
-module, through elementwise operations: fc1 before fc2. A module's forward is run with symbols to
-find its regions; if the forward fails, there are none. Only regions that training and evaluation
+module, through elementwise operations: fc1 before fc2. Only regions that training and evaluation
 have in common count.
 """
 
@@ -91,8 +90,8 @@ def is_elementwise(module: Any) -> bool:
 
 
 def _known(parent: nn.Module) -> list[Region] | None:
-    """Return the regions of torch's transformer layers, which branch on their inputs and so cannot
-    be traced; None for other modules."""
+    """Return the regions of torch's transformer layers, which cannot be traced; None for other
+    modules."""
     if type(parent) not in (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer):
         return None
     activation = parent.activation

@@ -1,10 +1,9 @@
 """Sequence parallelism: between split layers, each rank computes only its positions of the
 sequence.
 
-Norms, dropout and residual sums compute each position by itself. So each rank takes its part of the
-last dimension but one. An all-gather before a split layer and a reduce-scatter after it replace the
-all-reduce of tensor parallelism. (V. Korthikanti et al., Reducing Activation Recomputation,
-arXiv:2205.05198, section 4.2.)
+An all-gather before a split layer and a reduce-scatter after it replace the all-reduce of tensor
+parallelism. (V. Korthikanti et al., Reducing Activation Recomputation, arXiv:2205.05198, section
+4.2.)
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -165,7 +164,7 @@ class SequenceRowLinear(RowLinear):
 
 
 class SequenceDropout(nn.Dropout):
-    """Dropout of this rank's positions, with this rank's part of the mask of all positions."""
+    """Dropout of this rank's positions, with its part of the mask of all positions."""
 
     positions: Positions
 
@@ -209,8 +208,8 @@ def summed_parameters(model: nn.Module, entries: Sequence[SequenceEntry]) -> fro
 
 
 def summands_of(parameters: Mapping[str, nn.Parameter], names: Collection[str]) -> list[Tensor]:
-    """Return this rank's parts of these gradients, in the order of the parameters; zeros for a
-    missing one, so that all ranks exchange the same number of elements."""
+    """Return this rank's parts of these gradients; zeros for a missing one: all ranks exchange the
+    same number of elements."""
     return [
         torch.zeros_like(local_part(parameter))
         if parameter.grad is None

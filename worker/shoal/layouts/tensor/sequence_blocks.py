@@ -72,8 +72,7 @@ def check_has_blocks(plan: TensorPlan) -> None:
 
 
 def _shared(model: nn.Module) -> frozenset[int]:
-    """Return the ids of modules and parameters that the model has several times: a change for one
-    use changes all of them."""
+    """Return the ids of modules and parameters that the model has several times."""
     modules = [module for _, module in model.named_modules(remove_duplicate=False)]
     parameters = [
         p for module in modules for p in parameter_table(module).values() if p is not None

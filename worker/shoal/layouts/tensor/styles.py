@@ -1,4 +1,4 @@
-"""Table of the modules that can be split: their styles, and the dimensions of parameters to cut."""
+"""Modules that can be split: their styles, and the dimensions of parameters to cut."""
 
 from collections.abc import Mapping
 
