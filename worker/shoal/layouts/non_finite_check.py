@@ -79,6 +79,7 @@ class NonFiniteCheck:
         return flags
 
     def set_flags(self, flags: Tensor) -> None:
+        """Set the sum of all ranks' flags."""
         self._flags = flags
 
     def note_faults(self, are_own: Sequence[bool]) -> None:

@@ -161,6 +161,7 @@ class SeveralLayouts(Layout):
             each.share_buffers()
 
     def updated(self) -> None:
+        """Call `stepped` of the active models' layouts, after an update within a step."""
         for each in self._active:
             each.stepped()
 

@@ -60,6 +60,7 @@ class Generation:
 
     @cached_property
     def me(self) -> RosterEntry:
+        """Entry of this member."""
         for entry in self.record.roster.entries:
             if entry.member_id == self.token.member_id:
                 return entry

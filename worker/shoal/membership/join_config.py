@@ -57,6 +57,7 @@ class JoinConfig:
     """Settings of `shoal.join`. Checked at construction."""
 
     job: str
+    """Name of the job."""
     coordinators: tuple[str, ...]
     """host:port of every coordinator. Empty: this process trains alone."""
     min_members: int = 1

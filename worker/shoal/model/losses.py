@@ -28,6 +28,7 @@ class PendingLosses:
         """Tensor on the losses' device: 0 if all are finite, else NaN. None: no losses yet."""
 
     def begin(self) -> None:
+        """Begin a step without losses."""
         self.excess = None
 
     def note(self, loss: Tensor) -> None:

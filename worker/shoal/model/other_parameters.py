@@ -22,6 +22,7 @@ References = dict[int, weakref.ref[Tensor]]
 
 
 def references(parameters: Iterable[Tensor]) -> References:
+    """Return weak references to the parameters."""
     return {id(each): weakref.ref(each) for each in parameters}
 
 

@@ -177,6 +177,7 @@ class InspectedObjects:
         return not self._can_change and are_same(contents, self._contents)
 
     def keep(self, contents: list[object]) -> None:
+        """Note these objects as inspected."""
         self._contents = contents
         self._can_change = not all(map(_is_fixed, contents))
 
@@ -222,6 +223,7 @@ def mark_of(parameter: str) -> tuple[str, TensorShard]:
 
 
 def is_mark(name: str) -> bool:
+    """True for the name of a mark."""
     return name.startswith(OPTIM) and name.endswith(f"/{INNER}")
 
 

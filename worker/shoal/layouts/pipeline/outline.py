@@ -82,6 +82,8 @@ class Outline:
 
 
 class SegmentTrace:
+    """Trace of a model, with the segment in which each node is computed."""
+
     def __init__(self, graph: fx.Graph, model: nn.Module, names: list[str] | None) -> None:
         self._graph = graph
         self.names: list[str] = [] if names is None else names

@@ -45,6 +45,7 @@ class StepInputs:
         raise InvalidSpec("the inputs hold no samples", expected="a tensor of samples among them")
 
     def samples(self, tree: Any, start: int, stop: int) -> Any:
+        """Return the part of inputs or targets that belongs to these samples."""
         num_samples = self.num_samples
 
         def part(leaf: Any) -> Any:
@@ -152,6 +153,7 @@ class PipelineRunner:
         return tuple(output.contiguous() for output in outputs)
 
     def micro_batch(self, pass_kind: str) -> AbstractContextManager[None]:
+        """Return a context for a forward or backward of one micro-batch."""
         return self._buffers.of_micro_batch(pass_kind) if self._count > 1 else nullcontext()
 
     def rows_of(self, microbatch: int) -> tuple[int, int]:

@@ -82,11 +82,13 @@ class SharedLanes:
         return _Lane(self, (start, stop), self._semaphores[semaphore])
 
     def tensor_at(self, start: int, like: Tensor) -> Tensor:
+        """View the memory from `start` on as a tensor shaped as `like`."""
         whole = self._bytes[start : start + like.nbytes]
         return whole.view(like.dtype).view(like.shape)
 
     @property
     def words(self) -> memoryview:
+        """View of the memory in words of 64 bits."""
         return self._words
 
 

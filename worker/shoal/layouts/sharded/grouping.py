@@ -37,6 +37,7 @@ class ModuleGroup:
 
     @property
     def title(self) -> str:
+        """Title for a table: the paths of the first and the last module."""
         first, last = self.modules[0] or "(model)", self.modules[-1]
         return first if len(self.modules) == 1 else f"{first} .. {last}"
 

@@ -58,6 +58,7 @@ class NanPropagatingReduceScatter(DefaultReduceScatter):
         return empty
 
     def forget(self) -> None:
+        """Discard the results of the previous step."""
         self.own = False
         """True if this rank's own gradients, on the host, were not finite."""
         self.excess: Tensor | None = None

@@ -164,6 +164,7 @@ class SharedSlots:
 
     @property
     def num_barriers(self) -> int:
+        """Number of barriers so far."""
         return self._memory.num_barriers
 
     def finish(self) -> None:

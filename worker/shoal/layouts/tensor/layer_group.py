@@ -193,6 +193,8 @@ class TensorGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerGroup:
+    """Ranks that compute one layer together."""
+
     ranks: TensorGroup
     site: ExchangeSite
 

@@ -157,6 +157,8 @@ class SelfSplittingModule(Protocol):
 
 
 class TensorLayout(Layout):
+    """Layout of all ranks as one tensor-parallel group."""
+
     elementwise = True
     non_finite_check: NonFiniteCheck
 

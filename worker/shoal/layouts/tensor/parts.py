@@ -25,6 +25,8 @@ from shoal.torch_private.dtensor import cut_as, local_of
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
+    """Cut of one dimension over the ranks of a group."""
+
     group: LayerGroup
     rank: int
     sizes: tuple[int, ...]
@@ -41,6 +43,7 @@ class Cut:
 
     @property
     def size(self) -> int:
+        """Size of this rank's part."""
         return self.sizes[self.rank]
 
     def own(self, whole: Tensor, dim: int = -1) -> Tensor:

@@ -135,10 +135,12 @@ class TensorPlan:
 
     @property
     def whole_bytes(self) -> int:
+        """Size of all parameters in one process."""
         return sum(entry.bytes_on(0, 1) for entry in self.entries)
 
     @property
     def splits(self) -> bool:
+        """True if any parameter is cut."""
         return any(part.dim is not None for entry in self.entries for part in entry.parts.values())
 
     def entry(self, module: str) -> PlanEntry:
