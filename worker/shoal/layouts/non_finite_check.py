@@ -18,11 +18,8 @@ _LOSS = "the loss"
 
 
 class NonFiniteCheck:
-    """Exchange of one flag for each rank, in one small message a step over all ranks.
-
-    Messages that reduce gradients cannot carry the flags: each goes along one dimension of the mesh
-    only, and its sum may overflow.
-    """
+    """Exchange of one flag for each rank, in one small message a step over all ranks: the messages
+    that reduce gradients go along one dimension of the mesh only, and their sums may overflow."""
 
     def __init__(
         self,
@@ -88,12 +85,10 @@ class NonFiniteCheck:
         self._flags = torch.tensor([OWN if each else 0.0 for each in are_own])
 
     def check(self, parameters: Mapping[str, nn.Parameter], step: int) -> None:
-        """Raise on every rank unless the gradients of all ranks are finite. `step`: number of
-        committed steps. Collective, unless all ranks' flags are known.
-
-        Ranks with own gradients that are not finite raise NonFiniteGradient; the others raise
-        GenerationBroken. If only a sum is not finite, all raise NonFiniteGradient.
-        """
+        """Raise on every rank unless the gradients of all ranks are finite: NonFiniteGradient on
+        ranks at fault, and GenerationBroken on the others. If only a sum is not finite, all raise
+        NonFiniteGradient. `step`: number of committed steps. Collective, unless all ranks' flags
+        are known."""
         if self._flags is None:
             flags = self.flags(parameters)
             if self._group.size() > 1:

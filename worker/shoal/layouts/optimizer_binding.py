@@ -190,11 +190,9 @@ class OptimizerBinding:
         self._outlines: dict[str, tuple[torch.Size, torch.dtype]] = {}
         """Shape and dtype of each tensor of the optimizer's state when `collect` first read it."""
         self._objects = InspectedObjects()
-        """Objects from which `_shards` and `_slots` were made."""
         self._shards: Mapping[str, TensorShard] = {}
         """Shards that `collect` returned last; never changed, only replaced."""
         self._sources: Sequence[Tensor] = ()
-        """Tensors of which these shards are parts."""
         self._slots: Mapping[str, Json] = {}
         self.group_names = meta_model.groups
         self._tied = meta_model.tied
@@ -222,8 +220,8 @@ class OptimizerBinding:
         return StateShard(step=step, shards=self._shards, values=values)
 
     def _find(self) -> None:
-        """Find the shards and plain values, which stay valid while the state has the same objects
-        in the same memory."""
+        """Find the shards and plain values: valid while the state has the same objects in the same
+        memory."""
         refuse_other_owners(self.optimizer, self._parameters.values())
         tensors = {MODEL + name: tensor for name, tensor in self.held.items()}
         shards = {MODEL + name: self.layout.shard(name, t) for name, t in self.held.items()}
@@ -307,8 +305,8 @@ class OptimizerBinding:
 
     def target_of(self, name: str, chunk: Chunk) -> Tensor | None:
         """Return memory into which a chunk from `needed_chunk` can be received, so that `fill` need
-        not copy it. Returns None for a scalar, for a shape other than the parameter's, unless this
-        chunk is this rank's whole part, and for a part that is not on the host."""
+        not copy it. None for a scalar, for a shape other than the parameter's, unless this chunk is
+        this rank's whole part, and for a part that is not on the host."""
         shape, dtype = self._known[name]
         if name.startswith(MODEL):
             key = name.removeprefix(MODEL)

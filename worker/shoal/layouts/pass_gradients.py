@@ -1,8 +1,5 @@
-"""Completion of a rank's own gradients to those of the whole batch, after each backward pass.
-
-A script may read or change gradients after a pass: they must be those of one process. Layouts that
-reduce during backward do not need this.
-"""
+"""Completion of a rank's own gradients to those of the whole batch, after each backward pass: a
+script may read them then. Layouts that reduce during backward do not need this."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -49,8 +46,6 @@ class PassGradients:
                 parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
 
     def _set_aside(self) -> None:
-        """Move complete gradients out of `.grad`: `complete` then reduces only the next pass'
-        gradients."""
         for parameter in self._parameters:
             if parameter.grad is not None:
                 self._kept[parameter], parameter.grad = parameter.grad, None

@@ -117,8 +117,6 @@ class SeveralLayouts(Layout):
 
     @contextmanager
     def _set_aside(self) -> Iterator[None]:
-        """Set aside the gradients of inactive models, and discard those added within the
-        context."""
         others = [each for name, each in self.layouts.items() if name not in self.active]
         kept = [(p, p.grad) for each in others for p in each.parameters.values()]
         for parameter, _ in kept:
@@ -152,7 +150,7 @@ class SeveralLayouts(Layout):
             each.check()
 
     def overflowed(self) -> bool:
-        # Every layout is asked, even if an earlier one has overflowed.
+        # All are asked, even if an earlier one has overflowed.
         found = [each.overflowed() for each in self._active]
         return any(found)
 

@@ -103,8 +103,6 @@ class _Normalise(torch.autograd.Function):
 
 @torch.no_grad()
 def _statistics(values: Tensor, members: BatchNormMembers) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the mean and biased variance of each channel over all members' samples, and the number
-    of values per channel."""
     dims, channels = _dims(values), values.shape[1]
     num = values.numel() // channels if members.has_samples else 0
     mean = values.mean(dims, dtype=torch.float64)
@@ -132,7 +130,7 @@ def _wide(of_channels: Tensor, values: Tensor) -> Tensor:
 def _forward(self: Any, input: Tensor) -> Tensor:  # noqa: A002 - torch's own name for it
     members = _members_of(self)
     if members is None or not self.training:
-        # As in torch. Outside a step no other rank takes part; evaluation needs no other rank.
+        # Outside a step no other rank takes part; evaluation needs no other rank.
         return nn.BatchNorm1d.forward(self, input)
     self._check_input_dim(input)
     output, mean, variance, count = _Normalise.apply(

@@ -19,13 +19,12 @@ MAX_MESSAGE_BYTES = 1 << 28
 class Zero1Layout(ReplicatedLayout):
     """Replicated layout in which each parameter is stepped by one rank only, its owner.
 
-    So each rank keeps about 1/n of the optimizer's state. An optimizer that treats each parameter
+    Each rank keeps about 1/n of the optimizer's state. An optimizer that treats each parameter
     separately gives the same result as in one process. (Rajbhandari et al. 2020, "ZeRO: Memory
     Optimizations Toward Training Trillion Parameter Models".)
 
-    An owner broadcasts its parameters from one piece of memory. Gloo's all-gather would pad all
-    parts to the largest, and takes three times as long for equal parts of 40 MB in all (44 ms on 2
-    ranks).
+    An owner broadcasts its parameters from one piece of memory. On loopback, broadcasts of 40 MB in
+    equal parts take 15 ms on 2 ranks, and Gloo's all-gather 44 ms.
     """
 
     strategy = "Zero1"
@@ -63,8 +62,7 @@ class Zero1Layout(ReplicatedLayout):
 
     @torch.no_grad()
     def _take_back(self) -> None:
-        """Copy values that a script assigned to a parameter's `.data` back into the memory that is
-        broadcast."""
+        """Copy values assigned to a parameter's `.data` back into the memory that is broadcast."""
         for parameter, original in self._originals:
             if parameter.data_ptr() != original.data_ptr():
                 original.copy_(parameter)
@@ -130,7 +128,6 @@ def move_to_flat_storage(parameters: Sequence[nn.Parameter]) -> Tensor:
 
 
 def _strides(tensor: Tensor) -> tuple[int, ...]:
-    """Return the tensor's own strides if its elements lie without gaps; else contiguous ones."""
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
     if sum((size - 1) * stride for size, stride in pairs) + 1 == tensor.numel():
         return tensor.stride()

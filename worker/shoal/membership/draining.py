@@ -74,7 +74,6 @@ class DrainSignal:
         self._orders = StopOrders()
         self._was_ordered = False
         self._next: Handler = signal.SIG_DFL
-        """Handler for the second SIGTERM."""
 
     def install(self) -> None:
         in_main = threading.current_thread() is threading.main_thread()
@@ -120,7 +119,7 @@ class DrainSignal:
 
     def _stay_while_fresh(self) -> None:
         """Hide repetitions of the signal from a handler that the script sets or restores meanwhile.
-        To the script its handler seems installed; the handler receives the second SIGTERM."""
+        To the script its handler seems installed; it receives the second SIGTERM."""
         set_before, get_before = signal.signal, signal.getsignal
 
         def set_next(number: int, handler: Handler) -> Handler:
@@ -163,8 +162,6 @@ _set_by_libc.restype = ctypes.c_void_p
 
 
 class _Forking(threading.local):
-    """State of a fork, by thread, as any thread may fork."""
-
     mask: set[signal.Signals | int] | None = None
     """Signals that were blocked before the fork; None if DrainSignal is not installed."""
 
@@ -173,8 +170,8 @@ _forking = _Forking()
 
 
 def _block_signal() -> None:
-    """Block SIGTERM before a fork. A child that received it before `_reset_in_child` would lose it
-    or drain: a process pool that sent it would wait for ever."""
+    """Block SIGTERM before a fork: a child that received it before `_reset_in_child` would lose it
+    or drain."""
     if isinstance(getattr(_get_handler(signal.SIGTERM), "__self__", None), DrainSignal):
         _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
@@ -201,8 +198,7 @@ os.register_at_fork(
 
 
 def _is_free(handler: object) -> bool:
-    """True if the script has no handler of its own. A restored handler of an earlier session counts
-    as none."""
+    """True if the script has no handler of its own. An earlier session's handler counts as none."""
     left_over = getattr(handler, "__self__", None)
     if isinstance(left_over, DrainSignal):
         return not left_over._installed and _is_free(left_over._next)

@@ -172,7 +172,6 @@ def _json(value: Any) -> Any:
 
 
 def _json_number(value: SupportsFloat) -> float | str:
-    """Return the number for JSON; NaN and infinities, which JSON lacks, become text."""
     if isinstance(value, Integral):
         return int(value)
     number = float(value)

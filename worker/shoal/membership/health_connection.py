@@ -109,8 +109,6 @@ class _Plain(httpcore.NetworkStream):
 
 
 class _Encrypted(httpcore.NetworkStream):
-    """TLS connection with a non-blocking socket: `until_done` waits for the network."""
-
     def __init__(self, connection: ssl.SSLSocket) -> None:
         self._connection = connection
 

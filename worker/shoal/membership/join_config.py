@@ -32,7 +32,6 @@ MAX_MEMBERS = 1024
 """Upper bound of the number of members, if the job gives none."""
 
 _NUM_RANKS = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
-"""Number of processes that torchrun, Open MPI, MPICH or srun has started."""
 _ADDRESS = re.compile(r"\[?[^\s,]+\]?:\d{1,5}")
 
 
@@ -128,7 +127,7 @@ class JoinConfig:
         object.__setattr__(self, "desired_members", desired)
 
     def _check_alone(self) -> None:
-        """Raise InvalidSpec if several processes would each train alone without a coordinator."""
+        """Raise InvalidSpec if several processes would each train alone."""
         several = {
             "min_members": self.min_members,
             "desired_members": self.desired_members,

@@ -1,8 +1,7 @@
 """Kinds of optimizers: those that update each element separately (parameters can be sharded), those
 that update each parameter separately (each member can have some), and LBFGS.
 
-Only an optimizer's source shows its kind. So this module lists classes whose source was read; users
-may vouch for others.
+Only an optimizer's source shows its kind: these classes were read, and users may vouch for others.
 """
 
 from torch import optim

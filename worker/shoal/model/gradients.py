@@ -120,11 +120,8 @@ def refuse_parameter_hooks(model: nn.Module) -> None:
 
 
 class StepGradients:
-    """Gradients of all parameters of a model, which are dropped when a step begins.
-
-    Those of parameters that the optimizer does not hold are included: they count in the norm for
-    clipping.
-    """
+    """Gradients of all parameters of a model, dropped when a step begins; also of parameters that
+    the optimizer does not hold, as they count in the norm for clipping."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], optimizer: Optimizer) -> None:
         self._optimizer = optimizer

@@ -142,7 +142,6 @@ def _lacks_memory(part: nn.Module) -> bool:
 
 
 def _check(path: str, part: nn.Module) -> None:
-    """Raise InvalidSpec unless the module can initialise its tensors on the meta device."""
     subject = f"module {path!r}" if path else "the model"
     if any(_is_empty(tensor) for tensor in part.parameters()):
         other = next((name for name in OTHERS if callable(getattr(part, name, None))), "")

@@ -23,8 +23,8 @@ class ModuleProxy(nn.Module):
     """Proxy of the user's model, which runs the module that `route` returns.
 
     The proxy shares the model's own tables: names, `state_dict` keys, optimizers and attributes are
-    those of the model. Copying or pickling the proxy copies or pickles the model. If a member has
-    only a part of the model, state dicts, copies and pickles are refused.
+    the model's. A copy or pickle is that of the model. If a member has only a part of the model,
+    state dicts, copies and pickles are refused.
     """
 
     def __init__(self, module: nn.Module, route: Callable[[], nn.Module]) -> None:

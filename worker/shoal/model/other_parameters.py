@@ -1,10 +1,8 @@
 """Parameters that an optimizer of the script's own may not step while a session trains.
 
-Gradients of parameters outside the model, such as a loss function's weights, are not reduced:
-members would train with different losses.
-
-Of the model's parameters, the other optimizer would step originals that are not trained, or keep
-state that is not the job's: a joiner lacks it, and a rollback does not restore it.
+Gradients of parameters outside the model are not reduced: members would train with different
+losses. Of the model's parameters, the optimizer would step originals that are not trained, or keep
+state that is not the job's.
 """
 
 import weakref
@@ -39,9 +37,9 @@ class OtherParameters:
         begins: Callable[[], None],
     ) -> None:
         """`own` returns the distributed model's present parameters. `given`: the script's
-        parameters of the model, which may be other objects. `optimizers`: distributed with the
-        model. While `commits()` is true, other optimizers may step the model too. `begins` is
-        called when another optimizer takes its first step."""
+        parameters of the model. `optimizers`: distributed with the model. While `commits()` is
+        true, other optimizers may step the model too. `begins` is called when another optimizer
+        takes its first step."""
         self._own = own
         self._given = given
         self._optimizers = optimizers

@@ -16,12 +16,9 @@ from shoal_proto.errors import InvalidSpec
 KINDS = "optimizers"
 """Key, in a state's values, of each group's kind of optimizer."""
 _DISTINGUISHING = {"momentum", "betas", "eps", "alpha", "rho", "amsgrad", "lr_decay", "etas"}
-"""Settings that distinguish the kinds of torch's optimizers, in all releases of torch."""
 
 _INITIAL_RATE = "initial_lr"
-"""Setting in which a scheduler keeps its initial learning rate."""
 _SCHEDULED = {"lr", "momentum", "betas"}
-"""Settings that torch's schedulers change."""
 
 
 def kinds_of(optimizer: Optimizer) -> list[str]:

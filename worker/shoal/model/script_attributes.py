@@ -1,7 +1,7 @@
 """Attributes that a script has set on the modules of a model since the model was laid out.
 
-A layout is a copy of the model as it was distributed: the next generation would lose a dropout
-probability that the script has lowered.
+A layout is a copy of the model as it was distributed: the next one would lose a dropout probability
+that the script has lowered.
 """
 
 from collections.abc import Iterable, Mapping
@@ -104,8 +104,8 @@ def _can_be_copied(value: object) -> bool:
 
 @dataclass(frozen=True)
 class _NotedObject:
-    """Record of an object at one moment. It equals a later record of the same object, unless
-    something was written to the tensor."""
+    """Record of an object. It equals a later record of the same object, unless something was
+    written to the tensor."""
 
     kept: object = field(compare=False)
     """Keeps the object alive, so that no other one gets its id."""

@@ -1,7 +1,5 @@
-"""Several models and optimizers that are trained in one session, such as those of a GAN.
-
-Layouts and states see one model with a part for each model, and one optimizer with all groups.
-"""
+"""Several models and optimizers that are trained in one session, such as those of a GAN. Layouts
+and states see one model with a part for each, and one optimizer with all groups."""
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial

@@ -1,8 +1,8 @@
 """Checks of a model: its state is in tensors, and its trained parameters and their dtypes and
 shapes stay the same.
 
-Gradients are reduced for the parameters that required one at `distribute`: if others were trained,
-copies of the model would silently diverge.
+Gradients are reduced for the parameters that required one at `distribute`: of others, copies would
+silently diverge.
 """
 
 from collections.abc import Iterable, Sequence
@@ -35,15 +35,12 @@ class TrainedParameters:
         self._model = model
         self._trained = {name: each.requires_grad for name, each in model.named_parameters()}
         self._flags: list[bool] = []
-        """`requires_grad` of each parameter at the last check that passed, in module order."""
         self._shown: list[nn.Module] = []
         self._layers: list[nn.Module] = []
         self._own: dict[str, Tensor] = {}
         """Parameters under all names, at distribution or the beginning of the generation."""
         self._kinds: dict[str, Kind] = {}
-        """Dtypes and shapes of `_own` at that time."""
         self._modules: list[nn.Module] = []
-        """Modules of the model at the last check that passed; their contents: `_contents`."""
         self._contents: list[object] = []
         self._parameters: list[Tensor] = []
         self._properties: list[object] = []
@@ -84,8 +81,7 @@ class TrainedParameters:
         return self._shown
 
     def _is_unchanged(self) -> bool:
-        """True if nothing has changed since the last check that passed: quicker than a walk through
-        the model."""
+        """True if nothing has changed since the last check that passed."""
         return (
             bool(self._modules)
             and are_same(self._contents_now(), self._contents)

@@ -1,7 +1,5 @@
-"""Figures of a strategy before anything runs: groups, memory and traffic of a step.
-
-They come from shapes only: no process group exists yet, and the model may be on the meta device.
-"""
+"""Figures of a strategy before anything runs: groups, memory and traffic of a step, from shapes
+only. The model may be on the meta device."""
 
 import copy
 import re
@@ -298,8 +296,7 @@ class PlannableStrategy(Protocol):
     def figures(self, subject: PlanInput) -> Plan:
         """Compute the figures for this model, without communication or side effects. Raises the
         errors of the strategy's checks of model and optimizer, and InvalidSpec or
-        UnsupportedOptimizer for figures that cannot be computed. May succeed for a model that
-        `distribute` refuses."""
+        UnsupportedOptimizer for figures that cannot be computed."""
 
 
 def _state_after_step(optimizer: Optimizer, replacements: dict[int, Any]) -> int:

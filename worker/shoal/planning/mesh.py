@@ -39,7 +39,6 @@ class _Part:
     parameters: Mapping[str, nn.Parameter]
     """Parameters by name in the user's model, in the shapes that this rank holds."""
     cut: frozenset[int]
-    """Ids of the parameters that are split over ranks."""
     stage: Stage | None
     """Stage of this part; None if the model is not cut into stages."""
     group: RehearsalGroup
@@ -201,7 +200,6 @@ class MeshFigures:
 class _Pass:
     count: int
     outputs: tuple[Tensor, ...]
-    """Activations of one micro-batch that the stage sends to the next one."""
     moved: tuple[Collective, ...]
     """Collectives among the ranks over which the stage is split, of all micro-batches."""
 

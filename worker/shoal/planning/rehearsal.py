@@ -1,7 +1,5 @@
-"""Rehearsal of one rank's part of a step, on the meta device and without any peer.
-
-Only the model knows the shapes of its traffic: its own code runs with a group that counts calls.
-"""
+"""Rehearsal of one rank's part of a step, on the meta device: the model's own code runs with a
+group that has no peers and counts calls."""
 
 from collections.abc import Callable
 from typing import Any

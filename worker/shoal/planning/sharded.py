@@ -119,8 +119,7 @@ class ShardedFigures:
         return max(peak, before)
 
     def _order_of_reduction(self) -> list[ModuleGroup]:
-        """Return the groups with gradients, in the order in which backward finishes them: the first
-        trained layer's group and the model's own are last."""
+        """Return the groups with gradients, in the order in which backward finishes them."""
         first = next((n for n, p in self._subject.parameters.items() if p.requires_grad), "")
         groups = [group for group in reversed(self._groups) if self._trained(group)]
         return sorted(groups, key=lambda g: (first in g.parameters, g is self._rest))

@@ -134,8 +134,6 @@ def _collectives(
 
 
 def _summed(subject: PlanInput, tensor_plan: TensorPlan) -> tuple[Collective, ...]:
-    """Return the all-reduces of gradients that each rank computes for its own positions of the
-    sequence."""
     names = summed_parameters(subject.model, tensor_plan.sequence)
     trained = [p for name, p in subject.parameters.items() if name in names and p.requires_grad]
     if not trained:

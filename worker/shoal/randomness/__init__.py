@@ -109,8 +109,8 @@ def restore_generators(states: Sequence[torch.Tensor]) -> None:
 
 def sample_generator(index: int = 0, name: str = "") -> torch.Generator:
     """Return a CPU generator for the sample of this index among the current ones: the same draws
-    for a sample in a step on any member. `name` separates several uses. If no samples are set, it
-    is the generator of sample `index`, step 0 and seed 0."""
+    for a sample in a step on any member. `name` separates several uses. Without samples: for sample
+    `index`, step 0 and seed 0."""
     samples = present() or PresentSamples(seed=0, step=0, first=0, count=1)
     key = mix(samples.seed, samples.step, digest(name), samples.first + index)
     return torch.Generator().manual_seed(key)

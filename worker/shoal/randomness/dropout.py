@@ -1,10 +1,8 @@
 """Dropout with masks that do not depend on membership.
 
 Each element's random number is a hash of (seed, step, layer, call, the sample's position in the
-global batch, the element in the sample), see `shoal.randomness`: as quick as a draw on a CPU.
-
-Under torch.compile, only a mask's key and samples come from an operator of Shoal's: another step,
-position or generation needs no new compilation.
+global batch, the element in the sample), see `shoal.randomness`. Under torch.compile, an operator
+of Shoal's gives the key and the samples: another step or generation needs no new compilation.
 
 The dropout modules of torch.nn are covered; functions (`F.dropout`, attention's own) are not.
 """
@@ -33,8 +31,8 @@ def key_dropout(model: nn.Module) -> int:
     samples, and in evaluation, they work as before. A module must have the same name in `model` on
     all ranks.
 
-    Samples are assumed to lie along the first dimension, or along the second in torch's transformer
-    layers without `batch_first`; see `samples_along` for others.
+    Samples lie along the first dimension, or along the second in torch's transformer layers without
+    `batch_first`; see `samples_along` for others.
     """
     num_keyed = 0
     second: set[nn.Module] = set()
@@ -134,8 +132,8 @@ class _Layer:
         return mix(current.seed, current.step, self.key, self.next_call(current))
 
     def next_call(self, current: PresentSamples) -> int:
-        """Return the number of this call on these samples, from 0; in a backward pass, of the
-        forward call that it repeats."""
+        """Return the number of this call on these samples; in a backward pass, of the forward call
+        that it repeats."""
         if in_backward():
             # Backward repeats forward passes in the order in which they first ran.
             call = self._num_repeated % max(self._calls, 1)
@@ -179,7 +177,6 @@ def _(layer: Tensor, device: torch.device) -> Tensor:
 def _traced(
     layer: Tensor, dim: int | None, shape: torch.Size, device: torch.device, p: float
 ) -> Tensor:
-    """Compute the mask that `_drawn` returns, within a graph and from the layer's handle."""
     low, high, first, count = _key_of(layer, device).unbind()
     if p >= 1:
         return torch.zeros(shape, dtype=torch.bool, device=device)

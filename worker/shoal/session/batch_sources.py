@@ -138,7 +138,6 @@ class SynchronousBatches(BatchSource):
             strategy.note_loading(begins=False)
 
     def _is_stopped(self) -> bool:
-        """True if members have agreed to stop here, before the samples end."""
         strategy = self._strategy
         if strategy.position.stop_at is None:
             return False
@@ -255,7 +254,7 @@ class LeasedBatches(BatchSource):
             yield from self._offer(batch)
 
     def _likely_next(self, span: SampleRange) -> Iterator[SampleRange]:
-        """Yield likely next ranges, to load them ahead: a lease covers many batches in sequence."""
+        """Yield likely next ranges, to load them ahead."""
         order = self._loader.order
         for start in range(span.stop, order.num_samples, order.global_batch_size):
             stop = min(start + order.global_batch_size, order.num_samples)
@@ -276,7 +275,7 @@ class LeasedBatches(BatchSource):
 
 class Batches(Iterator[Batch]):
     """Iterator of `session.batches`. `len()` is the number of steps of the whole job; in an
-    asynchronous job, in which that depends on the members' pace, it raises TypeError.
+    asynchronous job it raises TypeError.
 
     After a loop over the batches, a call between steps raises StateLost if the state was rolled
     back to an earlier step. A later loop continues from the job's present step; it raises

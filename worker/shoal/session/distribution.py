@@ -126,7 +126,6 @@ class Distribution:
         self._guard: StepGuard | None = None
         self._parameters: TrainedParameters | None = None
         self._held = ExitStack()
-        """Undoes the changes in the script's model, its optimizer and the process."""
 
     def distribute(
         self,
@@ -176,7 +175,7 @@ class Distribution:
         options: DistributeOptions,
         held: ExitStack,
     ) -> tuple[nn.Module, Optimizer]:
-        """Distribute one model; `held` collects the calls that undo its changes afterwards."""
+        """Distribute one model; `held` collects the calls that undo its changes."""
         refuse_wrapped(model)
         refuse_reused(model)
         give_own_memory(model)
@@ -275,7 +274,6 @@ class Distribution:
             )
 
     def _check_scales(self, chosen: Strategy, scaler: torch.amp.GradScaler | None) -> None:
-        """Raise InvalidSpec if what is distributed cannot be trained with this scaler."""
         if scaler is None:
             return
         if not chosen.unscales:
@@ -299,11 +297,8 @@ class Distribution:
         weight: object = None,
     ) -> SynchronousStrategy | None:
         """Choose the optimizers for the strategy's next call. Return the strategy; None if
-        `training` is None.
-
-        Raises InvalidSpec if the choice is unclear, for an optimizer of another session, and for a
-        weight if there are several optimizers.
-        """
+        `training` is None. Raises InvalidSpec if the choice is unclear, for another session's
+        optimizer, and for a weight with several optimizers."""
         if self.training is None:
             if given is not None and given is not self._optimizer:
                 raise InvalidSpec(
@@ -367,8 +362,7 @@ class Distribution:
         return {**samples, **content}
 
     def _share_sizes(self, order: Callable[[], Order]) -> ShareSizes | None:
-        """Return the check of share sizes for BatchNorm; None if it is synced or the strategy
-        cannot sync it."""
+        """Return the check of share sizes for BatchNorm; None if it is synced or cannot be."""
         if not self._controller.strategy.syncs_batchnorm or "sync_batchnorm" in self.fields:
             return None
         assert self._model is not None, "batches are made after `distribute`"
@@ -416,7 +410,6 @@ def _check_scaler(name: str, registered: RegisteredState, scaler: torch.amp.Grad
 
 
 def _named(given: Any, alone: str) -> dict[str, Any]:
-    """Return objects by name, or by index in the list; a single object has the name `alone`."""
     if isinstance(given, Mapping):
         return dict(given)
     if isinstance(given, Sequence):

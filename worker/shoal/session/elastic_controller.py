@@ -268,10 +268,9 @@ class ElasticController:
             self._recover(error)
 
     def conclude(self, *, has_batches: bool) -> None:
-        """Finish the latest step, as the script takes no further one. Changes that the script made
-        since belong to that step. Without batches of the session, the last steps are flushed.
-        Raises the errors of the strategy's `between_steps` and `flush`, except those that mean a
-        lost peer."""
+        """Finish the latest step, as the script takes no further one; changes made since belong to
+        that step. Without batches of the session, the last steps are flushed. Raises the errors of
+        the strategy's `between_steps` and `flush`, except those that mean a lost peer."""
         if self._left or not self._is_ready:
             return
         try:
@@ -289,7 +288,6 @@ class ElasticController:
             self._hand_over(successor)
 
     def _hand_over(self, successor: GenerationRecord) -> None:
-        """Copy the state of members that are not in the next generation to members that are."""
         assert self.generation is not None, "a generation is handed over"
         self.job_log.flush()
         stay = {entry.member_id for entry in successor.roster.entries}
@@ -330,7 +328,7 @@ class ElasticController:
 
     def _keep_state(self) -> None:
         """Write a checkpoint if this member leaves and no generation continues from its latest
-        step. Only the generation's first remaining member writes, if it holds the whole state."""
+        step. Only the generation's first remaining member writes."""
         generation = self.generation
         if generation is None or self._is_ready or not self.membership.no_generation_follows:
             return
@@ -430,8 +428,8 @@ class ElasticController:
         strategy = self.strategy
         generation = Generation(record=record, token=self.membership.token)
         self._newest_number = generation.number
-        # A failure may be that of a receiver: this member tries again then, as its state would be
-        # lost if it left.
+        # A failure may be that of a receiver: this member tries again, as its state would be lost
+        # if it left.
         gives = strategy.has_state and any(
             entry.state == STATE_ACTION_RECEIVE for entry in record.roster.entries
         )
@@ -558,7 +556,6 @@ class ElasticController:
 
 
 def _shortened(value: str) -> str:
-    """Return the value for a proposal; a long value is replaced by its beginning and a digest."""
     if len(value) <= MAX_FIELD_CHARACTERS:
         return value
     digest = sha256(value.encode()).hexdigest()

@@ -77,7 +77,7 @@ def join(
 
 
 class _Certificate:
-    """Holder of the certificate that the last session of this process set."""
+    """Certificate that the last session of this process set."""
 
     own: TlsIdentity | None = None
 

@@ -74,8 +74,8 @@ def _near(loss: Tensor) -> Iterable[Node]:
 
 
 def _is_even(counts: Tensor, num_samples: int) -> bool:
-    """True if all samples have the same sum of these counts, with targets of shape (samples, rest)
-    or (rest, samples)."""
+    """True if all samples have the same sum of counts, for targets of shape (samples, rest) or
+    (rest, samples)."""
     if counts.numel() % num_samples:
         return False
     by_sample = counts.reshape(num_samples, -1).sum(1)
@@ -84,9 +84,9 @@ def _is_even(counts: Tensor, num_samples: int) -> bool:
 
 
 def _check_mean(loss: Tensor, num_samples: int, num_gathered: int = 0) -> None:
-    """Raise InvalidSpec if the loss is a weighted mean over targets (an ignored target has weight
-    0), and the sums of weights differ between the samples. Finds only means of torch's loss
-    functions. Allows a mean over the `num_gathered` rows of all members."""
+    """Raise InvalidSpec if the loss is a weighted mean over targets, and the sums of weights differ
+    between the samples. Finds only means of torch's loss functions. Allows a mean over the
+    `num_gathered` rows of all members."""
     weights = [counts for counts in map(counted_targets, _near(loss)) if counts is not None]
     if len(weights) >= num_samples > 1:
         return  # The loss is a mean over samples, of a mean for each sample.
@@ -108,8 +108,8 @@ def _check_mean(loss: Tensor, num_samples: int, num_gathered: int = 0) -> None:
 
 
 def _check_sum(loss: Tensor, num_samples: int, num_gathered: int = 0) -> None:
-    """Raise InvalidSpec for a loss that is an undivided sum over `num_samples` samples: the weight
-    of the share would scale it again. Allows a sum over the `num_gathered` rows of all members."""
+    """Raise InvalidSpec for an undivided sum over `num_samples` samples, which the share's weight
+    would scale again. Allows a sum over the `num_gathered` rows of all members."""
     for shape in plain_sums(loss):
         if num_gathered and shape[0] % num_gathered == 0:
             continue
@@ -156,7 +156,6 @@ class MicroBatches:
         """Number of rows that the last `session.gather` returned; 0 without a call."""
 
     def _fraction(self) -> float:
-        """Return the present part's fraction of the share; without samples, all parts are equal."""
         if self._part is None or self._batch is None:
             return 1.0
         size = self._batch.num_samples
@@ -246,9 +245,9 @@ class MicroBatches:
             self._strategy.backward(loss if fraction == 1.0 else loss * fraction, weight)
 
     def check_mean(self, loss: Tensor, *, by_weight: bool) -> None:
-        """Raise InvalidSpec for a loss that is a sum over the samples, and for a loss without a
-        weight that is not a mean over them. For a whole batch, `check_complete` raises, if the step
-        has no other pass: a script may cut its batch itself."""
+        """Raise InvalidSpec for a loss that is a sum over the samples, and for one without a weight
+        that is not a mean over them. For a whole batch, `check_complete` raises, if the step has no
+        other pass."""
         present = self._part or self._batch
         if present is None or not present.indices or not self._strategy.cuts_batches:
             return

@@ -65,11 +65,10 @@ class SessionSeries:
             if step.committed and batch.step % 10 == 0:
                 policy.publish(metadata={"loss": loss.item()})
 
-        Returns once this member's part of the model is copied. Waits for a generation, if there is
-        none, and while two publications are in progress (one, if a single member publishes). The
-        copy is sent and committed in the background: see `PendingPublication.wait`. If a member is
-        lost before its part is on the servers, the publication fails with PublicationAbandoned, and
-        the next version gets its number.
+        Returns once this member's part of the model is copied; waits while two publications are in
+        progress (one, if a single member publishes). The copy is sent and committed in the
+        background: see `PendingPublication.wait`. If a member is lost before its part is on the
+        servers, the publication fails with PublicationAbandoned.
 
         `model`: another module, or tensors by name, the same on all members, such as an average.
         Each member publishes its own slice of a DTensor. Under an asynchronous strategy, only the

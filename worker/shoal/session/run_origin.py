@@ -76,7 +76,6 @@ def _masked_value(found: re.Match[str]) -> str:
 
 
 def _is_secret(name: str) -> bool:
-    """True if an option of that name is likely to have a secret as its value."""
     words = [word.lower() for word in _WORDS.findall(name)]
     if any(word.endswith(_SECRET_ENDINGS) or word in _SECRET_WORDS for word in words):
         return True
@@ -100,7 +99,6 @@ def _commit_of(script: str) -> tuple[str, bool | None]:
 
 
 def _git(*arguments: str) -> str | None:
-    """Return the output of a command of git; None if it fails or takes longer than GIT_WITHIN_S."""
     # No lock on the repository, and no program that its configuration names.
     environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}
     try:

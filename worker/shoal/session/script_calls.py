@@ -1,9 +1,7 @@
 """Watch on a script's calls of learning rate schedulers and averaged models in a session.
 
-Calls within the `with session.step()` block are deferred to its end, when the optimizer steps.
-
-Objects that are not registered are refused: a joiner would count from 0, and failed steps would
-count, so that members would train different models.
+Calls within the `with session.step()` block are deferred to its end. Objects that are not
+registered are refused: they would count differently on a joiner and after failed steps.
 """
 
 import functools
@@ -110,7 +108,6 @@ class ScriptCalls:
 
 
 _watching: WeakKeyDictionary[Any, ScriptCalls | SchedulerWarnings] = WeakKeyDictionary()
-"""Watches by optimizer and by model, for all sessions of this process."""
 
 
 def _forget(owners: Sequence[Any], calls: ScriptCalls | SchedulerWarnings) -> None:

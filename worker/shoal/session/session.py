@@ -273,9 +273,8 @@ class Session:
             schedule = session.register("schedule", CosineAnnealingLR(optimizer, 10_000))
 
         The state is committed with each step, including changes made before the next batch is asked
-        for. It is rolled back if a step fails, sent to members that join, and part of checkpoints.
-        It must be the same on all members: they compare it, and RegisteredStateDiffers names a
-        difference.
+        for; it is rolled back, sent to members that join, and part of checkpoints. It must be the
+        same on all members: RegisteredStateDiffers names a difference.
 
         `scheduler.step()` and `AveragedModel.update_parameters()` of registered objects, called
         within `session.step()`, run once the optimizer has stepped, if the step is committed.
@@ -299,9 +298,9 @@ class Session:
     ) -> Batches:
         """Iterate over this member's share of every batch, from the job's present step to its last.
 
-        Train on each share within `session.step()`. After the loss of a peer, the failed step's
-        batch is handed out again, divided among the remaining members. Under asynchronous
-        strategies, each member gets whole batches of `global_batch_size`.
+        Train on each share within `session.step()`. A failed step's batch is handed out again,
+        divided among the remaining members. Under asynchronous strategies, each member gets whole
+        batches of `global_batch_size`.
 
         Samples are shuffled by default, with seed 0. `loading`: num_workers and other arguments of
         torch's DataLoader. A DataLoader may be given instead of a data set: its settings are the
@@ -440,8 +439,8 @@ class Session:
             accuracy = session.evaluate(test_set, measure, batch_size=64)["correct"] / len(test_set)
 
         All members call it after the same step; each sample counts once. If a member is lost
-        meanwhile, the others begin again in the next generation, with its model. Each member may
-        take `limit_s` seconds for its share, as in a `pause`. `batch_size` is per member; a
+        meanwhile, the others begin again, with the model of `step_number` at that time. Each member
+        may take `limit_s` seconds for its share, as in a `pause`. `batch_size` is per member; a
         DataLoader gives its data set and the default batch size and collate function. Raises what
         `all_reduce` raises, and InvalidSpec without a batch size, or if `measure` does not return
         sums by name.
@@ -458,10 +457,10 @@ class Session:
         """Return the "sum", "mean", "max" or "min" of all members' values: a number, a tensor, or
         several by name. All members call it after the same step.
 
-        If a member is lost meanwhile, the others reduce their values again. Raises InvalidSpec
-        within a step, before the first batch or step, under asynchronous strategies, and on all
-        members if their calls or values differ; StateLost if the script has left its loop over the
-        batches, and the members no longer hold the state of the loop's last step.
+        Raises InvalidSpec within a step, before the first batch or step, under asynchronous
+        strategies, and on all members if their calls or values differ; StateLost if the script has
+        left its loop over the batches, and the members no longer hold the state of the loop's last
+        step.
         """
         self._steps.check_closed("session.all_reduce")
         return SharedCalls(self._controller, self._trained.fields).all_reduce(value, op)
@@ -485,11 +484,11 @@ class Session:
                 if step.committed:
                     policy.publish()
 
-        The newest `keep` versions are kept, each on `copies` parameter servers (all, if there are
-        fewer). Floating point values are published in `dtype`, if it is given. With `tables`, under
-        a strategy that trains embedding tables, a version has the tables' rows too, from the same
-        cut as the parameters. Raises InvalidSpec outside the block, for options out of range, for
-        `dtype` with `tables`, and in a session without a cluster.
+        The newest `keep` versions are kept, each on `copies` parameter servers. Floating point
+        values are published in `dtype`, if given. With `tables`, under a strategy that trains
+        embedding tables, a version has the tables' rows too, from the same cut. Raises InvalidSpec
+        outside the block, for options out of range, for `dtype` with `tables`, and in a session
+        without a cluster.
         """
         check_entered(self._reports, "session.series")
         options = SeriesOptions(keep=keep, copies=copies, dtype=dtype, tables=tables)
@@ -540,8 +539,8 @@ class Session:
         """Return the whole model's tensors on the host, by the keys of the undistributed model.
 
         Under strategies that shard parameters, all members must call it after the same step, within
-        the `with` block. If a member is lost meanwhile, the others begin again in the next
-        generation, with its model. Raises what `all_reduce` raises under these strategies.
+        the `with` block. If a member is lost meanwhile, the others begin again, with the model of
+        `step_number` at that time. Raises what `all_reduce` raises under these strategies.
         """
         strategy = self._controller.strategy
         if not strategy.state_is_spread:

@@ -34,14 +34,12 @@ _HALVES = (torch.float16, torch.bfloat16)
 _COMPLEX = (torch.complex64, torch.complex128)
 _COUNTS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _DTYPES = (*_HALVES, torch.float32, torch.float64, *_COMPLEX, *_COUNTS)
-"""Dtypes of tensors that members can reduce."""
 _EXTREMES = {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
 class SharedCalls:
     """Shared calls of one session. A call returns once all members have its result. If a member is
-    lost while they confirm this, the call still returns, and the next call begins with a new
-    generation."""
+    lost while they confirm this, the next call begins with a new generation."""
 
     def __init__(self, controller: ElasticController, fields: dict[str, str]) -> None:
         """`fields`: the proposal's fields."""

@@ -69,7 +69,6 @@ class Step:
         self._leave = leave
         self._started_s = 0.0
         self._waited_s = 0.0
-        """`waiting.seconds` at the start of the step."""
         self.is_open = False
         self.committed = False
         """True if the step was committed: set when its block ends."""
@@ -77,9 +76,7 @@ class Step:
         """Mean of this member's losses so far; None before the first, NaN without samples."""
         self._weight = 0.0
         self._rows: RowGathers | None = None
-        """Row exchange of the step; made by its first gather."""
         self._opened = ExitStack()
-        """Undoes `_open` when the step ends."""
 
     def __enter__(self) -> Self:
         self._started_s, self._waited_s = time.perf_counter(), waiting.seconds
@@ -406,7 +403,6 @@ class Steps:
 
 
 def _check_loss(loss: object) -> None:
-    """Raise InvalidSpec if the object is not a scalar tensor with a gradient."""
     seen = ""
     if not isinstance(loss, Tensor):
         seen = type(loss).__name__

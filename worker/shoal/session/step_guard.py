@@ -1,11 +1,9 @@
-"""Guard against loops for plain torch that do the session's work in a step.
+"""Guard against loops for plain torch that do the session's work in a step, without an error: they
 
-The guard refuses what would change the result without an error:
-
-- to step the optimizer: every gradient would be applied twice;
-- to scale the loss by a scaler that is not registered: the gradients would stay scaled;
-- to drop the gradients after the backward pass: the session would step without gradients;
-- to add parameters to the optimizer: members that join later would not have them.
+- step the optimizer: every gradient would be applied twice;
+- scale the loss by a scaler that is not registered: the gradients would stay scaled;
+- drop the gradients after the backward pass: the session would step without gradients;
+- add parameters to the optimizer: members that join later would not have them.
 """
 
 import functools
@@ -91,7 +89,6 @@ class StepGuard:
         self._last_checked = 0
         """Number of committed steps before the last step with checks of the losses' graphs."""
         self._group_parameters: list[list[Tensor]] = []
-        """Parameters of each group when `_modules` was set."""
         self._modules: list[nn.Module] = []
         self.modes = ScriptModes()
         self._emptied: list[tuple[Optimizer, bool]] = []
@@ -256,7 +253,6 @@ class StepGuard:
             self._note_norm(max_norm)
 
     def _note_norm(self, max_norm: float) -> None:
-        """Note the norm for the vote: all members must have clipped to the same norm."""
         if isinstance(self._strategy, SynchronousStrategy):
             self._strategy.position.norms.append(float(max_norm))
 
@@ -334,7 +330,6 @@ def _look_at_scaling_down(weight: Tensor) -> None:
 
 
 def _look_at_wrapping(module: nn.Module) -> None:
-    """Raise InvalidSpec for a wrapper that averages gradients, as the session does."""
     guard = _guard()
     if isinstance(module, ModuleProxy) or (guard is not None and guard.trains(module)):
         raise InvalidSpec(
@@ -358,8 +353,8 @@ def _guard() -> StepGuard | None:
 
 
 def _watch_scalers() -> None:
-    """Wrap the methods of GradScaler and its subclasses, once, so that they report to the guard of
-    the thread's open step."""
+    """Wrap the methods of GradScaler and its subclasses, once, to report to the guard of the
+    thread's open step."""
     kinds: list[type] = [torch.amp.GradScaler]
     while kinds:
         kind = kinds.pop()
@@ -374,8 +369,8 @@ def _watch_scalers() -> None:
 
 
 def _watch_zeroing() -> None:
-    """Wrap `zero_grad` of optimizers and modules, once, so that it reports to the guard of the
-    thread's open step."""
+    """Wrap `zero_grad` of optimizers and modules, once, to report to the guard of the thread's open
+    step."""
     if not hasattr(Optimizer.zero_grad, _MARK):
         Optimizer.zero_grad = _watched_zeroing(Optimizer.zero_grad, _parameters_of)  # type: ignore[method-assign]
         nn.Module.zero_grad = _watched_zeroing(  # type: ignore[method-assign]

@@ -101,7 +101,6 @@ class StepPartsMeter:
     """Averages of the parts of a step, from report to report."""
 
     _since_s: float | None = None
-    """Time of the last report, or of the first step."""
     _loading_s: float = 0.0
     _step_s: float = 0.0
     _exchange_s: float = 0.0

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 _PORT_WORD_BYTES = 4
-"""Size of the words that the counters of InfiniBand ports count."""
+"""Unit of the counters of InfiniBand ports."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,6 @@ class Grid:
     def cells(self, chunk: Chunk) -> Sequence[tuple[Chunk, tuple[int, ...]]]:
         """Return the parts of `chunk`, each with the indexes of the held chunks that contain it."""
         if chunk not in self._cells:
-            # Cached: many tensors are cut in the same way.
             self._cells[chunk] = list(self._cut(chunk))
         return self._cells[chunk]
 
@@ -58,5 +57,4 @@ class Grid:
 
 @lru_cache(maxsize=1024)
 def grid_of(shape: tuple[int, ...], chunks: tuple[Chunk, ...]) -> Grid:
-    # Cached: parameters, their optimizer state and equal layers are cut in the same way.
     return Grid(shape, chunks)

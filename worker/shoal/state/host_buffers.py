@@ -26,12 +26,9 @@ class HostBuffer:
         sources: Sequence[Tensor] = (),
     ) -> tuple[Mapping[str, TensorShard], Tensor]:
         """Return a shard for each included name of the inventory's one listing, in the order of
-        names, and the memory they lie in, to be overwritten.
-
-        The same inventory object gets the same shards again, and must come with the same names.
-        Allocates memory only if the size differs, page-locked if some of the `sources` lie on a
-        GPU.
-        """
+        names, and the memory they lie in, to be overwritten. The same inventory object gets the
+        same shards again, and must come with the same names. New memory is page-locked if some of
+        the `sources` lie on a GPU."""
         if inventory is not self._inventory:
             # Free the old memory before new memory is allocated.
             self._shards, self._inventory = {}, None
@@ -96,8 +93,8 @@ class StepCopies:
         self, state_shard: StateShard, inventory: Inventory, travels: Callable[[str], bool]
     ) -> None:
         """Begin a snapshot of the state shard: its tensors may change once this returns. Call
-        `wait` before reading the snapshot. `inventory`: of the state shard; memory is arranged anew
-        only for another object. `travels`: True for the name of a tensor that is sent to peers."""
+        `wait` before reading the snapshot. Memory is arranged anew only for another `inventory`
+        object. `travels`: True for the name of a tensor that is sent to peers."""
         self.inventory = inventory
         held = state_shard.shards
         tensors = [shard.tensor for shard in held.values()]

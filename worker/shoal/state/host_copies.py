@@ -62,10 +62,7 @@ def _gpus(tensors: Sequence[Tensor]) -> list[torch.device]:
 def host_memory(num_bytes: int, sources: Sequence[Tensor]) -> Tensor:
     """Return `num_bytes` of uninitialized memory, page-locked if some of these sources lie on a
     GPU, until its last view is freed. If the CUDA runtime refuses, logs a warning and returns
-    ordinary memory.
-
-    torch's own pinned memory would be rounded up to a power of two.
-    """
+    ordinary memory. (torch's own pinned memory is rounded up to a power of two.)"""
     memory = torch.empty(num_bytes, dtype=torch.uint8)
     if not num_bytes or not (devices := _gpus(sources)):
         return memory
@@ -138,11 +135,8 @@ def side_by_side(tensors: Sequence[Tensor], *, pinned: bool) -> list[Tensor]:
 def copy_staged(
     targets: Sequence[Tensor], sources: Sequence[Tensor], *, batch_bytes: int = BATCH_BYTES
 ) -> None:
-    """Copy each source into the target of the same index, which is contiguous and on the host.
-    Returns when all copies are complete.
-
-    For targets that are used only once: tensors on a GPU pass through two page-locked buffers.
-    """
+    """Copy each source into the target of the same index, on the host, through page-locked buffers.
+    For targets that are used only once. Returns when all copies are complete."""
     host_pairs = [(t, s) for t, s in zip(targets, sources, strict=True) if not s.is_cuda]
     for target, source in host_pairs:
         target.copy_(source.detach())
@@ -175,7 +169,6 @@ def _empty_buffer(full: tuple[Sequence[Tensor], Sequence[Tensor], CopyUnderWay] 
 def _batches(
     pairs: Sequence[tuple[Tensor, Tensor]], batch_bytes: int
 ) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """Yield runs of the pairs, as bytes, cut so that each run fits into one buffer."""
     batch: list[tuple[Tensor, Tensor]] = []
     free_bytes = batch_bytes
     for target, source in pairs:

@@ -1,8 +1,7 @@
 """State that an optimizer keeps for its parameters, and the settings of its groups, by name.
 
 A tensor is a shard of the state, named `optim.<parameter>/<key>`. Everything else is a plain value
-in the `values` of a state, under `SLOTS`. A tensor within a plain value is a shard of its own, and
-the value contains its name.
+in the `values` of a state, under `SLOTS`; a tensor within one is a shard of its own.
 
 Each rank reports the plain values of the parameters that it steps, and holds a mark (`mark_of`) for
 each, a shard of one byte: a missing mark shows that values are missing.
@@ -243,7 +242,6 @@ def merged(by_rank: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _is_small(value: object) -> bool:
-    """True for None, a string, a float, a bool or an int below 2**63: each is stored unchanged."""
     if type(value) is int:
         return abs(value) < _SMALL
     return value is None or type(value) in (bool, float, str)

@@ -20,8 +20,8 @@ CLOSE_S = 5.0
 class PeerCheckpoints:
     """Live state of the previous generation, and copies of this member's and its peers' state.
 
-    The next generation can use a member's live state, a part of the whole, only if the names of all
-    tensors are known: otherwise a missing part would go unnoticed. Each copy updates these names.
+    The next generation can use a live state, a part of the whole, only if the names of all tensors
+    are known: otherwise a missing part would go unnoticed. Each copy updates these names.
     """
 
     def __init__(self, *, copies: int, every_steps: int | None) -> None:

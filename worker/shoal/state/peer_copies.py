@@ -45,10 +45,10 @@ generation; greatest number of steps between two copies."""
 def targets_of(hosts: Sequence[str], copies: int, leaving: Collection[int] = ()) -> list[list[int]]:
     """Return, for each rank, the ranks that get its copies; `hosts` is the host of each rank. Pure.
 
-    If no rank leaves, a rank receives as many copies as it sends. Ranks form a ring, sorted by
-    host, and each copy goes a fixed distance ahead in the ring. Up to MAX_SWAPPED_RANKS ranks,
-    pairs of ranks then swap targets if that moves copies to further hosts. Targets on other hosts
-    come first.
+    Ranks form a ring, sorted by host, and each copy goes a fixed distance ahead in the ring. Up to
+    MAX_SWAPPED_RANKS ranks, pairs of ranks then swap targets if that moves copies to further hosts.
+    Targets on other hosts come first. If no rank leaves, a rank receives as many copies as it
+    sends.
 
     All copies of a rank are on different hosts, none on its own, if (`copies` + 1) x (ranks on the
     largest host) is at most the number of all ranks. The first copy goes to another host, unless
@@ -72,7 +72,6 @@ def targets_of(hosts: Sequence[str], copies: int, leaving: Collection[int] = ())
 def _choose(
     hosts: tuple[str, ...], copies: int
 ) -> tuple[list[int], list[int], Sequence[Sequence[int]]]:
-    """Return the ring, all distances in it, and the targets of each rank if no rank leaves."""
     world_size = len(hosts)
     ring = sorted(range(world_size), key=lambda rank: (hosts[rank], rank))
     distances = _distances(tuple(hosts[rank] for rank in ring), copies)
@@ -89,8 +88,8 @@ def _choose(
 
 
 def _swap(hosts: Sequence[str], chosen: list[list[int]], rank: int) -> bool:
-    """Swap a target of this rank with one of the first peer for which the sum of both costs falls.
-    Return True if there is such a peer."""
+    """Swap a target of this rank with one of the first peer for which the sum of both costs falls;
+    True if there is such a peer."""
 
     def cost(sender: int, targets: Sequence[int]) -> int:
         """Return the number of repeated hosts, plus a weight for each copy on the sender's host."""
@@ -151,8 +150,6 @@ def interval_of(copy_in_steps: float) -> int:
 
 @dataclass(frozen=True)
 class _Ring:
-    """Position of one rank in the exchange of copies: its targets and its sources."""
-
     rank: int
     hosts: Sequence[str]
     copies: int
@@ -192,14 +189,14 @@ class PeerCopies:
     whole step if each rank, or one of its targets, remains.
 
     The copies of two steps are kept. The next copy overwrites the older one, once the newer one is
-    complete on every rank: so one step is always complete on all ranks. Until the first copy is
-    complete, the copies of the previous generation are kept.
+    complete on every rank. Until the first copy is complete, those of the previous generation are
+    kept.
 
-    **Interval.** Without `every_steps`, ranks exchange with each copy how many steps it took, and
-    `interval_of` the largest number is the interval from the next copy on.
+    **Interval.** Without `every_steps`, ranks exchange with each copy how many steps it took;
+    `interval_of` the largest number is the next interval.
 
     **Age.** If a copy is offered every K steps, the state after a loss is at most 2 K steps older
-    than the newest step that any rank has committed; at most K, if the last copy was complete.
+    than the newest committed step; at most K, if the last copy was complete.
 
     **Memory**, on the host: 2 x (this rank's state shard + the part sent by each of the `copies`
     ranks), and the copies of members that have left. Until a generation's first copy is complete:
@@ -230,13 +227,12 @@ class PeerCopies:
         self._clock = clock
         self._interval, self._next_step = FIRST_INTERVAL, 0
         self._offered: tuple[int, float] | None = None
-        """Step and time of the last offer."""
         self._travels = travels
         self._earlier_copies: tuple[StepCopies, ...] = (
             before._copies_to_keep() if before is not None else ()
         )
         self._slots = (StepCopies(), StepCopies())
-        """Slots of the two copies, the older one first."""
+        """Two copies, the older one first."""
         self._changed = threading.Condition()
         self.num_moved = 0
         """Number of completed messages. Thread-safe."""
@@ -272,7 +268,7 @@ class PeerCopies:
         this returns. All ranks offer the same steps, with the same ranks `leaving` after the step.
 
         First waits for the previous copy on all ranks, and raises its error; GenerationBroken after
-        `close`. Without peers it only drops the copies of the previous generation.
+        `close`. Without peers it drops the previous generation's copies.
         """
         if not self._ring.has_peers:
             self._earlier_copies = ()
@@ -357,9 +353,8 @@ class PeerCopies:
         """Return the copies that the next generation is to hold.
 
         If a copy of this generation is known to be complete on all ranks, this generation's copies
-        suffice. Otherwise returns them, the inherited copies known to be complete on all ranks, and
-        the newest inherited copy that is complete on this rank: it may be the only one that all
-        ranks have kept.
+        suffice. Otherwise adds the inherited copies known to be complete on all ranks, and the
+        newest one that is complete on this rank: it may be the only one that all ranks have kept.
         """
         own = tuple(slot for slot in self._slots if slot.step is not None)
         if any(slot.is_complete_everywhere for slot in own):
@@ -397,7 +392,7 @@ class PeerCopies:
         self, slot: StepCopies, leaving_ranks: Collection[int], group: dist.ProcessGroup
     ) -> float:
         """Send this rank's snapshot in the slot to peers, and receive theirs. Returns the seconds
-        that this took, without the wait for other ranks to begin."""
+        that this took, without the wait for others to begin."""
         began_s = self._clock()
         own = slot.own_copy
         assert own is not None

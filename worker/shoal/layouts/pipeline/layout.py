@@ -158,7 +158,6 @@ class PipelineLayout(Layout):
             self._lanes = SharedLanes(memory, self._words.beside)
 
     def _sent_bytes(self, runner: PipelineRunner) -> list[int]:
-        """Exchange the number of bytes that each rank sends forward in a pass. Collective."""
         self._words.send_values([runner.sent_bytes])
         return [row[0] for row in self._words.receive_values()]
 
@@ -250,8 +249,6 @@ class PipelineLayout(Layout):
 
 
 class _Whole(nn.Module):
-    """Module that the script calls in place of the user's model."""
-
     def __init__(self, layout: PipelineLayout) -> None:
         super().__init__()
         self.stage = layout.stage.model

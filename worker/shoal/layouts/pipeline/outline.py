@@ -1,7 +1,7 @@
 """A model's forward pass as a chain of layers, cut into stages.
 
-The forward pass is traced with torch.fx down to the layers: a layer runs the user's own code at
-each call. One trace serves every world size, without an example input.
+The pass is traced with torch.fx down to the layers: a layer runs the user's own code. One trace
+serves every world size, without an example input.
 
 *Inputs* are known to every stage. *Repeatable* values follow from inputs, parameters and shapes
 alone: each stage computes those that it needs. Every other value is computed by one stage and sent
@@ -58,20 +58,15 @@ class Outline:
         )
 
     def graph(self, training: bool, stage_of: Sequence[int], stage: int) -> fx.Graph:
-        """Build the graph of one stage; `stage_of` gives the stage of each segment.
-
-        The graph takes the model's inputs, then the values from the previous stage. It returns a
-        tuple for the next stage; the last graph returns the model's outputs.
-        """
+        """Build the graph of one stage; `stage_of` gives the stage of each segment. It takes the
+        model's inputs and the previous stage's values, and returns a tuple for the next stage; the
+        last graph returns the model's outputs."""
         return self._flows[training].cut(stage_of, stage)
 
     def function(self, training: bool, stage_of: Sequence[int], stage: int) -> Callable[..., Any]:
         """Return the graph as a function of the module and its inputs; the same object each time,
-        so that torch.compile finds its compiled code again.
-
-        The function looks up the module's parts as it runs. fx's interpreter takes ten times as
-        long for each layer.
-        """
+        so that torch.compile finds its compiled code again. fx's interpreter takes ten times as
+        long for each layer."""
         key = training, tuple(stage_of), stage
         if key not in self._functions:
             code = self.graph(training, stage_of, stage).python_code("self")
@@ -121,7 +116,6 @@ class SegmentTrace:
                 segment = len(used) - 1
             else:
                 continue
-            # Repeatable nodes count for each segment that needs them.
             needed = [node]
             while needed:
                 each = needed.pop()
@@ -170,7 +164,6 @@ def _crossing(
 
 
 def _copy(into: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> None:
-    """Copy a node with all its dependencies; without recursion, as chains may be long."""
     needed = [node]
     while needed:
         each = needed[-1]

@@ -21,7 +21,6 @@ FORWARD, BACKWARD = "forward", "backward"
 
 _T = TypeVar("_T")
 _Values = Mapping[int, Tensor]
-"""Values of the buffers that were changed, by index."""
 
 
 class PassBuffers:
@@ -43,15 +42,13 @@ class PassBuffers:
         self._buffers: list[Tensor | None] = [None] * len(entries)
         self._copies: list[Tensor] = []
         self._writes: list[int] = [-1] * len(entries)
-        """Number of writes to each buffer at the last `begin`."""
         self._counted: list[Tensor] = []
         self._num_writes: list[int] = []
         """Number of writes to each of `_counted`, the buffers with writes that torch counts: a
         quick check."""
         self._changing: set[int] = set()
-        """Indices of buffers that passes are known to change, even if no write was counted."""
+        """Indices of buffers that passes change, even if no write was counted."""
         self._first_values: dict[str, _Values] = {}
-        """Values after each operation of the first micro-batch of the pass."""
         self._at: str | None = None
         """Operation of the first micro-batch that left the present values; None: they are from
         before the pass."""
@@ -158,7 +155,6 @@ class PassBuffers:
 
     @torch.no_grad()
     def _overwrite(self, values: _Values) -> None:
-        """Write these values into their buffers, and values from before the pass into the rest."""
         present = self._present()
         if not values and self._are_as_begun(present):
             return

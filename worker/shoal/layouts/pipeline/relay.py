@@ -126,7 +126,6 @@ def _described(leaf: Any) -> dict[str, Any]:
 
 @contextmanager
 def _reading(source: int) -> Iterator[None]:
-    """Raise MalformedMessage in place of errors from a bad description of stage `source`."""
     try:
         yield
     # NotImplementedError: torch's, for an unknown kind of container.

@@ -107,7 +107,7 @@ class PipelineRunner:
 
     def forward_backward(self, step_inputs: StepInputs, p2p: AbortableP2P | StageLanes) -> Tensor:
         """Add this stage's gradients, with messages over `p2p`. Returns the mean loss on the last
-        stage, 0 on the others. Errors of the user's code or of the group are raised unwrapped."""
+        stage, 0 on the others. Raises errors of the user's code or of the group unwrapped."""
         self._step_inputs = step_inputs
         self._torch_stage.p2p = p2p
         self._losses.clear()
@@ -172,7 +172,7 @@ class PipelineRunner:
 
     def _probe(self) -> tuple[list[Tensor], Sequence[Tensor]]:
         """Return tensors of the shapes that the stage receives and sends, found by a forward pass
-        (two if it changes buffers). Buffers and random states are restored."""
+        with its side effects undone."""
         stage, near = self._stage, self._near
         given: list[Tensor] = []
         if stage.index:
@@ -194,8 +194,8 @@ class PipelineRunner:
 
 
 class _PlacedStage(pipelining.UncheckedStage):
-    """Stage of torch's pipelining with abortable messages. A backward draws its own forward's
-    random numbers again, for activation checkpointing."""
+    """Stage of torch's pipelining with abortable messages. For activation checkpointing, a backward
+    draws its own forward's random numbers again."""
 
     runner: PipelineRunner
     p2p: AbortableP2P | StageLanes
@@ -226,8 +226,8 @@ class _PlacedStage(pipelining.UncheckedStage):
 
 
 class _Part(nn.Module):
-    """Stage module for torch's schedule, called with activations and a micro-batch's row numbers.
-    The last stage returns its loss: the model's outputs may have any type."""
+    """Stage module for torch's schedule. The last stage returns its loss: the model's outputs may
+    have any type."""
 
     def __init__(self, runner: PipelineRunner) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """Messages between the stages of a pipeline in a pass, through shared memory: quicker than Gloo.
 
-The memory holds all messages of a pass, and a barrier follows each pass: no stage waits for free
-memory, and no message is overwritten before it is read.
+The memory holds all messages of a pass, and a barrier follows each pass: no message is overwritten
+before it is read.
 """
 
 import ctypes
@@ -20,7 +20,6 @@ MAX_BYTES = 64 * 1024**2
 """Limit for all messages of a pass together; above it, messages go over Gloo."""
 _ALIGNMENT_BYTES = 64
 _HEAD_BYTES = _ALIGNMENT_BYTES
-"""Size of a message's header, which holds its number of bytes."""
 _WORD_BYTES = 8
 
 
@@ -48,8 +47,7 @@ class SharedLanes:
         self._semaphores = [
             Semaphore(start + number * SEMAPHORE_BYTES) for number in range(2 * memory.world_size)
         ]
-        """Two for each rank: posted for messages from the previous stage, and from the next
-        stage."""
+        """Two for each rank: for messages from the previous stage, and from the next one."""
         if memory.rank == 0:
             for semaphore in self._semaphores:
                 semaphore.initialise()
@@ -100,7 +98,6 @@ class _Lane:
         self.begin()
 
     def begin(self) -> None:
-        """Begin a pass, once all messages of the previous pass have been received."""
         self._next = self._start
         self._num_awaited = self._num_arrived = 0
 
@@ -131,7 +128,6 @@ class _Lane:
         tensor.detach().copy_(view)
 
     def _advance(self, like: Tensor) -> tuple[int, Tensor]:
-        """Return the offset of the next message's header, and a view of its content."""
         at = self._next
         self._next = at + _HEAD_BYTES + _aligned(like.nbytes)
         if self._next > self._stop:
@@ -156,8 +152,6 @@ class _Awaited:
 
 
 class _Sent:
-    """A message that was sent: it stays in memory until its receiver reads it."""
-
     def wait(self) -> None:
         """Return at once: the message is in memory already."""
 

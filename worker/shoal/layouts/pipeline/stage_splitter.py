@@ -147,7 +147,6 @@ class StageSplitter:
 
 
 def _opened_first(model: nn.Module, split_at: Collection[str]) -> set[str]:
-    """Name the modules to trace into from the start."""
     opened: set[str] = set()
     for name, part in model.named_modules():
         parent = name.rpartition(".")[0]

@@ -42,7 +42,7 @@ class Stage:
         """Take ownership of the model, and delete the parts that this stage does not need.
 
         The first stage keeps the parts that no stage uses. Raises InvalidSpec if the stage
-        `is_trained` and two stages would hold the same persistent buffer: its copies would diverge.
+        `is_trained` and two stages would hold the same persistent buffer.
         """
         self.index, self.num_stages = index, stage_of[-1] + 1
         self.model = model
@@ -50,7 +50,6 @@ class Stage:
         self._functions = {mode: outline.function(mode, stage_of, index) for mode in modes}
         self._called = {mode: _called(outline.graph(mode, stage_of, index)) for mode in modes}
         self._runs: dict[tuple[bool, Any], Callable[..., Any]] = {}
-        """Functions to call, by (is training, compiled call of the user's model)."""
         self._inputs = outline.parameters
         self._signature = inspect.signature(model.forward)
         uses = [
@@ -128,7 +127,7 @@ def _called(graph: fx.Graph) -> set[str]:
 
 def _compile_called(model: nn.Module, names: Collection[str]) -> None:
     """Compile the modules within a compiled module that the trace enters: that module is never
-    called itself."""
+    called."""
     for name in names:
         called = model.get_submodule(name)
         above = [model.get_submodule(path) for path in paths_of(name)][:-1]

@@ -21,7 +21,6 @@ _tracing = threading.Lock()
 _TRACER_ATTRIBUTES = re.compile(
     r"_(tensor_constant|torchbind_obj|opaque_obj|script_object|\w+_constant_)"
 )
-"""Prefixes of the attributes that fx's tracer adds to the model, for constants of the graph."""
 # torch does not dispatch these to a proxy among their arguments, which are sizes.
 _CREATORS = ("arange", "empty", "full", "ones", "zeros")
 
@@ -105,9 +104,8 @@ def _is_assertion(code: Any, offset: int) -> bool:
 
 
 def signature(model: nn.Module) -> dict[str, Any]:
-    """Return the model's inputs by name, each with the value to which the trace fixes it, or
-    `inspect.Parameter.empty`. Inputs but the first are fixed to their defaults: a trace follows
-    only one branch of `if mask is not None`."""
+    """Return the model's inputs by name, each with the default to which the trace fixes it, or
+    `inspect.Parameter.empty` for the first one and those without."""
     inputs: dict[str, Any] = {}
     for parameter in inspect.signature(model.forward).parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
@@ -124,9 +122,8 @@ def _positional(model: nn.Module) -> list[str]:
 
 @contextmanager
 def _creators_traced() -> Iterator[None]:
-    """Record calls such as torch.zeros(size of an input) in the trace."""
-    # At its first use in the process, `with torch.device(...)` collects these functions. Force that
-    # use now, before they are replaced.
+    # At its first use in the process, `with torch.device(...)` collects these functions: not their
+    # replacements, if it is used now.
     with torch.device("cpu"):
         torch.empty(0)
     originals = {name: getattr(torch, name) for name in _CREATORS}

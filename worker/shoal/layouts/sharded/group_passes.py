@@ -1,8 +1,7 @@
 """Times at which a group of several modules gathers and reduces in backward.
 
-torch's fully_shard assumes that a list of modules is a chain: if branches run side by side, or a
-module runs twice, it frees weights too early and misses gradients. Here the group gathers when any
-module begins, and reduces when all have ended.
+torch's fully_shard assumes that a list of modules is a chain. Here branches may run side by side,
+and modules twice: the group gathers when any module begins, and reduces when all have ended.
 """
 
 from typing import Any
@@ -36,7 +35,7 @@ class GroupPasses:
     def begin(self) -> None:
         """Begin a step: discard calls without a backward."""
         self._num_open = 0
-        self._blind = False  # a call was not counted
+        self._blind = False  # True after a call that was not counted
 
     def ended(self) -> None:
         """Note that backward has passed through one call of a module of the group."""
@@ -74,8 +73,6 @@ class GroupPasses:
 
 
 class _Begin(torch.autograd.Function):
-    """Identity on a module's inputs; its backward runs once all their gradients are known."""
-
     @staticmethod
     def forward(ctx: Any, passes: GroupPasses, *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.passes = passes

@@ -1,8 +1,5 @@
-"""Groups of modules with parameters that are gathered together: several small modules, one block,
-or one large layer.
-
-A group's parameters travel in one collective. Groups depend only on the module tree and sizes.
-"""
+"""Groups of modules with parameters that are gathered together, in one collective: several small
+modules, one block, or one large layer. Groups depend only on the module tree and sizes."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -109,7 +106,6 @@ class _Cut:
         return ModuleGroup(modules=tuple(paths), parameters=tuple(names), num_bytes=num_bytes)
 
     def _cut(self, path: str, module: nn.Module) -> list[list[str]]:
-        """Find groups below the module; parameters in none of them go to the rest."""
         if self._stays_whole(module):
             return []
         groups: list[list[str]] = []
@@ -119,7 +115,7 @@ class _Cut:
             if not num_bytes:
                 continue
             if not self._is_closed(child_path, child):
-                # A parameter of the child is also used elsewhere, so it has to go to the rest.
+                # A parameter of the child is also used elsewhere: it goes to the rest.
                 groups += self._close(run) + self._cut(child_path, child)
                 run = []
             elif num_bytes < self._least_bytes:
@@ -160,7 +156,6 @@ class _Cut:
             yield child_path, child, in_list and composite and kinds.count(type(child)) > 1
 
     def _is_closed(self, path: str, module: nn.Module) -> bool:
-        """True if no parameter of the module is also used outside it."""
         return all(
             shared_path.startswith(f"{path}.")
             for parameter in module.parameters()
@@ -184,7 +179,6 @@ def _can_be_called(module: nn.Module) -> bool:
 
 
 def _check_dtypes(group: ModuleGroup, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Raise InvalidSpec unless the group's trained parameters have one dtype, for one reduction."""
     dtypes: dict[torch.dtype, str] = {}
     for name in group.parameters:
         if parameters[name].requires_grad:

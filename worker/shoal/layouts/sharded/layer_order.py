@@ -1,9 +1,6 @@
 """Checks that all ranks run the same all-gathers and reductions: over Gloo before each operation,
-on a device once a rank has waited for long.
-
-If a rank skips a layer, the others receive rows of another layer, or Gloo ends their process
-(SIGABRT).
-"""
+on a device once a rank has waited for long. If one skips a layer, the others receive rows of
+another layer, or Gloo ends their process (SIGABRT)."""
 
 from collections.abc import Callable, Sequence
 
@@ -66,7 +63,7 @@ class RecordedOrder:
     def check(self, exchange: int) -> None:
         """Record that the rank is about to run this operation."""
         if exchange == PASSES_END:
-            return  # by `LayerExchanges`
+            return  # recorded by `LayerExchanges`
         number, is_sum = divmod(exchange, 2)
         site = self._sites[number]
         if is_sum:

@@ -105,8 +105,8 @@ class ShardedLayout(Layout):
     """Layout in which each rank holds some rows of every parameter. The last ranks hold nothing of
     a parameter with fewer rows than ranks.
 
-    With several copies of the model, consecutive ranks share a copy. Ranks with the same rows then
-    average the gradients that were reduced within each copy.
+    With several copies of the model, consecutive ranks share a copy. Ranks with the same rows
+    average their gradients.
     """
 
     def __init__(self, model: nn.Module, world: World, options: ShardedOptions) -> None:
@@ -119,7 +119,6 @@ class ShardedLayout(Layout):
         self._mesh = self._rows_and_copies(options)
         self._passes: list[GroupPasses] = []
         self._reductions: dict[Any, NanPropagatingReduceScatter] = {}
-        """Reductions, by the first module of each group of modules."""
         self._reduced_with: dict[str, Sequence[str]] = {}
         """Names of all parameters that are reduced together, by the name of each."""
         self._losses = PendingLosses()
@@ -177,8 +176,8 @@ class ShardedLayout(Layout):
         self._set_reduction(model, grouping.rest.parameters)
 
     def _share(self, options: ShardedOptions) -> SharedSlots | None:
-        """Choose how ranks gather and sum: in shared memory if all are on one machine, over Gloo,
-        or on a device. Returns the slots, or None. Collective."""
+        """Choose how ranks gather and sum. Returns the slots in shared memory, or None.
+        Collective."""
         device, rows = self.world.device, self._groups.get("rows", self.world.group)
         if takes_batches(rows, device):
             self._note_order()
@@ -210,8 +209,7 @@ class ShardedLayout(Layout):
         return slots
 
     def _note_order(self) -> None:
-        """Record all-gathers and sums on a device, to detect ranks that skip different layers and
-        wait for each other."""
+        """Record all-gathers and sums on a device, to detect ranks that skip different layers."""
         exchanges = self.world.exchanges
         if not exchanges.peers:
             exchanges.set_peers(range(self.world.world_size))
@@ -321,8 +319,7 @@ class ShardedLayout(Layout):
         return own or super().overflowed() or bool(self._given_fault())
 
     def _given_fault(self) -> str:
-        """Name a parameter with summed gradients that are not finite, by the flags of reductions;
-        empty if there is none."""
+        """Name a parameter with summed gradients that are not finite; empty if there is none."""
         reductions = self._reductions.values()
         looks = [(each.parameter, look) for each in reductions for look in each.given_finite]
         if not looks:
@@ -345,8 +342,8 @@ class ShardedLayout(Layout):
         self._free_gathered()
 
     def _free_gathered(self) -> None:
-        """Free parameters left gathered by a forward pass without backward: the next pass would
-        compute with their old values."""
+        """Free parameters left gathered by evaluation: the next pass would compute with their old
+        values."""
         root: Any = self.module
         if has_run(root):
             reset_pass(root, self.fsdp_parameters)
@@ -359,7 +356,6 @@ class ShardedLayout(Layout):
             gathering.finish()
 
     def names_without_gradient(self) -> Sequence[str]:
-        # Ranks gather and reduce together.
         return [
             n for n, each in self._parameters.items() if each.requires_grad and each.grad is None
         ]
@@ -418,8 +414,6 @@ def _lay_rows_in_order(model: nn.Module) -> None:
 
 
 def _whole_bytes(module: nn.Module, world_size: int, dtype: torch.dtype | None) -> int:
-    """Upper bound of the bytes gathered with this module, in the wider of its own dtype and
-    `dtype`."""
     return sum(
         world_size
         * part.padded_sharded_param_size.numel()
@@ -445,8 +439,7 @@ def _policy(options: ShardedOptions, output_dtype: torch.dtype | None) -> MixedP
 
 
 def _refuse_to_pass_by(ours: Callable[[], bool], name: str, _: Tensor) -> None:
-    """Raise if a gradient reaches this rank's part of a parameter directly, not by a reduction: it
-    would differ between ranks."""
+    """Raise if a gradient reaches this rank's part of a parameter without a reduction."""
     if ours():
         raise InvalidSpec(
             "a loss computed with parameters that are sharded over the members",

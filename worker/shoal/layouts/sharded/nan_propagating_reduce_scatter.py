@@ -20,8 +20,8 @@ from shoal.torch_private.fsdp import DefaultReduceScatter
 
 class NanPropagatingReduceScatter(DefaultReduceScatter):
     """torch's reduce-scatter, but if one rank's gradients are not finite, all ranks get NaN: no
-    rank trains on while another stops. With `copies`, the result is averaged over these ranks too:
-    they hold the same rows, and used other samples."""
+    rank trains on while another stops. The result is also averaged over `copies`, ranks with the
+    same rows and other samples."""
 
     def __init__(self, parameter: str) -> None:
         self.parameter = parameter
@@ -120,11 +120,8 @@ def own_fault(reductions: Iterable[NanPropagatingReduceScatter]) -> str:
 
 
 def average(rows: Tensor, copies: dist.ProcessGroup) -> None:
-    """Average the rows over the copies, in place. Collective among `copies`.
-
-    The result is NaN only where rows are NaN: infinities get one sign, and rows are divided before
-    they are summed, so that finite ones cannot overflow.
-    """
+    """Average the rows over the copies, in place. Collective among `copies`. NaN results only from
+    NaN: infinities get one sign, and rows are divided before they are summed."""
     divisor = 1 << (copies.size() - 1).bit_length()
     rows.div_(divisor)
     torch.nan_to_num(rows, nan=math.nan, posinf=math.inf, neginf=math.inf, out=rows)
@@ -152,8 +149,7 @@ def spread_nan(gradients: Tensor, losses: PendingLosses) -> Tensor:
 
 
 def _largest(numbers: Tensor) -> Tensor:
-    """Return the largest absolute value; NaN if there is a NaN, 0 for no elements. Unlike a sum, it
-    does not overflow."""
+    """Return the largest absolute value; NaN if there is a NaN, 0 for no elements."""
     if not numbers.numel():
         return numbers.new_zeros(())
     largest: Tensor = torch.linalg.vector_norm(numbers, math.inf)

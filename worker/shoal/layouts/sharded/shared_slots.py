@@ -1,14 +1,11 @@
 """All-gathers and sums of fully_shard in shared memory, if all ranks are on one machine.
 
 For an all-gather, each rank writes its rows into its part of a common slot. For a sum, each rank
-writes into its own slot, and adds up its part of all slots. A collective takes at most one barrier:
-that of a sum completes earlier gathers too.
+writes into its own slot, and adds up its part of all slots. The barrier of a sum completes earlier
+gathers too.
 
-torch may keep gathered weights beyond the next collective: ranks announce at each barrier which
-slots they still use.
-
-A slot does not name its layer: at each barrier, ranks compare digests of what they have gathered
-and summed, so that no rank computes with rows of another layer.
+At each barrier, ranks announce which slots they still use, as torch may keep gathered weights, and
+compare digests of what they have gathered and summed: no rank computes with rows of another layer.
 """
 
 import weakref
@@ -39,7 +36,6 @@ NUM_SUMMED = 2
 """Slots of each rank for sums, used in turn."""
 _NO_SLOT = NUM_GATHERED
 _LAST_BITS = 16
-"""Bits of the last operation, as numbered in `layer_order`."""
 _MASK = (1 << 44) - 1
 """Mask of the digest, which shares a message with the last operation and the slots in use."""
 _DIGEST_FACTOR = 1_000_003
@@ -67,7 +63,6 @@ class SharedSlots:
         self._used_anywhere = 0
         self._num_sums = 0
         self._digest = self._last = 0
-        """Digest of this rank's operations and their slots, and the last operation."""
 
     @property
     def memory(self) -> SharedMemory:

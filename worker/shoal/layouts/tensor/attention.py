@@ -15,9 +15,8 @@ from shoal.torch_private.compiling import eager
 class SplitAttention(nn.MultiheadAttention):
     """Attention in which a rank computes its own heads and its summand of the output projection.
 
-    The packed input projection is cut into even runs of rows, which do not match the heads: its
-    outputs are gathered. Shapes: B samples, T target and S source positions, H own heads of width
-    D, E embedding.
+    Outputs of the packed input projection are gathered: its even runs of rows do not match the
+    heads. Shapes: B samples, T target and S source positions, H own heads of width D, E embedding.
     """
 
     rows: Cut
@@ -72,7 +71,6 @@ class SplitAttention(nn.MultiheadAttention):
             yield gathered(F.linear(enter(given, cut), weight[own], part_bias), cut)
 
     def _third(self, index: int) -> tuple[Cut, slice]:
-        """Return the cut of one of the three projections, and its slice of this rank's rows."""
         begin, end = index * self.embed_dim, (index + 1) * self.embed_dim
         starts = [sum(self.rows.sizes[:rank]) for rank in range(len(self.rows.sizes))]
         spans = [

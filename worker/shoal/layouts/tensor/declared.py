@@ -1,8 +1,7 @@
 """Attention split as its model declares: tensor-parallel plans in Hugging Face's models.
 
 A model's `config.base_model_tp_plan` names linear modules to cut by outputs ("colwise") and by
-inputs ("rowwise"), with nothing gathered between them. So its authors promise that the attention
-computes each head independently.
+inputs ("rowwise"). So its authors promise that the attention computes each head independently.
 """
 
 import re
@@ -70,7 +69,6 @@ def _plans(modules: Mapping[str, nn.Module]) -> Iterator[Mapping[str, str]]:
 
 
 def _matches(pattern: str, path: str) -> bool:
-    """True if the pattern fits the end of the path, with "*" for the numbers of blocks."""
     general = re.sub(r"(?<=\.)\d+(?=\.)", "*", f".{path}")
     return general.endswith(f".{pattern}")
 

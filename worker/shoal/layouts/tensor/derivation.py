@@ -1,8 +1,7 @@
 """Derivation of a tensor plan for a transformer, or any model of linear and embedding modules.
 
-Modules are split only if the result is correct for every use of them: pairs with only elementwise
-operations in between, attention, and single modules with gathered outputs. All else stays whole,
-and the plan says why.
+Modules are split only if the result is correct for every use of them. All else stays whole, and the
+plan says why.
 """
 
 from collections import Counter
@@ -46,11 +45,10 @@ def derive(
 ) -> TensorPlan:
     """Derive a plan that splits the model, which may be on the meta device, over `degree` ranks.
 
-    `overrides` maps shell patterns of module names to "column", "row", "vocab", "heads" or "whole";
-    the last match counts. Any combination is correct: a "row" module without its "column" takes its
-    part of whole inputs; a "column" module without its "row" gathers its outputs. `sequence`: also
-    find blocks in which each rank computes only its positions. `all_have_parts`: leave modules
-    whole if a rank would get nothing of them.
+    `overrides` maps shell patterns of module names to "column", "row", "vocab", "heads" or "whole",
+    in any combination; the last match counts. `sequence`: also find blocks in which each rank
+    computes only its positions. `all_have_parts`: leave modules whole if a rank would get nothing
+    of them.
 
     Raises InvalidSpec if a pattern matches nothing, if a style does not fit its module or leaves a
     rank without elements or whole heads, and if tied weights would be cut in two ways.
@@ -189,8 +187,7 @@ class _Derivation:
                 yield [each for each in self._modules if each in group]
 
     def _cutter(self, name: str) -> str:
-        """Return the module with the split that decides on this module's parameters: the attention,
-        for its `out_proj`."""
+        """Return the module with the split that decides: the attention, for its `out_proj`."""
         parent, _, own = name.rpartition(".")
         above = self._modules.get(parent) if own == "out_proj" else None
         return parent if isinstance(above, nn.MultiheadAttention) else name
@@ -240,7 +237,6 @@ class _Derivation:
         )
 
     def _has_one_name(self, name: str) -> bool:
-        """True if the module has no second name, by which other modules might call it."""
         return name in self._modules and name not in self._shared
 
     def _alone(self, name: str) -> None:

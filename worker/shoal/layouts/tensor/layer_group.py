@@ -1,10 +1,8 @@
 """Collectives of ranks that compute layers together: all-reduce, all-gather, broadcast and so on.
 
-Ranks of one machine write values into memory that all can read, pass one barrier (`_meet`), and
-read. Two sets of buffers, used in turn, are enough: while a rank reads, no other passes the next
-barrier.
-
-A value does not name its layer: `LayerExchanges` records the layers for which a rank communicates.
+Ranks of one machine write values into memory, pass one barrier (`_meet`), and read. Two sets of
+buffers, used in turn, are enough: while a rank reads, no other passes the next barrier.
+`LayerExchanges` records the layers, which values do not name.
 """
 
 from collections.abc import Sequence
@@ -182,8 +180,7 @@ class TensorGroup:
 
     def _meet(self, memory: SharedMemory, size: int) -> None:
         """Wait for all ranks; afterwards each can read what any of them wrote before. Records ranks
-        that meet for different layers or sizes. Raises GenerationBroken if
-        `SharedMemory.gather_words` does."""
+        that meet for different layers or sizes."""
         message = self._exchange_number << _SIZE_BITS | size
         messages = memory.gather_words(message)
         if any(each != message for each in messages):

@@ -37,11 +37,12 @@ _Known = dict[int, nn.Parameter]
 
 
 def parallelise(module: nn.Module, mesh: DeviceMesh, plan: TensorPlan, ranks: TensorGroup) -> None:
-    """Split the module in place by a plan, over a mesh of one dimension. `ranks`: the mesh's ranks.
+    """Split the module in place by a plan, over a mesh of one dimension, without communication.
+    `ranks`: the mesh's ranks.
 
-    Does not communicate. Parameters may be on the meta device; real ones must be the same on all
-    ranks. Split parameters become DTensors. All ranks must have the same inputs: each then gets the
-    whole outputs, and the gradients of its own parameters.
+    Parameters may be on the meta device; real ones must be the same on all ranks. Split ones become
+    DTensors. If all ranks have the same inputs, each gets the whole outputs, and the gradients of
+    its own parameters.
     """
     assert mesh.size() == plan.degree, "the plan is for the mesh"
     known: _Known = {}
@@ -58,7 +59,6 @@ def parallelise(module: nn.Module, mesh: DeviceMesh, plan: TensorPlan, ranks: Te
 
 
 def _set_groups(ranks: TensorGroup, module: nn.Module) -> None:
-    """Give modules that have split themselves the same groups as modules split by a plan."""
     for name, part in module.named_modules():
         for key, value in list(vars(part).items()):
             if isinstance(value, Cut):
@@ -87,7 +87,6 @@ class _Split(ParallelStyle):
         whole = parameter_table(owner)[key]
         if whole is None:
             return
-        # Tied parameters stay tied.
         if id(whole) not in self._known:
             cut = distribute_tensor(whole.detach(), mesh, [Shard(dim)], src_data_rank=None)
             self._known[id(whole)] = nn.Parameter(cut, requires_grad=whole.requires_grad)

@@ -2,7 +2,7 @@
 
 Outside a split region, every value is the same on all ranks. A value that enters a region has its
 gradient summed over the ranks; a value that leaves it is gathered or summed. torch.compile skips
-these modules: it would compile a DTensor's graph anew in each generation.
+these modules: DTensors are new in each generation.
 
 (M. Shoeybi et al., Megatron-LM, arXiv:1909.08053, section 3.)
 """
@@ -51,8 +51,6 @@ class Cut:
 
 
 class _Enter(torch.autograd.Function):
-    """Identity; the gradient is summed over the ranks."""
-
     @staticmethod
     def forward(ctx: Any, value: Tensor, group: LayerGroup) -> Tensor:
         ctx.group = group
@@ -64,8 +62,6 @@ class _Enter(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """All-reduce; the gradient passes unchanged."""
-
     @staticmethod
     def forward(ctx: Any, value: Tensor, group: LayerGroup) -> Tensor:
         return group.all_reduce(value)
@@ -76,8 +72,6 @@ class _Sum(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """All-gather along the last dimension; the gradient is this rank's part."""
-
     @staticmethod
     def forward(ctx: Any, part: Tensor, cut: Cut) -> Tensor:
         ctx.cut = cut
@@ -112,11 +106,8 @@ def gathered(part: Tensor, cut: Cut) -> Tensor:
 
 
 class _Local(torch.autograd.Function):
-    """Local part of a parameter; its gradient is cut as the parameter is.
-
-    `DTensor.to_local` gives the gradient of a parameter cut by columns other strides: before torch
-    2.13, autograd then makes a whole copy.
-    """
+    """Local part of a parameter; its gradient is cut as the parameter is. (`DTensor.to_local` lets
+    autograd make a whole copy, before torch 2.13.)"""
 
     @staticmethod
     def forward(ctx: Any, parameter: DTensor) -> Tensor:
@@ -202,12 +193,9 @@ class ColumnEmbedding(nn.Embedding):
 
 
 class CutDropout(nn.Dropout):
-    """Dropout between a ColumnLinear and a RowLinear.
-
-    Draws the mask of the whole width and uses this rank's part. If the module is not keyed
-    (`randomness.dropout.key_dropout`), masks are those of one process only if the ranks' generators
-    are in the same state.
-    """
+    """Dropout between a ColumnLinear and a RowLinear: each rank uses its part of the whole width's
+    mask. Unless the module is keyed (`randomness.dropout.key_dropout`), the ranks' generators must
+    be in the same state."""
 
     cut: Cut
 

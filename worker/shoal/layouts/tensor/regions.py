@@ -1,8 +1,7 @@
 """Finder of linear modules that can be split as columns and a row, with nothing gathered between.
 
 A region is a set of linear modules with outputs that reach only the input of one further linear
-module, through elementwise operations: fc1 before fc2. Only regions that training and evaluation
-have in common count.
+module, through elementwise operations: fc1 before fc2, in training and in evaluation.
 """
 
 import inspect
@@ -110,8 +109,6 @@ def children_of(parent: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.M
 
 
 class _Recorder(nn.Module):
-    """Replacement for a child module; records calls and their arguments."""
-
     def __init__(self, name: str, original: nn.Module, tracer: GraphAppendingTracer) -> None:
         super().__init__()
         self.__dict__["_recorded"] = (name, original, tracer)
@@ -154,7 +151,7 @@ def traces(parent: nn.Module) -> Iterator[fx.Graph]:
     """Trace forward with symbols: in training and evaluation, with and without optional arguments.
     Yields nothing for a forward with `*args` or `**kwargs`; may raise any error of the forward.
 
-    torch.fx's own tracer patches nn.Module for the whole process; replaced children need no patch.
+    torch.fx's own tracer would patch nn.Module for the whole process.
     """
     inputs = inspect.signature(parent.forward).parameters.values()
     if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in inputs):

@@ -83,8 +83,6 @@ def _own(whole: Tensor, cut: Cut) -> Tensor:
 
 
 class _Spread(torch.autograd.Function):
-    """Take this rank's positions of a value that all ranks have; its gradient is gathered."""
-
     @staticmethod
     def forward(ctx: Any, whole: Tensor, cut: Cut) -> Tensor:
         ctx.cut = cut
@@ -96,8 +94,7 @@ class _Spread(torch.autograd.Function):
 
 
 class _Whole(torch.autograd.Function):
-    """Gather all positions, for modules that compute the same on all ranks; the gradient is this
-    rank's part."""
+    """All-gather, for modules that compute the same on all ranks."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, cut: Cut) -> Tensor:
@@ -110,8 +107,7 @@ class _Whole(torch.autograd.Function):
 
 
 class _Enter(torch.autograd.Function):
-    """Gather all positions, for modules that compute a part of the features; the gradient is summed
-    over ranks and scattered."""
+    """All-gather, for modules that compute a part of the features."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, cut: Cut) -> Tensor:
@@ -124,8 +120,6 @@ class _Enter(torch.autograd.Function):
 
 
 class _Leave(torch.autograd.Function):
-    """Sum over the ranks and keep this rank's positions; the gradient is gathered."""
-
     @staticmethod
     def forward(ctx: Any, summand: Tensor, cut: Cut) -> Tensor:
         ctx.cut = cut

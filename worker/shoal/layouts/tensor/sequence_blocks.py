@@ -1,8 +1,8 @@
 """Finder of blocks in which each rank can compute only its positions of the sequence.
 
-A block takes a value and returns a value with the same positions. Its traced forward has only
-norms, dropout, elementwise operations, pairs of split layers, inner blocks, and modules that take
-all positions, such as attention.
+A block takes a value and returns a value with the same positions. Its forward has only norms,
+dropout, elementwise operations, pairs of split layers, inner blocks, and modules that take all
+positions, such as attention.
 """
 
 import operator
@@ -39,8 +39,8 @@ _TORCH: Mapping[type[nn.Module], Mapping[str, tuple[int | str, ...]]] = {
 
 
 def sequence_blocks(model: nn.Module, plan: Mapping[str, PlanEntry]) -> tuple[SequenceEntry, ...]:
-    """Find the outermost blocks that have a norm or dropout, and a linear module split as a column.
-    Return entries for the blocks and their modules. `plan`: the model's tensor plan, by module."""
+    """Return entries for the outermost blocks that have a norm or dropout, and a linear module
+    split as a column, and for their modules. `plan`: the model's tensor plan, by module."""
     entries: list[SequenceEntry] = []
     blocks: list[str] = []
     shared = _shared(model)
@@ -72,7 +72,6 @@ def check_has_blocks(plan: TensorPlan) -> None:
 
 
 def _shared(model: nn.Module) -> frozenset[int]:
-    """Return the ids of modules and parameters that the model has several times."""
     modules = [module for _, module in model.named_modules(remove_duplicate=False)]
     parameters = [
         p for module in modules for p in parameter_table(module).values() if p is not None
@@ -86,8 +85,6 @@ def _has_hooks(module: nn.Module) -> bool:
 
 
 class _Kind(Enum):
-    """Kind of a value on a rank."""
-
     WHOLE = auto()
     """A value that is the same on all ranks, or no tensor."""
     OWN = auto()
@@ -133,8 +130,8 @@ class _Block:
         return list(variants[0].values()) if alike else None
 
     def _of_torch(self) -> list[SequenceEntry] | None:
-        """Return the entries of one of torch's transformer layers, which cannot be traced; None if
-        its linear modules are not a pair."""
+        """Return the entries of one of torch's transformer layers; None if its linear modules are
+        not a pair."""
         if not self._is_paired("linear1", COLUMN) or not self._is_paired("linear2", ROW):
             return None
         takes = _TORCH[type(self._module)]
@@ -181,7 +178,7 @@ class _Block:
                 kinds[node] = self._of_function(node, kinds)
         around = {e.module for e in self._found.values() if e.role == SequenceRole.AROUND}
         users = [f"{self._path}.{user.target}".lstrip(".") for user in first.users]
-        # If all users of the input need all its positions, as an embedding does, there is no block.
+        # An embedding needs all positions, for example.
         if all(user in around for user in users):
             raise _NoBlock
 
@@ -222,8 +219,8 @@ class _Block:
         return _Kind.OWN
 
     def _by_position(self, name: str, child: nn.Module) -> bool:
-        """Return True if the child takes this rank's positions; note its role then, or the roles of
-        an inner block's modules."""
+        """Return True if the child takes this rank's positions; note its role then, or an inner
+        block's."""
         path = f"{self._path}.{name}" if self._path else name
         if type(child) in (nn.LayerNorm, nn.RMSNorm) and len(child.normalized_shape) == 1:  # type: ignore[arg-type]
             self._note(name, SequenceRole.NORM)
