@@ -1,5 +1,5 @@
-"""An optimizer's step on this rank's parts of parameters, without DTensor's dispatch, which takes
-longer than an elementwise optimizer's arithmetic: 14 ms per step for 16 parameters over 3 ranks."""
+"""An optimizer's step on this rank's parts of parameters, without DTensor's dispatch: it takes 14
+ms per step for 16 parameters over 3 ranks."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,10 +16,7 @@ from shoal.torch_private.dtensor import cut_as, local_of
 
 def step(optimizer: Optimizer) -> None:
     """Step the optimizer, on local parts if that is equivalent; of `SeveralOptimizers`, those that
-    are due.
-
-    Parameters and state are DTensors again afterwards, even if the step raises.
-    """
+    are due. Parameters and state stay DTensors, even if the step raises."""
     for each in parts_due(optimizer):
         _step(each)
 

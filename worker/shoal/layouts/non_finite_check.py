@@ -1,4 +1,4 @@
-"""Check if the gradients of a step are finite: one answer, the same on every rank."""
+"""Check if the gradients of a step are finite, with one answer for all ranks."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -50,8 +50,8 @@ class NonFiniteCheck:
         self._has_looked = True
 
     def check_after_pass(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Examine the gradients of one pass, unless `scan` has been called in this step. They must
-        not include reduced gradients of earlier passes."""
+        """Examine the gradients of one pass, without earlier reduced gradients, unless `scan` has
+        been called in this step."""
         if not self._has_looked:
             self._own = self._own or name_of_fault(parameters)
 

@@ -1,7 +1,5 @@
 """Binding of a user's model and optimizer to the layout of one generation; reads and fills state.
-
-The optimizer object stays the same over all generations; its parameters are replaced.
-"""
+The optimizer object stays the same; its parameters are replaced."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -127,8 +125,8 @@ class MetaModel:
         return copied
 
     def initial(self) -> StateShard:
-        """Return the state of step 0: the script's weights and its optimizer's state for them. A
-        model made on the meta device is initialised with the script's seed."""
+        """Return the state of step 0: the script's weights and optimizer state. A model made on the
+        meta device is initialised with the script's seed."""
         model = initialised_copy(self.model, self._seed) if self._made_on_meta else self.model
         state = {**dict(model.named_parameters()), **persistent_buffers(model)}
         shards = {
@@ -209,7 +207,7 @@ class OptimizerBinding:
 
     def collect(self, step: int) -> StateShard:
         """Return the state that this rank holds, not copied: valid until the next step. Raises
-        UnsupportedOptimizer for state that cannot be handed to another member."""
+        UnsupportedOptimizer for state that cannot be sent to another member."""
         contents = contents_of([self.optimizer])
         if not self._objects.has(contents) or not all(
             map(_shows, self._shards.values(), self._sources)
@@ -261,8 +259,8 @@ class OptimizerBinding:
         return TensorShard.whole(local_part(value))
 
     def model(self, step: int) -> StateShard:
-        """Return this rank's part of the model. Buffers may differ between ranks: each is included
-        on the rank that writes it into checkpoints."""
+        """Return this rank's part of the model; buffers only on the rank that writes them into
+        checkpoints."""
         given = {
             MODEL + name: self.layout.shard(name, tensor)
             for name, tensor in self.held.items()
@@ -292,7 +290,7 @@ class OptimizerBinding:
 
     @property
     def collected_names(self) -> frozenset[str]:
-        """Names of all tensors of the optimizer's state that `collect` has returned so far."""
+        """Names of all tensors of optimizer state that `collect` has returned so far."""
         return frozenset(OPTIM + each for each in self._outlines)
 
     def writes(self, name: str) -> bool:

@@ -1,5 +1,5 @@
 """Completion of a rank's own gradients to those of the whole batch, after each backward pass: a
-script may read them then. Layouts that reduce during backward do not need this."""
+script may read them then."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager

@@ -21,8 +21,8 @@ from shoal_proto.errors import InvalidSpec
 class ReplicatedLayout(Layout):
     """Layout in which every rank holds and steps all parameters, with its own share of samples.
 
-    As in DDP, a parameter that a loss leaves out is an error unless `find_unused_parameters`.
-    Parameters that are not on the meta device stay the script's own.
+    As in DDP, a parameter that a loss leaves out is an error unless `find_unused_parameters`. Real
+    parameters stay the script's own.
     """
 
     elementwise = False
@@ -139,7 +139,7 @@ class ReplicatedLayout(Layout):
         return not self.exchange.has_finite_averages()
 
     def check(self) -> None:
-        """Do nothing: `reduce` has examined the averages, which are the same on every rank."""
+        """Do nothing: `reduce` has examined the averages, the same on every rank."""
 
     def share_buffers(self) -> None:
         self._buffers.broadcast_buffers(self.world.group)

@@ -1,7 +1,7 @@
 """BatchNorm with the statistics of the whole global batch, however it is divided into shares.
 
-torch's SyncBatchNorm runs on GPUs only, and counts stand-in samples. Here members' counts, means
-and sums of squares are combined as in Chan et al. 1979.
+torch's SyncBatchNorm runs on GPUs only, and counts stand-in samples. Members' statistics are
+combined as in Chan et al. 1979.
 """
 
 from typing import Any

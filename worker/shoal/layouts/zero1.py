@@ -116,8 +116,8 @@ def partition(sizes: Sequence[int], n: int) -> list[int]:
 
 @torch.no_grad()
 def move_to_flat_storage(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """Move the parameters into one contiguous piece of memory; returns it, as bytes. Contents are
-    not kept, but strides (such as channels last) are."""
+    """Move the parameters into one contiguous piece of memory; returns it, as bytes. Strides are
+    kept (channels last), contents are not."""
     sizes = [-(-p.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for p in parameters]
     device = parameters[0].device if parameters else None
     memory = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)

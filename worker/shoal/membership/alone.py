@@ -1,7 +1,5 @@
-"""Member that trains alone, as no coordinator was named.
-
-There is one generation of one member. Only checkpoints outlive the process.
-"""
+"""Member that trains alone, as no coordinator was named, in one generation. Only checkpoints
+outlive the process."""
 
 import math
 import time

@@ -1,7 +1,5 @@
-"""Health reports to the coordinator's status page, in the background.
-
-No decision depends on reports: training never waits for a report or fails because of one.
-"""
+"""Health reports to the coordinator's status page, in the background: training never waits for one
+or fails because of one."""
 
 import json
 import math
@@ -37,7 +35,7 @@ _NOT_SENT = (
 
 
 class HealthReporter:
-    """Posts the newest health of one member every `interval_s`, on a thread of its own: the first
+    """Posts the newest health of one member every `interval_s`, on a thread of its own; the first
     update at once, the last one by `close`."""
 
     def __init__(

@@ -43,12 +43,11 @@ class LauncherSettings:
     """Folder that the workers of this launcher share; empty: none."""
     beat_slot: str = ""
     """Address of the slot through which the launcher sends this member's heartbeats; empty: the
-    member sends them itself."""
+    member itself does."""
     job: str = ""
     """Job of the launcher's workers. A script may join another one."""
     admission_s: float = ADMISSION_S
-    """Seconds that a coordinator may take to admit this member; a day under `shoal run`, as the
-    launcher has already reached a coordinator."""
+    """Seconds that a coordinator may take to admit this member; a day under `shoal run`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,8 +180,8 @@ class JoinConfig:
 def read_config(
     given: Mapping[str, str | int | None], environment: Mapping[str, str]
 ) -> JoinConfig:
-    """Return the configuration from the given arguments, and for absent ones from variables of
-    SHOAL, torchrun, MPI and srun. Raises InvalidSpec."""
+    """Return the configuration from the given arguments, and else from variables of SHOAL,
+    torchrun, MPI and srun. Raises InvalidSpec."""
 
     def text(name: str, variable: str) -> str:
         value = given.get(name)

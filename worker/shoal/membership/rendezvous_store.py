@@ -71,7 +71,7 @@ class RendezvousStore(Store):
         shared_directory: Path | None = None,
     ) -> None:
         """`shared_directory`: folder through which one of this host's ranks reads many values for
-        all. A key that is read in this way must be set only once."""
+        all; such keys must be set only once."""
         super().__init__()
         self._ended = threading.Event()
         self._host: HostFiles | None = None

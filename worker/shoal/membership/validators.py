@@ -116,9 +116,8 @@ def validator(name: str) -> Callable[[V], V]:
 
 
 def validators_of(own: Iterable[Validator]) -> dict[str, Validator]:
-    """Return the registered validators and a session's own, by name; functions that are not
-    registered by their `__name__`. Raises InvalidSpec for an invalid name, and for one that two
-    validators have."""
+    """Return the registered validators and a session's own, by name or `__name__`. Raises
+    InvalidSpec for an invalid name, and for one that two validators have."""
     by_name = dict(REGISTERED)
     registered = {id(function): name for name, function in REGISTERED.items()}
     for function in own:

@@ -1,8 +1,5 @@
-"""Check that a state belongs to an optimizer like the script's own.
-
-A state's settings replace the script's: those of another optimizer would silently train
-differently.
-"""
+"""Check that a state belongs to an optimizer like the script's own: its settings replace the
+script's."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

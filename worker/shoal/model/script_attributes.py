@@ -1,7 +1,6 @@
 """Attributes that a script has set on the modules of a model since the model was laid out.
 
-A layout is a copy of the model as it was distributed: the next one would lose a dropout probability
-that the script has lowered.
+A layout is a copy of the model as it was distributed: the next layout would lose these attributes.
 """
 
 from collections.abc import Iterable, Mapping

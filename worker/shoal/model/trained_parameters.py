@@ -1,8 +1,8 @@
 """Checks of a model: its state is in tensors, and its trained parameters and their dtypes and
 shapes stay the same.
 
-Gradients are reduced for the parameters that required one at `distribute`: of others, copies would
-silently diverge.
+Gradients are reduced for the parameters that required one at `distribute`: copies of other
+parameters would silently diverge.
 """
 
 from collections.abc import Iterable, Sequence

@@ -41,11 +41,11 @@ class RankFigures:
     parameters: int
     """Parameters between steps, with padding."""
     parameters_peak: int
-    """Parameters within a step, including those gathered while layers compute with them."""
+    """Parameters within a step, including gathered ones."""
     gradients: int
     """Gradients when the optimizer steps, or all of DDP's buckets, which stay."""
     gradients_peak: int
-    """Gradients in backward, including the whole ones that are not reduced yet."""
+    """Gradients in backward, including whole ones that are not reduced yet."""
     optimizer: int
     """State of the optimizer, once it has stepped every parameter."""
     kept: int = 0

@@ -54,8 +54,8 @@ class MeshFigures:
     def __init__(
         self, subject: PlanInput, plan: HybridPlan, *, tells_faults_ahead: bool = False
     ) -> None:
-        """`tells_faults_ahead`: True if ranks report non-finite gradients in their votes, and not
-        in a separate message, unless stages share a parameter."""
+        """`tells_faults_ahead`: True if ranks report non-finite gradients in their votes, unless
+        stages share a parameter."""
         self._subject, self._plan = subject, plan
         self._tells_faults_ahead = tells_faults_ahead
         self._mesh = plan.mesh

@@ -63,8 +63,8 @@ class RehearsalGroup(CollectiveGroup):
 
 
 class RehearsedPass:
-    """A forward and a backward pass on meta tensors, with the group's counts of each. Raises
-    InvalidSpec if the model cannot be run on the meta device, or not with these inputs."""
+    """Forward and backward pass on meta tensors, with the group's counts. Raises InvalidSpec if the
+    model cannot be run on the meta device, or not with these inputs."""
 
     def __init__(self, group: RehearsalGroup, run: Callable[[], Any]) -> None:
         group.pop_counts()

@@ -34,7 +34,7 @@ def rows_of(num_rows: int, rank: int, world_size: int) -> int:
 
 class ShardedFigures:
     """Computation of one plan. Each rank's part counts with the size of the first rank's, to which
-    shorter parts are padded."""
+    it is padded."""
 
     def __init__(self, subject: PlanInput, options: ShardedOptions) -> None:
         self._subject, self._options = subject, options

@@ -82,8 +82,8 @@ def splitmix64(state: int) -> int:
 
 
 def seed_torch(seed: int, step: int, share: int) -> None:
-    """Seed torch's generators for a step on one share of the batch: a repeated step draws the same
-    numbers, if the number of members is the same."""
+    """Seed torch's generators for a step on one share of the batch: a repeated step draws the same,
+    on the same number of members."""
     number = mix(seed, step, share)
     # Not torch.manual_seed: before CUDA is initialised it records the caller's stack, which is
     # slow.

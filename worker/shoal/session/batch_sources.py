@@ -34,7 +34,6 @@ class BatchSource(ABC):
         self._num_attempts = 0
         self._is_trained = False
         self.loading_s = 0.0
-        """Time for which the trainer has waited for batches to be loaded."""
         self.batch: Batch | None = None
         self.all_trained = False
         """True if the job's last step is committed: no batch is left for any member."""
@@ -81,8 +80,8 @@ class BatchSource(ABC):
 
     def stop(self) -> bool:
         """Note that the script has left its loop early. After its `session.stop`, wait until all
-        members have left their loops, and return True: the job is complete. Else return False at
-        once. Raises StateLost if `CallBetweenSteps.check_end` does."""
+        members have left their loops, and return True; else return False at once. Raises StateLost
+        if `CallBetweenSteps.check_end` does."""
         return False
 
     def left(self) -> None:  # noqa: B027 - does nothing by default

@@ -84,18 +84,15 @@ class DistributeOptions:
 
 
 class LongLivedObjects:
-    """Objects of one session's process that Python's garbage collector skips.
-
-    A full collection takes 0.2 s with torch imported, and would begin in a bring-up, while all
-    members wait.
-    """
+    """Objects of one session's process that Python's garbage collector skips: a full collection, of
+    0.2 s, would begin in a bring-up."""
 
     def __init__(self) -> None:
         self._is_frozen = False
 
     def freeze(self) -> None:
         """Let the collector skip all present objects. No effect if objects are frozen already, or
-        if the collector is off."""
+        the collector is off."""
         if gc.isenabled() and not gc.get_freeze_count():
             # Collected first: garbage that is frozen stays until `release`.
             gc.collect(1)
@@ -110,8 +107,8 @@ class LongLivedObjects:
 
 
 class Distribution:
-    """Model, optimizer, registered state and proposal fields of one session, set by `distribute`;
-    `release` undoes its changes to the script's objects."""
+    """Model, optimizer, registered state and proposal fields of one session. `release` undoes
+    changes to the script's objects."""
 
     def __init__(self, controller: ElasticController) -> None:
         self._controller = controller

@@ -57,8 +57,8 @@ class CallBetweenSteps:
     """State of shared calls, which all members make together, such as `session.evaluate`."""
 
     may_be_made: bool = False
-    """True once the script has asked for a batch, or begun a step. Before that, the members'
-    scripts may be at different points."""
+    """True once the script has asked for a batch, or begun a step: before that, scripts may be at
+    different points."""
     is_under_way: bool = False
     has_too_few: bool = False
     """True if the generation was formed for a shared call, and has too few members for a step."""
@@ -84,8 +84,7 @@ class ProposalDetails:
     """Details of a member's model and batches, besides the fields of its proposal."""
 
     optional_fields: dict[str, str] = field(default_factory=dict)
-    """Values that must be the same on all members that propose them; a member may leave them
-    out."""
+    """Values that must be the same on all members that propose them."""
     listings: dict[str, bytes] = field(default_factory=dict)
     """Packed entries that a field's value covers, by the field's name: the coordinator names the
     first entry that differs."""

@@ -15,8 +15,8 @@ from shoal.session.step import reason_of, reason_of_end
 from shoal_proto.errors import ShoalError
 
 SILENT_DRAIN_S = 5.0
-"""Time without a sign of work from the loading processes, after which a member that was asked to
-leave stops waiting for a batch."""
+"""Time without a sign of work from loading processes, after which a drained member stops waiting
+for a batch."""
 
 log = structlog.get_logger(__name__)
 

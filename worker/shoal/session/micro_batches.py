@@ -38,7 +38,7 @@ def scaled(loss_function: LossFunction, fraction: float) -> LossFunction:
 @contextmanager
 def loss_to_backward(loss: Tensor, weight: float) -> Iterator[Tensor]:
     """Yield the loss to call backward on. With weight 0, a backward pass within the context sets
-    all gradients to 0: a mean over no tokens and its gradients are NaN."""
+    all gradients to 0: a mean over no tokens is NaN."""
     if weight:
         yield loss
         return

@@ -121,8 +121,7 @@ class SessionSeries:
         trace: TracebackType | None,
     ) -> None:
         """Close the series at the end of the session's block, as an `__exit__`. Waits up to 30 s
-        for each publication in progress, unless an error other than SystemExit ends the block; then
-        abandons it."""
+        for each publication in progress, unless an error other than SystemExit ends the block."""
         self._publications.close(waits=error is None or isinstance(error, SystemExit))
 
 

@@ -38,8 +38,8 @@ _SECRET_VALUES = re.compile(
 
 
 def run_origin() -> RunOrigin:
-    """Return the command line and commit of this process. Runs git, for up to GIT_WITHIN_S for each
-    of its commands."""
+    """Return the command line and commit of this process. Runs git, each time for up to
+    GIT_WITHIN_S."""
     script, *arguments = [str(each) for each in sys.argv] or [""]
     commit, is_modified = _commit_of(script)
     main = getattr(sys.modules.get("__main__"), "__spec__", None)

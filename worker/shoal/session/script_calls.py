@@ -35,8 +35,7 @@ class SchedulerWarnings:
     def __init__(
         self, optimizers: Sequence[Optimizer], given: LRScheduler | None, fix: str
     ) -> None:
-        """`given`: the schedule that the script gave to the strategy, for which no warning is
-        logged; `fix`: the advice."""
+        """`given`: the strategy's schedule, for which no warning is logged; `fix`: the advice."""
         self._optimizers = optimizers
         self._given = given
         self._fix = fix

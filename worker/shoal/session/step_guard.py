@@ -218,7 +218,7 @@ class StepGuard:
 
     def check_weight_rescaling(self, weight: Tensor) -> None:
         """Raise InvalidSpec for a pass that rescales those rows of a weight that its samples use
-        (`max_norm` of an embedding), if members would get different weights."""
+        (`max_norm`), if members would get different weights."""
         strategy = self._strategy
         if strategy.synchronous and strategy.passes_meet and self._trained.has_any([weight]):
             raise scaled_down(strategy.name, f"a parameter of shape {tuple(weight.shape)}")
@@ -282,8 +282,8 @@ class StepGuard:
         )
 
     def watch(self, scaled: Any, scaler: object) -> None:
-        """Watch backward passes through tensors that `scaler` has scaled: the session's raise
-        InvalidSpec if it is not the registered one."""
+        """Make the session's backward passes through tensors that `scaler` has scaled raise
+        InvalidSpec, unless it is the registered one."""
         through = partial(self._through_scaled, scaler)
         for tensor in pytree.tree_leaves(scaled):
             if isinstance(tensor, Tensor) and tensor.requires_grad:

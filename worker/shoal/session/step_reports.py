@@ -164,7 +164,7 @@ class StepReports:
 
     def step_begins(self) -> None:
         """Note that a step begins. At its first step, the member that reports for the job begins to
-        read its command line and commit on another thread: git may take long."""
+        read its command line and commit, on another thread."""
         controller = self._controller
         reports = controller.job_log.is_writer and controller.member.coordinators
         if self._origin_reader is None and reports:

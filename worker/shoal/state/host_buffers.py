@@ -63,8 +63,8 @@ class HostBuffer:
 
 
 class StepCopies:
-    """Copies that one rank keeps of one step: its own copy, and the copies received from peers. One
-    thread at a time may write; any thread may call `complete_copies`."""
+    """Copies that one rank keeps of one step: its own, and those received from peers. One thread at
+    a time may write; any thread may call `complete_copies`."""
 
     def __init__(self) -> None:
         self.step: int | None = None

@@ -1,7 +1,5 @@
-"""Copies of tensors in host memory, which a GPU writes asynchronously.
-
-A copy from a GPU is asynchronous, and as fast as the bus, only into page-locked memory.
-"""
+"""Copies of tensors in host memory. A GPU writes asynchronously, and as fast as the bus, only into
+page-locked memory."""
 
 import copy
 import ctypes
@@ -20,8 +18,7 @@ log = structlog.get_logger(__name__)
 ALIGNMENT_BYTES, MESSAGE_ALIGNMENT_BYTES = 64, 16
 """Alignment of adjacent tensors, in memory and in a message."""
 BATCH_BYTES = 64 * 1024 * 1024
-"""Size of each of the two page-locked buffers of `copy_staged`. A power of two: torch caches such
-blocks."""
+"""Size of each page-locked buffer of `copy_staged`: torch caches blocks of powers of two."""
 
 
 class CopyUnderWay:

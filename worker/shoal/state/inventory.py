@@ -1,8 +1,5 @@
-"""Inventories: descriptions of the state that each rank holds, with names, chunks and values, but
-no tensors.
-
-Ranks exchange them as compressed JSON. The receiver checks all sizes and numbers.
-"""
+"""Inventories: descriptions of the state that each rank holds, without contents of tensors. Ranks
+exchange them as compressed JSON, and check all sizes and numbers."""
 
 import json
 import zlib
@@ -124,7 +121,7 @@ def malformed(rank: int, seen: str) -> MalformedMessage:
 
 def to_message(inventory: Inventory) -> bytes:
     """Encode the inventory as a message. The table of names is compressed separately: ranks with
-    the same table send the same bytes, which the receiver decodes once."""
+    the same table send the same bytes, decoded once."""
     table, listings = _to_json(inventory)
     head = zlib.compress(table.encode(), 1)
     return len(head).to_bytes(_LENGTH_BYTES, "big") + head + pack(listings)
@@ -148,8 +145,8 @@ def _packed_table(head: bytes) -> "TensorTable":
 
 
 def to_json(inventory: Inventory) -> Json:
-    """Convert the inventory to lists that refer to tensors by number, and a table of their names: a
-    JSON text of its own, as most ranks send the same one."""
+    """Convert the inventory to lists that refer to tensors by number, and a table of their names, a
+    JSON text of its own."""
     return list[Json](_to_json(inventory))
 
 

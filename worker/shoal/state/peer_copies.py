@@ -142,7 +142,7 @@ def _distances(hosts: Sequence[str], copies: int) -> list[int]:
 
 def interval_of(copy_in_steps: float) -> int:
     """Return the number of steps between two copies that each take as long as `copy_in_steps`
-    steps: the smallest one that keeps COPYING_SHARE, at most MAX_INTERVAL."""
+    steps: the smallest one that keeps COPYING_SHARE."""
     if not copy_in_steps <= COPYING_SHARE * MAX_INTERVAL:
         return MAX_INTERVAL
     return max(1, math.ceil(copy_in_steps / COPYING_SHARE))

@@ -34,7 +34,8 @@ class ScheduleSpec:
 
     schedule: str = "1f1b"
     microbatches: int = 4
-    """Largest number of parts of a batch; the largest divisor of the batch up to it is used."""
+    """Largest number of parts of a batch: the largest divisor of its size up to this number is
+    used."""
 
 
 class PipelineLayout(Layout):

@@ -30,7 +30,7 @@ _IN_PLACE = frozenset(
 @dataclass(frozen=True, kw_only=True)
 class ModelSegment:
     """Smallest part of a stage: one call of a layer with parameters, and the operations up to the
-    next such call."""
+    next one."""
 
     name: str
     """Name of the layer in the model; "NAME@2" for its second call in a pass."""
@@ -60,13 +60,12 @@ class Outline:
     def graph(self, training: bool, stage_of: Sequence[int], stage: int) -> fx.Graph:
         """Build the graph of one stage; `stage_of` gives the stage of each segment. It takes the
         model's inputs and the previous stage's values, and returns a tuple for the next stage; the
-        last graph returns the model's outputs."""
+        last one returns the model's outputs."""
         return self._flows[training].cut(stage_of, stage)
 
     def function(self, training: bool, stage_of: Sequence[int], stage: int) -> Callable[..., Any]:
         """Return the graph as a function of the module and its inputs; the same object each time,
-        so that torch.compile finds its compiled code again. fx's interpreter takes ten times as
-        long for each layer."""
+        for torch.compile. (fx's interpreter takes ten times as long.)"""
         key = training, tuple(stage_of), stage
         if key not in self._functions:
             code = self.graph(training, stage_of, stage).python_code("self")

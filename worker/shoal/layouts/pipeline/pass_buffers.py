@@ -93,8 +93,7 @@ class PassBuffers:
 
     def probe(self, run_one: Callable[[], _T], run_two: Callable[[], object]) -> _T:
         """Find the buffers that a pass over one micro-batch changes; return its result. Raises
-        InvalidSpec if a pass over two micro-batches at once leaves other values. Changes are not
-        undone."""
+        InvalidSpec if a pass over two micro-batches at once leaves other values. Changes stay."""
         self.begin()
         returned = run_one()
         values = self._changed(closely=True)

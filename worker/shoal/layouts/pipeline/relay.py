@@ -22,7 +22,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 class Neighbours:
-    """The ranks of one pipeline, in the order of its stages."""
+    """Ranks of one pipeline, in the order of its stages."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group, self.device = group, device

@@ -1,8 +1,5 @@
-"""Messages between the stages of a pipeline in a pass, through shared memory: quicker than Gloo.
-
-The memory holds all messages of a pass, and a barrier follows each pass: no message is overwritten
-before it is read.
-"""
+"""Messages between the stages of a pipeline in a pass, through shared memory: quicker than Gloo. A
+barrier follows each pass: no message is overwritten before it is read."""
 
 import ctypes
 from collections.abc import Iterable, Sequence
@@ -168,7 +165,7 @@ class StageLanes:
     """Batches are not needed: no message waits for another."""
 
     def __init__(self, sends: dict[int, _Lane], receives: dict[int, _Lane]) -> None:
-        """`sends`, `receives`: lanes by the rank that messages go to, or come from."""
+        """`sends`, `receives`: lanes by the other rank."""
         self._sends, self._receives = sends, receives
 
     def begin(self) -> None:

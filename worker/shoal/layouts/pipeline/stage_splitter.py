@@ -1,8 +1,5 @@
-"""Cut of a model into stages that cost nearly the same.
-
-Every rank computes the cut: each choice depends only on the model, the number of stages and the
-costs.
-"""
+"""Cut of a model into stages that cost nearly the same, by the model, the number of stages and the
+costs only: every rank computes it."""
 
 from bisect import bisect_right
 from collections.abc import Collection, Sequence
@@ -52,8 +49,8 @@ def _num_runs(costs: Sequence[int], at_most: int) -> int:
 class StageSplitter:
     """Splitter of a model into any number of stages; keeps the traces for all generations.
 
-    `split_at` names the layers before which the model may be cut. None: before any layer; if these
-    are too few, the largest are traced into.
+    `split_at`: layers before which the model may be cut. None: before any layer; if these are too
+    few, the largest are traced into.
     """
 
     def __init__(self, split_at: Sequence[str] | None = None) -> None:

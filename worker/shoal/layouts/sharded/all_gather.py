@@ -18,19 +18,18 @@ class SharedMemoryAllGather(DefaultAllGather):
     """All-gather in shared slots; torch's own if there are no slots or they are too small."""
 
     def __init__(self, slots: SharedSlots | None, number: int = 0) -> None:
-        """`number`: index of the group of parameters in the model."""
+        """`number`: index of the parameter group."""
         self._slots, self._number = slots, number
         self.order: LayerOrder | RecordedOrder | None = None
         """Order check for ranks that gather over Gloo or on a device."""
 
     def release(self) -> None:
-        """Drop the slots: reference cycles would keep the memory until Python's next collection of
-        cycles. Later gathers are torch's own."""
+        """Drop the slots, which reference cycles would keep. Later gathers are torch's own."""
         self._slots = self.order = None
 
     def finish(self) -> None:
         """End the forward passes. Over Gloo, the call is collective: it raises InvalidSpec on all
-        ranks if one of them begins another layer instead."""
+        ranks if one begins another layer instead."""
         if self.order is not None:
             self.order.check(PASSES_END)
 

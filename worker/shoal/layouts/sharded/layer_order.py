@@ -14,12 +14,12 @@ from shoal_proto.errors import InvalidSpec
 
 
 def gather_number(number: int) -> int:
-    """Number of the operation that gathers this parameter group's weights."""
+    """Number of the operation that gathers this group's weights."""
     return 2 * number
 
 
 def sum_number(number: int) -> int:
-    """Number of the operation that sums this parameter group's gradients."""
+    """Number of the operation that sums this group's gradients."""
     return 2 * number + 1
 
 
@@ -76,7 +76,7 @@ def different_operations(
     ranks: Sequence[int], operations: Sequence[int], names: Sequence[str]
 ) -> InvalidSpec:
     """Build the refusal for ranks with different operations. `operations`: each rank's next or last
-    operation."""
+    one."""
     by_rank = zip(ranks, operations, strict=True)
     return InvalidSpec(
         "the members computed with different layers at the same time",

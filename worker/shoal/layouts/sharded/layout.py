@@ -81,8 +81,8 @@ class ShardedOptions:
 
     @property
     def reduces_as_stored(self) -> bool:
-        """True if gradients are summed in the stored dtype, not in `param_dtype`, as releases of
-        torch differ in: then all members need such a release."""
+        """True if gradients are summed in the stored dtype, not in `param_dtype`, by default of
+        this torch: all members need such a release."""
         return REDUCES_AS_STORED and self.param_dtype is not None and self.reduce_dtype is None
 
     def reduces_in(self, stored: torch.dtype) -> torch.dtype:

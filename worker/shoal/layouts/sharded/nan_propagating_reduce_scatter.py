@@ -35,7 +35,6 @@ class NanPropagatingReduceScatter(DefaultReduceScatter):
         self.copies: dist.ProcessGroup | None = None
         """Ranks that hold the same rows as this rank; None if no other rank does."""
         self.losses = PendingLosses()
-        """Losses of this rank in the step; one that is not finite also spreads NaN."""
         self._filled: weakref.ref[Tensor] | None = None
         self.ours: Callable[[], bool] | None = None
         """Returns True if the pass in progress may produce gradients; None: any pass may."""
@@ -63,7 +62,7 @@ class NanPropagatingReduceScatter(DefaultReduceScatter):
         """True if this rank's own gradients, on the host, were not finite."""
         self.excess: Tensor | None = None
         """Zero if this rank's own gradients on a device were finite in each pass, else NaN; None:
-        no gradients on a device. Reading it waits for all work queued there."""
+        none on a device. Reading it waits for all work queued there."""
         self.given_finite: list[Tensor] = []
         """Flags of a blind rank, on the device, one for each pass: True if its part of the sum is
         finite."""
@@ -139,7 +138,7 @@ def propagate_nan(gradients: Tensor, losses: PendingLosses) -> bool:
 
 def spread_nan(gradients: Tensor, losses: PendingLosses) -> Tensor:
     """Make all elements NaN as `propagate_nan`, without waiting for the device. Returns NaN in
-    float32 if an element or a loss was NaN or Inf, else 0; the result is on the device."""
+    float32, on the device, if an element or a loss was NaN or Inf, else 0."""
     largest = _largest(gradients)
     excess = largest - largest
     if losses.excess is not None:

@@ -31,7 +31,7 @@ from shoal.layouts.sharded.layer_order import (
 from shoal_proto.errors import GenerationBroken, InvalidSpec
 
 NUM_GATHERED = 3
-"""Slots for all-gathers: one to copy from, one for the next all-gather, one that torch keeps."""
+"""Slots for all-gathers: to copy from, for the next all-gather, and one that torch keeps."""
 NUM_SUMMED = 2
 """Slots of each rank for sums, used in turn."""
 _NO_SLOT = NUM_GATHERED
@@ -101,8 +101,8 @@ class SharedSlots:
 
     def gather(self, output: Tensor, number: int = 0) -> "SlotGather | None":
         """Return work; wait for it before other ranks' parts are read. If `output` is not from
-        `reserve_gather`, make a barrier and return None, on all ranks: the caller has to gather in
-        another way. `number`: index of the parameter group."""
+        `reserve_gather`, make a barrier and return None, on all ranks. `number`: index of the
+        parameter group."""
         start = output.data_ptr()
         slot = self._starts.index(start) if start in self._starts else _NO_SLOT
         self._note(gather_number(number), slot)
@@ -164,7 +164,7 @@ class SharedSlots:
 
     def finish(self) -> None:
         """End forward passes that no backward follows, with a barrier. Raises what `barrier`
-        raises, also if another rank's forward passes go on."""
+        raises, also if another rank's passes go on."""
         self._note(PASSES_END, 0)
         self.barrier()
 
@@ -208,7 +208,7 @@ class SlotGather(dist.Work):
         self._began = slots.num_barriers
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Make a barrier, unless one was made since the gather, with the time limit of
+        """Make a barrier, unless one was made since the gather, within the time limit of
         `SharedMemory.gather_words`. Raises what `barrier` raises."""
         if self._slots.num_barriers == self._began:
             self._slots.barrier()

@@ -39,7 +39,6 @@ class TensorGroup:
         device: torch.device,
         exchanges: LayerExchanges | None = None,
     ) -> None:
-        """`exchanges`: record of the layers for which these ranks communicate."""
         self._exchanges = exchanges or LayerExchanges()
         self.rank, self.size = group.rank(), group.size()
         self._group: dist.ProcessGroup | None = group
@@ -56,8 +55,8 @@ class TensorGroup:
         return LayerGroup(ranks=self, site=self._exchanges.add_site(name))
 
     def begin(self) -> None:
-        """Begin a step. Collective in the second step: ranks of one machine open shared memory. Not
-        in the first, which follows a recovery."""
+        """Begin a step. Collective in the second step, for shared memory: the first one follows a
+        recovery."""
         if self._num_steps == 1 and self._may_share:
             self._share()
         self._num_steps += 1
@@ -142,8 +141,8 @@ class TensorGroup:
             memory.cut(reason)
 
     def release(self) -> None:
-        """Drop the process group and the memory, as modules may refer to this object for longer.
-        May be called twice."""
+        """Drop the process group and the memory: modules may keep this object. May be called
+        twice."""
         self._group, self._may_share = None, False
         self._slots = torch.empty(0, dtype=torch.uint8)
         memory, self._memory = self._memory, None

@@ -30,7 +30,7 @@ class Cut:
     group: LayerGroup
     rank: int
     sizes: tuple[int, ...]
-    """Size of each rank's part; zeros at the end if earlier ranks' parts hold all elements."""
+    """Size of each rank's part; zeros at the end if earlier ranks hold all elements."""
 
     @classmethod
     def of(cls, size: int, group: LayerGroup) -> "Cut":

@@ -16,7 +16,7 @@ VOCAB = "vocab"
 HEADS = "heads"
 """Split nn.MultiheadAttention by heads."""
 WHOLE = "whole"
-"""Not split: every rank holds the whole module and computes the same."""
+"""Not split: every rank holds and computes the whole."""
 MASK = "mask"
 """Split of a dropout within a pair: each rank uses its part of the mask."""
 
@@ -60,7 +60,7 @@ class PlanEntry:
     """True for a column and the row that takes the column's outputs without a gather."""
     why: str
     parts: Mapping[str, ParameterSplit]
-    """Splits by the parameter's name in the module; parameters of an earlier entry are left out."""
+    """Splits by the parameter's name in the module; without parameters of an earlier entry."""
     width: int = 0
     """Size of a mask's last dimension over all ranks."""
 
@@ -87,8 +87,8 @@ class SequenceRole(StrEnum):
     COLUMN = "column"
     """Gathers the positions of its input."""
     ROW = "row"
-    """Sums its output over ranks and keeps this rank's positions. The gradient of its bias is
-    summed over ranks."""
+    """Sums its output over ranks and keeps this rank's positions. Its bias' gradient is summed over
+    ranks."""
     AROUND = "around"
     """Takes all positions; the positions of its output are spread over ranks."""
 

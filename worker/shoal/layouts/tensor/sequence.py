@@ -1,9 +1,8 @@
 """Sequence parallelism: between split layers, each rank computes only its positions of the
 sequence.
 
-An all-gather before a split layer and a reduce-scatter after it replace the all-reduce of tensor
-parallelism. (V. Korthikanti et al., Reducing Activation Recomputation, arXiv:2205.05198, section
-4.2.)
+An all-gather and a reduce-scatter replace tensor parallelism's all-reduce. (V. Korthikanti et al.,
+Reducing Activation Recomputation, arXiv:2205.05198, section 4.2.)
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -202,8 +201,8 @@ def summed_parameters(model: nn.Module, entries: Sequence[SequenceEntry]) -> fro
 
 
 def summands_of(parameters: Mapping[str, nn.Parameter], names: Collection[str]) -> list[Tensor]:
-    """Return this rank's parts of these gradients; zeros for a missing one: all ranks exchange the
-    same number of elements."""
+    """Return this rank's parts of these gradients; zeros for a missing one, as all ranks exchange
+    the same number of elements."""
     return [
         torch.zeros_like(local_part(parameter))
         if parameter.grad is None
