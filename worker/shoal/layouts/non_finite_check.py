@@ -18,8 +18,8 @@ _LOSS = "the loss"
 
 
 class NonFiniteCheck:
-    """Exchange of one flag for each rank, in one small message a step over all ranks: the messages
-    that reduce gradients go along one dimension of the mesh only, and their sums may overflow."""
+    """Exchange of one flag for each rank, in one small message a step over all ranks. Messages that
+    reduce gradients go along one dimension of the mesh only."""
 
     def __init__(
         self,
@@ -27,9 +27,8 @@ class NonFiniteCheck:
         device: torch.device,
         own_fault: Callable[[], str] = lambda: "",
     ) -> None:
-        """`own_fault`: for layouts that examine gradients while they reduce them, and do not call
-        `scan`. Returns the name of a parameter with own gradients that were not finite; empty if
-        there is none."""
+        """`own_fault`: for layouts that do not call `scan`. Returns the name of a parameter with
+        own gradients that were not finite; empty if there is none."""
         self._group, self._device, self._own_fault = group, device, own_fault
         self.losses = PendingLosses()
         """Losses of this rank; one that is not finite counts as its own fault."""
@@ -85,10 +84,9 @@ class NonFiniteCheck:
         self._flags = torch.tensor([OWN if each else 0.0 for each in are_own])
 
     def check(self, parameters: Mapping[str, nn.Parameter], step: int) -> None:
-        """Raise on every rank unless the gradients of all ranks are finite: NonFiniteGradient on
-        ranks at fault, and GenerationBroken on the others. If only a sum is not finite, all raise
-        NonFiniteGradient. `step`: number of committed steps. Collective, unless all ranks' flags
-        are known."""
+        """Raise on every rank unless all gradients are finite: NonFiniteGradient on ranks at fault,
+        GenerationBroken on the others; NonFiniteGradient on all, if only a sum is not finite.
+        `step`: number of committed steps. Collective, unless all ranks' flags are known."""
         if self._flags is None:
             flags = self.flags(parameters)
             if self._group.size() > 1:

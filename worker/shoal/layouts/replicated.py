@@ -21,8 +21,8 @@ from shoal_proto.errors import InvalidSpec
 class ReplicatedLayout(Layout):
     """Layout in which every rank holds and steps all parameters, with its own share of samples.
 
-    As in DDP, a parameter that a loss leaves out is an error unless `find_unused_parameters`. Real
-    parameters stay the script's own.
+    A parameter that a loss leaves out is an error unless `find_unused_parameters`. Real parameters
+    stay the script's own.
     """
 
     elementwise = False

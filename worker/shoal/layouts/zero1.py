@@ -23,8 +23,8 @@ class Zero1Layout(ReplicatedLayout):
     separately gives the same result as in one process. (Rajbhandari et al. 2020, "ZeRO: Memory
     Optimizations Toward Training Trillion Parameter Models".)
 
-    An owner broadcasts its parameters from one piece of memory. On loopback, broadcasts of 40 MB in
-    equal parts take 15 ms on 2 ranks, and Gloo's all-gather 44 ms.
+    An owner broadcasts its parameters from one piece of memory: on loopback, 40 MB in equal parts
+    take 15 ms on 2 ranks, and 44 ms by Gloo's all-gather.
     """
 
     strategy = "Zero1"

@@ -1,8 +1,5 @@
-"""Store for `torch.distributed` with keys that the coordinator keeps for one generation.
-
-It survives the loss of any host. Only members of the generation, by their tokens, read or write its
-keys.
-"""
+"""Store for `torch.distributed` with keys that the coordinator keeps for one generation: it
+survives the loss of any host. Only members of the generation, by their tokens, have access."""
 
 import threading
 from collections.abc import Callable, Sequence

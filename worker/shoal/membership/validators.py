@@ -8,8 +8,8 @@ def enough_scratch(roster: shoal.Roster) -> shoal.Reject | None:
     return None
 
 Each member runs its validators before each generation that it takes part in. If one rejects, the
-generation does not form, and its members get a ProposalConflict, except those that train already or
-hold the job's state. All members of a job must have the same validators.
+generation does not form, and members that neither train already nor hold the job's state get a
+ProposalConflict. All members of a job must have the same validators.
 """
 
 import threading

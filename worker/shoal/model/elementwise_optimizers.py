@@ -32,11 +32,8 @@ PER_PARAMETER: frozenset[type[Optimizer]] = ELEMENTWISE | {optim.Adafactor, opti
 
 def refuse_unless_per_parameter(strategy: str, optimizer: Optimizer, *, vouched: bool) -> None:
     """Raise UnsupportedOptimizer unless the optimizer is one of torch's own that update each
-    parameter separately, or is vouched for.
-
-    A class may vouch for itself with `per_parameter = True`, or `elementwise = True`, in its own
-    body; subclasses do not inherit that.
-    """
+    parameter separately, or is vouched for: as an argument, or by `per_parameter = True` or
+    `elementwise = True` in its class' own body."""
     for each in optimizers_of(optimizer).values():
         marks = vars(type(each))
         fits = vouched or any(marks.get(word) is True for word in ("per_parameter", "elementwise"))
@@ -60,8 +57,7 @@ def _may_need_all(strategy: str, optimizer: Optimizer) -> UnsupportedOptimizer:
 
 def refuse_unless_elementwise(strategy: str, optimizer: Optimizer, vouched: bool) -> None:
     """Raise UnsupportedOptimizer unless the optimizer is one of torch's elementwise ones, or is
-    vouched for. A class may vouch for itself with `elementwise = True` in its own body; subclasses
-    do not inherit that."""
+    vouched for: as an argument, or by `elementwise = True` in its class' own body."""
     for each in optimizers_of(optimizer).values():
         fits = vouched or vars(type(each)).get("elementwise") is True
         if not fits and type(each) not in ELEMENTWISE:

@@ -17,11 +17,8 @@ def check_loss(loss: Tensor, step: int) -> None:
 
 class PendingLosses:
     """Losses of a step on a GPU, checked together with its gradients: reading a loss before its
-    backward pass would idle the GPU.
-
-    The members' check of gradients includes `excess`: gradients may be finite although the loss is
-    not (`cross_entropy` of ignored targets).
-    """
+    backward pass would idle the GPU. Gradients may be finite although the loss is not
+    (`cross_entropy` of ignored targets)."""
 
     def __init__(self) -> None:
         self.excess: Tensor | None = None

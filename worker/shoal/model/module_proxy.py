@@ -22,9 +22,8 @@ from shoal_proto.errors import InvalidSpec
 class ModuleProxy(nn.Module):
     """Proxy of the user's model, which runs the module that `route` returns.
 
-    The proxy shares the model's own tables: names, `state_dict` keys, optimizers and attributes are
-    the model's. A copy or pickle is that of the model. If a member has only a part of the model,
-    state dicts, copies and pickles are refused.
+    Names, `state_dict` keys, optimizers and attributes are the model's, as are copies and pickles.
+    If a member has only a part of the model, state dicts, copies and pickles are refused.
     """
 
     def __init__(self, module: nn.Module, route: Callable[[], nn.Module]) -> None:

@@ -1,9 +1,6 @@
-"""Parameters that an optimizer of the script's own may not step while a session trains.
-
-Gradients of parameters outside the model are not reduced: members would train with different
-losses. Of the model's parameters, the optimizer would step originals that are not trained, or keep
-state that is not the job's.
-"""
+"""Parameters that an optimizer of the script's own may not step while a session trains: those of
+losses, as gradients outside the model are not reduced, and the model's own, which may not be the
+trained ones."""
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -1,7 +1,5 @@
-"""Attributes that a script has set on the modules of a model since the model was laid out.
-
-A layout is a copy of the model as it was distributed: the next layout would lose these attributes.
-"""
+"""Attributes that a script has set on the modules of a model since the model was laid out. The next
+layout, a copy of the model as it was distributed, would lose them."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field

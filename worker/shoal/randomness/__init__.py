@@ -1,7 +1,6 @@
 """Randomness that does not depend on membership: drawn from seed, step and sample.
 
-A value computed from a sample's position is the same on any number of ranks, in micro-batches, and
-in a repeated step.
+A value is then the same on any number of ranks, in micro-batches, and in a repeated step.
 
     key_dropout(model)                                       # once, see shoal.randomness.dropout
     with at(seed=7, step=41, first=96, count=32):            # each step: samples 96 to 127 of it

@@ -2,7 +2,7 @@
 
 Each element's random number is a hash of (seed, step, layer, call, the sample's position in the
 global batch, the element in the sample), see `shoal.randomness`. Under torch.compile, an operator
-of Shoal's gives the key and the samples: another step or generation needs no new compilation.
+gives the key and the samples: another step or generation needs no new compilation.
 
 The dropout modules of torch.nn are covered; functions (`F.dropout`, attention's own) are not.
 """

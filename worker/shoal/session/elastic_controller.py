@@ -97,8 +97,7 @@ class ElasticController:
     """Controller of one member: passes the generations of its membership on to its strategy.
 
     The trainer's thread calls all methods, except `_judge`, `_find_unreachable` and
-    `_find_checkpoints`, which run on the membership's thread that reads notices, and `_on_break`,
-    which runs on any thread.
+    `_find_checkpoints` (the membership's thread that reads notices), and `_on_break` (any thread).
     """
 
     def __init__(
@@ -196,9 +195,9 @@ class ElasticController:
     def ensure_generation(self, fields: dict[str, str]) -> Generation:
         """Return the generation in which the next step may begin; form or change it if needed.
 
-        Waits as long as the job's limits allow, then raises DeadlineExceeded. Also raises the
-        coordinator's refusal, errors of a bring-up or of the last step's checkpoint, and Drained if
-        this member was asked to leave and is no longer needed.
+        Raises DeadlineExceeded after waiting as long as the job's limits allow, the coordinator's
+        refusal, errors of a bring-up or of the last step's checkpoint, and Drained if this member
+        was asked to leave and is no longer needed.
         """
         try:
             with drained():

@@ -70,11 +70,11 @@ class SessionSeries:
         background: see `PendingPublication.wait`. If a member is lost before its part is on the
         servers, the publication fails with PublicationAbandoned.
 
-        `model`: another module, or tensors by name, the same on all members, such as an average.
-        Each member publishes its own slice of a DTensor. Under an asynchronous strategy, only the
-        member with rank 0 publishes its values; on the others, `wait` of the result returns None at
-        once. A series with `tables` publishes the servers' values, from one cut that includes all
-        pushes acknowledged before the call; buffers and untrained parameters are those of rank 0.
+        `model`: another module, or tensors by name, the same on all members; each publishes its own
+        slice of a DTensor. Under an asynchronous strategy, only the member with rank 0 publishes
+        its values. A series with `tables` publishes the servers' values, from one cut that includes
+        all pushes acknowledged before the call; buffers and untrained parameters are those of rank
+        0.
 
         Raises InvalidSpec within a step, for a model that cannot be published, for `model` if the
         series has tables, and for metadata above 4096 bytes; Overloaded if there is no memory for

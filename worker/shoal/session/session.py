@@ -187,8 +187,8 @@ class Session:
         """Ask to leave in good order, as SIGTERM does. Any thread may call this, also within a
         signal handler.
 
-        Returns at once. The members agree on a step from which the others train without this
-        member. At that step the batches end with `shoal.Drained`, a SystemExit with code 143.
+        Returns at once. The members agree on a step at which this member's batches end with
+        `shoal.Drained`, a SystemExit with code 143.
         """
         self._leaving.drain(reason)
 
@@ -266,9 +266,8 @@ class Session:
 
     def register(self, name: str, stateful: S) -> S:
         """Make the state of a script's object part of the trained state; returns the object, which
-        has `state_dict()` and `load_state_dict(state)`: a learning rate scheduler, an
-        `AveragedModel`, a sampler or a metric. All members register the same objects, before the
-        first batch.
+        has `state_dict()` and `load_state_dict(state)`, such as a learning rate scheduler. All
+        members register the same objects, before the first batch.
 
             schedule = session.register("schedule", CosineAnnealingLR(optimizer, 10_000))
 
@@ -372,10 +371,9 @@ class Session:
             features = session.gather(model(batch.inputs))
             session.backward(contrastive(features))
 
-        `tensor` has a row for each sample of the share; shares may differ in size. All members
-        compute the same loss from all rows, or each a mean over its own rows, which begin at
-        `batch.first`, compared with all rows. All members make the same calls in a step, in the
-        same order. See docs/contrastive.md.
+        `tensor` has a row for each sample of the share. All members must compute the same loss from
+        all rows, or each a mean over its own rows, which begin at `batch.first`, compared with all
+        rows. All members make the same calls in a step, in the same order. See docs/contrastive.md.
 
         Raises InvalidSpec outside a step, in a loop over several `batch.parts`, under strategies
         that gather no rows, and on all members if their tensors do not fit together.
@@ -438,12 +436,11 @@ class Session:
 
             accuracy = session.evaluate(test_set, measure, batch_size=64)["correct"] / len(test_set)
 
-        All members call it after the same step; each sample counts once. If a member is lost
-        meanwhile, the others begin again, with the model of `step_number` at that time. Each member
-        may take `limit_s` seconds for its share, as in a `pause`. `batch_size` is per member; a
-        DataLoader gives its data set and the default batch size and collate function. Raises what
-        `all_reduce` raises, and InvalidSpec without a batch size, or if `measure` does not return
-        sums by name.
+        All members call it after the same step. If a member is lost meanwhile, the others begin
+        again, with the model of `step_number` at that time. Each member may take `limit_s` seconds
+        for its share, as in a `pause`. `batch_size` is per member; a DataLoader gives its data set
+        and the default batch size and collate function. Raises what `all_reduce` raises, and
+        InvalidSpec without a batch size, or if `measure` does not return sums by name.
         """
         self._steps.check_closed("session.evaluate")
         evaluation = Evaluation(data, measure, batch_size=batch_size, collate=collate)
@@ -474,8 +471,8 @@ class Session:
         dtype: torch.dtype | None = None,
         tables: bool = False,
     ) -> SessionSeries:
-        """Return a series of versions of the model, `JOB/name`, which readers outside of the job
-        fetch: rollout engines, evaluators, serving replicas. See docs/weights.md.
+        """Return a series of versions of the model, `JOB/name`, for readers outside of the job,
+        such as rollout engines. See docs/weights.md.
 
             policy = session.series("policy", dtype=torch.bfloat16)
             for batch in session.batches(...):
@@ -516,10 +513,10 @@ class Session:
         """Finish the job on all members before its samples end: early stopping.
 
         One member may call it, or several. The job's last step is the one of the call, or, between
-        two steps, the last committed one. The batches then end on all members. Continue with the
-        loop, or leave it on all members. `reason`, up to 200 characters, is shown as the reason for
-        the job's end. Under local SGD the job ends with the present round. Raises InvalidSpec
-        without `batches`, and under asynchronous strategies.
+        two steps, the last committed one; under local SGD, the last of the round. The batches then
+        end on all members. Continue with the loop, or leave it on all members. `reason` is shown,
+        up to 200 characters. Raises InvalidSpec without `batches`, and under asynchronous
+        strategies.
         """
         stop(self._controller, reason, has_batches=bool(self._source), in_step=self._steps.in_step)
 

@@ -1,9 +1,9 @@
-"""Guard against loops for plain torch that do the session's work in a step, without an error: they
+"""Guard against loops for plain torch that do the session's work in a step. Without an error,
 
-- step the optimizer: every gradient would be applied twice;
-- scale the loss by a scaler that is not registered: the gradients would stay scaled;
-- drop the gradients after the backward pass: the session would step without gradients;
-- add parameters to the optimizer: members that join later would not have them.
+- a step of the optimizer would apply every gradient twice;
+- a scaler that is not registered would leave the gradients scaled;
+- gradients dropped after the backward pass would be missing in the session's step;
+- parameters added to the optimizer would be missing on members that join later.
 """
 
 import functools

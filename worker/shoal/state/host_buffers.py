@@ -26,9 +26,9 @@ class HostBuffer:
         sources: Sequence[Tensor] = (),
     ) -> tuple[Mapping[str, TensorShard], Tensor]:
         """Return a shard for each included name of the inventory's one listing, in the order of
-        names, and the memory they lie in, to be overwritten. The same inventory object gets the
-        same shards again, and must come with the same names. New memory is page-locked if some of
-        the `sources` lie on a GPU."""
+        names, and their memory, to be overwritten. The same inventory object gets the same shards
+        again, and must come with the same names. New memory is page-locked if some of the `sources`
+        lie on a GPU."""
         if inventory is not self._inventory:
             # Free the old memory before new memory is allocated.
             self._shards, self._inventory = {}, None
@@ -136,11 +136,8 @@ class StepCopies:
         self._peers = {**self._peers, peer: state_shard}
 
     def complete_copies(self) -> list[StateShard]:
-        """Return all complete copies.
-
-        This rank's own copy is among them once it names the tensors that other ranks hold: else it
-        could seem to be the whole state. Step 0 is exempt.
-        """
+        """Return all complete copies; this rank's own one once it names the tensors that other
+        ranks hold: else it could seem to be the whole state. Step 0 is exempt."""
         own_copy, peers = self.own_copy, self._peers
         known = own_copy is not None and (own_copy.step == 0 or bool(own_copy.elsewhere))
         if known:

@@ -3,7 +3,7 @@
 A tensor is a shard of the state, named `optim.<parameter>/<key>`. Everything else is a plain value
 in the `values` of a state, under `SLOTS`; a tensor within one is a shard of its own.
 
-Each rank reports the plain values of the parameters that it steps, and holds a mark (`mark_of`) for
+Each rank reports the plain values of the parameters that it steps, with a mark (`mark_of`) for
 each, a shard of one byte: a missing mark shows that values are missing.
 """
 

@@ -54,8 +54,7 @@ def targets_of(hosts: Sequence[str], copies: int, leaving: Collection[int] = ())
     largest host) is at most the number of all ranks. The first copy goes to another host, unless
     one host has more than half of the ranks.
 
-    Ranks that are `leaving` receive no copies, and send one copy more, as their own snapshot is
-    lost with them.
+    Ranks that are `leaving` receive no copies, and send one more, as their own snapshot is lost.
     """
     ring, distances, chosen = _choose(tuple(hosts), copies)
     index_in_ring = {rank: number for number, rank in enumerate(ring)}

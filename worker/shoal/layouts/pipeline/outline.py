@@ -1,7 +1,7 @@
 """A model's forward pass as a chain of layers, cut into stages.
 
-The pass is traced with torch.fx down to the layers: a layer runs the user's own code. One trace
-serves every world size, without an example input.
+The pass is traced with torch.fx down to the layers, once for every world size and without an
+example input.
 
 *Inputs* are known to every stage. *Repeatable* values follow from inputs, parameters and shapes
 alone: each stage computes those that it needs. Every other value is computed by one stage and sent
@@ -59,8 +59,8 @@ class Outline:
 
     def graph(self, training: bool, stage_of: Sequence[int], stage: int) -> fx.Graph:
         """Build the graph of one stage; `stage_of` gives the stage of each segment. It takes the
-        model's inputs and the previous stage's values, and returns a tuple for the next stage; the
-        last one returns the model's outputs."""
+        model's inputs and the previous stage's values, and returns a tuple for the next stage, or
+        the model's outputs."""
         return self._flows[training].cut(stage_of, stage)
 
     def function(self, training: bool, stage_of: Sequence[int], stage: int) -> Callable[..., Any]:

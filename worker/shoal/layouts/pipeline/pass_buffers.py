@@ -1,7 +1,7 @@
 """Buffers that a forward pass changes, in a stage that runs the pass once for each micro-batch.
 
-One process changes them once per pass: each micro-batch begins with the values from before the
-pass. If the values then depend on the samples or their number, the pass is refused.
+Each micro-batch begins with the values from before the pass, as one process does. If the new values
+then depend on the samples or their number, the pass is refused.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,6 +1,6 @@
 """Checks that all ranks run the same all-gathers and reductions: over Gloo before each operation,
-on a device once a rank has waited for long. If one skips a layer, the others receive rows of
-another layer, or Gloo ends their process (SIGABRT)."""
+on a device once a rank has waited for long. Otherwise ranks would receive rows of another layer, or
+end (SIGABRT)."""
 
 from collections.abc import Callable, Sequence
 

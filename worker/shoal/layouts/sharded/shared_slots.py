@@ -4,8 +4,8 @@ For an all-gather, each rank writes its rows into its part of a common slot. For
 writes into its own slot, and adds up its part of all slots. The barrier of a sum completes earlier
 gathers too.
 
-At each barrier, ranks announce which slots they still use, as torch may keep gathered weights, and
-compare digests of what they have gathered and summed: no rank computes with rows of another layer.
+At each barrier, ranks announce which slots they still use, and compare digests of what they have
+gathered and summed: no rank computes with rows of another layer.
 """
 
 import weakref

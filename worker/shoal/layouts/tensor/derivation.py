@@ -1,8 +1,6 @@
 """Derivation of a tensor plan for a transformer, or any model of linear and embedding modules.
-
 Modules are split only if the result is correct for every use of them. All else stays whole, and the
-plan says why.
-"""
+plan says why."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping

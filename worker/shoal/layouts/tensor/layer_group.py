@@ -2,7 +2,6 @@
 
 Ranks of one machine write values into memory, pass one barrier (`_meet`), and read. Two sets of
 buffers, used in turn, are enough: while a rank reads, no other passes the next barrier.
-`LayerExchanges` records the layers, which values do not name.
 """
 
 from collections.abc import Sequence
@@ -55,8 +54,8 @@ class TensorGroup:
         return LayerGroup(ranks=self, site=self._exchanges.add_site(name))
 
     def begin(self) -> None:
-        """Begin a step. Collective in the second step, for shared memory: the first one follows a
-        recovery."""
+        """Begin a step. Collective in the second step, for shared memory: in the first step it
+        would delay a recovery."""
         if self._num_steps == 1 and self._may_share:
             self._share()
         self._num_steps += 1
