@@ -93,7 +93,6 @@ class MetaModel:
             for name, tensor in held.items()
             if not tensor.numel()
         }
-        """Parameters and persistent buffers that have no elements."""
         self.order = tuple(model.state_dict(keep_vars=True))
         self._names = {id(parameter): name for parameter, name in names.items()}
         self._given: dict[str, Slots] = {}

@@ -26,8 +26,7 @@ class PassGradients:
 
     @contextmanager
     def of_pass(self, complete: Complete, *, completes: bool) -> Iterator[None]:
-        """Return a context for one pass. `completes`: complete the gradients at its end, and not
-        later."""
+        """Return a context for one pass. `completes`: complete the gradients at its end."""
         if not self._are_own and not self._kept:
             self._set_aside()
         self._are_own = True

@@ -28,7 +28,6 @@ class ReplicatedLayout(Layout):
     elementwise = False
     is_replicated = True
     strategy = "DDP"
-    """Class with which a script chooses this layout."""
 
     def __init__(
         self,

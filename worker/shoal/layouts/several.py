@@ -23,7 +23,6 @@ class SeveralLayouts(Layout):
         self.elementwise = any(each.elementwise for each in layouts.values())
         self.layouts = layouts
         self.active: frozenset[str] = frozenset()
-        """Models that the next pass trains, or that the next update steps."""
 
     @property
     def is_replicated(self) -> bool:  # type: ignore[override]

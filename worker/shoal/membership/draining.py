@@ -183,7 +183,6 @@ def _unblock_signal() -> None:
 
 
 def _reset_in_child() -> None:
-    """Reset the handler in a forked child: a process pool ends its processes by SIGTERM."""
     if _forking.mask is not None:
         forked = getattr(_get_handler(signal.SIGTERM), "__self__", None)
         if isinstance(forked, DrainSignal):

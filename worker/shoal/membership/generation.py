@@ -18,7 +18,6 @@ class Context:
 
     job: str
     coordinators: Sequence[str]
-    """host:port of every coordinator."""
     token: Callable[[], Token]
     """Returns the member's token, with the generation that it has entered. Cheap and
     thread-safe."""

@@ -24,7 +24,6 @@ log = structlog.get_logger(__name__)
 REQUEST_WITHIN_S = 2.0
 NOT_FOUND = 404
 LIMITS = dict.fromkeys(("connect", "read", "write", "pool"), REQUEST_WITHIN_S)
-"""Time limits of the parts of a request, in seconds."""
 _MAX_LENGTHS = max_lengths()
 _NOT_SENT = (
     httpcore.NetworkError,

@@ -47,12 +47,10 @@ class RankFigures:
     gradients_peak: int
     """Gradients in backward, including whole ones that are not reduced yet."""
     optimizer: int
-    """State of the optimizer, once it has stepped every parameter."""
     kept: int = 0
     """Other memory kept between steps; under local SGD, the last outer step's state and
     velocity."""
     collectives: tuple[Collective, ...]
-    """Collectives of a step with one forward and one backward pass that use all parameters."""
 
     @property
     def held(self) -> int:
@@ -82,7 +80,6 @@ class GroupFigures:
     title: str
     num_parameters: int
     num_bytes: int
-    """Bytes of the parameters, whole and without padding."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,7 +260,6 @@ def _when(collective: Collective) -> str:
 
 
 def _alike(plan: Plan, key: object) -> Iterable[tuple[str, RankFigures]]:
-    """Yield a name and the figures for each run of neighbouring ranks with the same key."""
     assert callable(key)
     for _, run in groupby(enumerate(plan.ranks), lambda item: key(item[1])):
         numbered = list(run)
@@ -283,7 +279,6 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: int) -
 
 
 def _size(num_bytes: int) -> str:
-    """Format a size: exact below 10 KiB, otherwise with three digits."""
     size, unit = float(num_bytes), 0
     while size >= 10 * 1024 or (unit and size >= 999.5):
         size, unit = size / 1024, unit + 1

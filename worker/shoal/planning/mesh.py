@@ -28,7 +28,6 @@ from shoal.planning.rehearsal import RehearsalGroup, RehearsedPass
 from shoal.planning.tensor import first_equal_rank, non_finite_message, split_alone, tensor_groups
 
 LOSS_BYTES = torch.float64.itemsize
-"""Size of the loss, which the last stage sends to the others."""
 NO_INPUTS = "without inputs, messages between ranks in forward and backward are not counted"
 SHAPES = "the first step of each batch shape has one or two more forward passes, not counted"
 

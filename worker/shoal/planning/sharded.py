@@ -110,7 +110,6 @@ class ShardedFigures:
         )
 
     def _gradients_peak(self) -> int:
-        """Return the peak: a group's whole gradients and result, and all earlier results."""
         before, peak = 0, 0
         for group in self._order_of_reduction():
             whole = self._reduced(group)

@@ -21,7 +21,6 @@ from shoal.torch_private.tensors import in_backward
 
 _WORD = 0xFFFFFFFF
 _BLOCK_ELEMENTS = 1 << 19
-"""Number of elements that a CPU hashes at once, so that they stay in its cache."""
 
 
 def key_dropout(model: nn.Module) -> int:

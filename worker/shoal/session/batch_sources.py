@@ -241,7 +241,6 @@ class LeasedBatches(BatchSource):
             log.warning("last_steps_not_acknowledged", reason=str(error))
 
     def _offer_until_committed(self, span: SampleRange) -> Iterator[Batch]:
-        """Offer a range's batch until a step on it is committed."""
         strategy = self._controller.strategy
         step, began_s = strategy.step, time.perf_counter()
         batch = self._loader.leased(
@@ -253,7 +252,6 @@ class LeasedBatches(BatchSource):
             yield from self._offer(batch)
 
     def _likely_next(self, span: SampleRange) -> Iterator[SampleRange]:
-        """Yield likely next ranges, to load them ahead."""
         order = self._loader.order
         for start in range(span.stop, order.num_samples, order.global_batch_size):
             stop = min(start + order.global_batch_size, order.num_samples)

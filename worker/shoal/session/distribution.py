@@ -80,7 +80,6 @@ class DistributeOptions:
     keyed_dropout: bool
     sync_batchnorm: bool
     in_step: Callable[[], bool]
-    """Returns True if a step of the session is open."""
 
 
 class LongLivedObjects:

@@ -47,9 +47,7 @@ VALIDATION_SHARE = 0.5
 """Share of the time to accept or reject a roster (`limits.prepare_s`) that validators may use. A
 quarter is for checks of peers, the rest for messages."""
 MAX_FIELD_CHARACTERS = 4096
-"""Limit of a value in a proposal; longer values are shortened."""
 _MAY_NOT_RECUR = (RuntimeError, MemoryError, OSError)
-"""Errors that may not recur a second later: no memory, no port, a busy device."""
 
 
 @dataclass

@@ -111,8 +111,6 @@ class Evaluation:
 
 
 def _check_shape(name: str, value: float | int | Tensor, before: float | int | Tensor) -> None:
-    """Raise InvalidSpec unless the values of two batches have the same shape: torch would
-    broadcast."""
     shapes = [tuple(v.shape) if isinstance(v, Tensor) else () for v in (value, before)]
     if shapes[0] != shapes[1]:
         raise InvalidSpec(

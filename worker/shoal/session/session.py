@@ -60,7 +60,6 @@ Given = TypeVar("Given", bound=Optimizers)
 
 
 PAUSE_S = 1800.0
-"""Default time limit of a pause."""
 
 
 class ScriptPause:
@@ -129,7 +128,6 @@ class Session:
         self._signal = DrainSignal(self.drain)
         self._process = os.getpid()
         self._held = ExitStack()
-        """Resources of the block, released in reverse order however the block ends."""
 
     @property
     def _local_rank(self) -> LocalRank:

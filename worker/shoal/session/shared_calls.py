@@ -25,7 +25,6 @@ from shoal_proto.numbers_given import plain_number
 
 T = TypeVar("T")
 Value = float | int | Tensor | Mapping[str, float | int | Tensor]
-"""A number, a tensor, or several by name."""
 Reduction = Literal["sum", "mean", "max", "min"]
 MAX_BYTES = 1 << 30
 """Limit of the bytes reduced in one call, which is meant for metrics, not for state."""

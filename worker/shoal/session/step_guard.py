@@ -1,9 +1,11 @@
-"""Guard against loops for plain torch that do the session's work in a step. Without an error,
+"""Guard against loops for plain torch that do the session's work in a step.
 
-- a step of the optimizer would apply every gradient twice;
-- a scaler that is not registered would leave the gradients scaled;
-- gradients dropped after the backward pass would be missing in the session's step;
-- parameters added to the optimizer would be missing on members that join later.
+The guard refuses such calls, as no error would show that
+
+- a step of the optimizer applies every gradient twice;
+- a scaler that is not registered leaves the gradients scaled;
+- gradients dropped after the backward pass are missing in the session's step;
+- parameters added to the optimizer are missing on members that join later.
 """
 
 import functools
@@ -119,8 +121,6 @@ class StepGuard:
         self._check_groups(self._trained.check(step))
 
     def _check_groups(self, modules: list[nn.Module]) -> None:
-        """Raise InvalidSpec if the optimizers' groups have changed since the model got its present
-        `modules`."""
         groups = [group["params"] for each in self._optimizers for group in each.param_groups]
         if modules is not self._modules:
             self._group_parameters, self._modules = list(map(list, groups)), modules

@@ -24,7 +24,6 @@ class Usage:
     """Use over one interval."""
 
     cpu_cores: float
-    """Processors that this process used on average."""
     received_bytes_per_s: float
     sent_bytes_per_s: float
 

@@ -16,7 +16,6 @@ from shoal.torch_private.tensors import foreach_copy_
 log = structlog.get_logger(__name__)
 
 ALIGNMENT_BYTES, MESSAGE_ALIGNMENT_BYTES = 64, 16
-"""Alignment of adjacent tensors, in memory and in a message."""
 BATCH_BYTES = 64 * 1024 * 1024
 """Size of each page-locked buffer of `copy_staged`: torch caches blocks of powers of two."""
 
@@ -93,7 +92,7 @@ def _unlock(memory: Tensor, cudart: Any) -> None:
 
 
 def _take_error(device: torch.device) -> None:
-    """Clear the CUDA error that the refusal has set: else the next kernel would seem to fail."""
+    """Clear the CUDA error of the refusal: else the next kernel would seem to fail."""
     try:
         torch.zeros(1, device=device)
     except RuntimeError as error:

@@ -47,7 +47,6 @@ class Inventory:
     """Description of everything that one rank holds."""
 
     metas: Mapping[str, Meta]
-    """Shape and dtype of every name in the listings."""
     listings: Sequence[ShardListing]
 
 

@@ -158,8 +158,6 @@ class _Ring:
         return bool(self.copies) and len(self.hosts) > 1
 
     def peers(self, leaving: Collection[int]) -> tuple[Sequence[int], Sequence[int]]:
-        """Return the ranks to which this rank sends copies, and those from which it receives
-        copies."""
         targets = targets_of(self.hosts, self.copies, leaving)
         sources = [
             (each.index(self.rank), rank) for rank, each in enumerate(targets) if self.rank in each
@@ -499,7 +497,6 @@ class Catalogue:
         return self._all_values
 
     def _note(self, rank: int, message: Any) -> tuple[Any, bool]:
-        """Note what a rank has announced. Return its step, and True if its inventory is new."""
         try:
             step, values, inventory = message
             if values is not None:

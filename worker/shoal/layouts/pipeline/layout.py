@@ -25,7 +25,6 @@ from shoal.model.module_proxy import proxy_of
 from shoal_proto.errors import InvalidSpec
 
 MAX_SHAPES = 8
-"""Number of batch shapes with kept runners, which have receive buffers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +150,6 @@ class PipelineLayout(Layout):
         return torch.tensor(number_of(words.receive_values()[-1][0]), dtype=torch.float64)
 
     def _share(self, runner: PipelineRunner) -> None:
-        """Use shared memory from now on, if all ranks are on one machine. Collective."""
         num_bytes = lanes_bytes(self._sent_bytes(runner))
         self._words.enable_shared_memory(num_bytes)
         memory = self._words.memory

@@ -17,7 +17,6 @@ from shoal.torch_private.tensors import all_writes, num_writes
 from shoal_proto.errors import InvalidSpec
 
 FORWARD, BACKWARD = "forward", "backward"
-"""Operations of a micro-batch; with activation checkpointing, a backward recomputes layers."""
 
 _T = TypeVar("_T")
 _Values = Mapping[int, Tensor]
@@ -114,8 +113,6 @@ class PassBuffers:
         return returned
 
     def _restore(self, pass_kind: str | None) -> None:
-        """Restore the values that this operation left in the first micro-batch; None: those from
-        before the pass."""
         if self._at != pass_kind:
             self._overwrite({} if pass_kind is None else self._first_values[pass_kind])
             self._at = pass_kind

@@ -85,7 +85,7 @@ class PipelineRunner:
         sent = [] if self.is_last else returned
         self.sent_bytes = bytes_of(sent, count) if on_host else MAX_BYTES
         """Bytes that this stage sends to the next one in a pass; `MAX_BYTES`, too many for shared
-        memory, if tensors are not on the host."""
+        memory, for tensors on a device."""
         self.p2p: AbortableP2P | StageLanes | None = None
         """Transport of messages, once the ranks have agreed on it."""
         kind = SCHEDULES[name] if count >= stage.num_stages else ScheduleGPipe

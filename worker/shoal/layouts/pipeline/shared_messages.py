@@ -44,7 +44,6 @@ class SharedLanes:
         self._semaphores = [
             Semaphore(start + number * SEMAPHORE_BYTES) for number in range(2 * memory.world_size)
         ]
-        """Two for each rank: for messages from the previous stage, and from the next one."""
         if memory.rank == 0:
             for semaphore in self._semaphores:
                 semaphore.initialise()

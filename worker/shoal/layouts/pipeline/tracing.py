@@ -56,7 +56,7 @@ class _Tracer(fx.Tracer):
         self._opened = opened
         self._thread = threading.get_ident()
         self._names: dict[int, tuple[str, Tensor]] = {}
-        """Names of the model's tensors, by id: fx would search all tensors for each one."""
+        """Tensors by id: fx would search all of them for each one."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return module_qualified_name not in self._opened

@@ -138,8 +138,6 @@ class _Cut:
         return [*below, [path]] if worth else below
 
     def _close(self, run: list[str]) -> list[list[str]]:
-        """Close a run of small modules: a group if it has half the minimum size; else a part of the
-        rest."""
         return [run] if run and 2 * self._size_of(run) >= self._least_bytes else []
 
     def _parts(self, path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:

@@ -120,7 +120,6 @@ class ShardedLayout(Layout):
         self._passes: list[GroupPasses] = []
         self._reductions: dict[Any, NanPropagatingReduceScatter] = {}
         self._reduced_with: dict[str, Sequence[str]] = {}
-        """Names of all parameters that are reduced together, by the name of each."""
         self._losses = PendingLosses()
         self._gatherings: list[SharedMemoryAllGather] = []
         _lay_rows_in_order(model)
@@ -319,7 +318,6 @@ class ShardedLayout(Layout):
         return own or super().overflowed() or bool(self._given_fault())
 
     def _given_fault(self) -> str:
-        """Name a parameter with summed gradients that are not finite; empty if there is none."""
         reductions = self._reductions.values()
         looks = [(each.parameter, look) for each in reductions for look in each.given_finite]
         if not looks:

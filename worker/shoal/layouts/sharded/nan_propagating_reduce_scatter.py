@@ -25,7 +25,6 @@ class NanPropagatingReduceScatter(DefaultReduceScatter):
 
     def __init__(self, parameter: str) -> None:
         self.parameter = parameter
-        """Name of the first parameter of the group."""
         self.blind = False
         """True if this rank holds only padding, no rows, of some parameters."""
         self.slots: SharedSlots | None = None
@@ -59,7 +58,6 @@ class NanPropagatingReduceScatter(DefaultReduceScatter):
     def forget(self) -> None:
         """Discard the results of the previous step."""
         self.own = False
-        """True if this rank's own gradients, on the host, were not finite."""
         self.excess: Tensor | None = None
         """Zero if this rank's own gradients on a device were finite in each pass, else NaN; None:
         none on a device. Reading it waits for all work queued there."""

@@ -33,11 +33,9 @@ from shoal_proto.errors import GenerationBroken, InvalidSpec
 NUM_GATHERED = 3
 """Slots for all-gathers: to copy from, for the next all-gather, and one that torch keeps."""
 NUM_SUMMED = 2
-"""Slots of each rank for sums, used in turn."""
 _NO_SLOT = NUM_GATHERED
 _LAST_BITS = 16
 _MASK = (1 << 44) - 1
-"""Mask of the digest, which shares a message with the last operation and the slots in use."""
 _DIGEST_FACTOR = 1_000_003
 """Odd: digests that differ stay different under equal operations."""
 

@@ -20,10 +20,10 @@ class SplitAttention(nn.MultiheadAttention):
     """
 
     rows: Cut
-    """Cut of the rows of the packed projection: query, then key, then value."""
+    """Rows of the packed projection: query, then key, then value."""
     heads: Cut
     columns: Cut
-    """Cut of the columns of the output projection, which are its inputs."""
+    """Columns of the output projection, which are its inputs."""
 
     @eager
     def forward(  # noqa: PLR0917 - torch's own signature
@@ -105,7 +105,6 @@ class SplitAttention(nn.MultiheadAttention):
     def _mask(
         self, attn_mask: Tensor | None, padding: Tensor | None, query: Tensor, num_sources: int
     ) -> Tensor | None:
-        """Combine the masks that are added to the scores of this rank's heads; None without any."""
         mask = None
         if attn_mask is not None:
             mask = _additive(attn_mask, query.dtype)

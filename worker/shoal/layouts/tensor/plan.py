@@ -12,9 +12,7 @@ COLUMN = "column"
 ROW = "row"
 """Split by inputs: nn.Linear by columns of its weight."""
 VOCAB = "vocab"
-"""Split nn.Embedding by rows."""
 HEADS = "heads"
-"""Split nn.MultiheadAttention by heads."""
 WHOLE = "whole"
 """Not split: every rank holds and computes the whole."""
 MASK = "mask"
@@ -55,14 +53,12 @@ class PlanEntry:
 
     module: str
     style: str
-    """One of the styles at the head of this file."""
     paired: bool = False
     """True for a column and the row that takes the column's outputs without a gather."""
     why: str
     parts: Mapping[str, ParameterSplit]
     """Splits by the parameter's name in the module; without parameters of an earlier entry."""
     width: int = 0
-    """Size of a mask's last dimension over all ranks."""
 
     def bytes_on(self, rank: int, degree: int) -> int:
         return sum(part.bytes_on(rank, degree) for part in self.parts.values())

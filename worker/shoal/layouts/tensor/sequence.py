@@ -235,7 +235,6 @@ def _around(module: nn.Module, entry: SequenceEntry, positions: Positions) -> No
 
 
 def _at(args: Any, kwargs: Any, takes: tuple[int | str, ...], change: Callable[..., Any]) -> Any:
-    """Apply `change` to the arguments that `takes` names; a tensor given twice is changed once."""
     changed: dict[int, Tensor] = {}
 
     def once(value: Any) -> Any:

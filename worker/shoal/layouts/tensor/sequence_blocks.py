@@ -88,7 +88,6 @@ class _Kind(Enum):
     WHOLE = auto()
     """A value that is the same on all ranks, or no tensor."""
     OWN = auto()
-    """This rank's positions."""
     PART = auto()
     """This rank's features at all positions: between a column and its row."""
 
