@@ -119,7 +119,7 @@ class DrainSignal:
 
     def _stay_while_fresh(self) -> None:
         """Hide repetitions of the signal from a handler that the script sets or restores meanwhile.
-        To the script its handler seems installed; it receives the second SIGTERM."""
+        To the script its handler seems installed; the handler receives the second SIGTERM."""
         set_before, get_before = signal.signal, signal.getsignal
 
         def set_next(number: int, handler: Handler) -> Handler:

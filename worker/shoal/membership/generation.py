@@ -30,7 +30,8 @@ class Context:
     no_generation_follows: Callable[[], bool] = lambda: False
     """Returns True if this member is to leave and no further generation follows. Thread-safe."""
     ended: Callable[[], ShoalError | None] = lambda: None
-    """Returns the error that ended the membership; None: it goes on. Cheap and thread-safe."""
+    """Returns the error that ended the membership; None: the membership goes on. Cheap and
+    thread-safe."""
     stores: GenerationStores = field(default_factory=LoneStores)
     """Key-value stores through which a generation's members connect. The strategy closes them."""
     report_status: Callable[[TrainerStatus], None] = lambda status: None

@@ -1,6 +1,8 @@
-"""Parameters that an optimizer of the script's own may not step while a session trains: those of
-losses, as gradients outside the model are not reduced, and the model's own, which may not be the
-trained ones."""
+"""Parameters that an optimizer of the script's own may not step while a session trains.
+
+Gradients of a loss's parameters outside the model are not reduced. The model's own parameters may
+not be the trained ones.
+"""
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence

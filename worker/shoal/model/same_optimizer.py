@@ -46,8 +46,8 @@ def check_same_optimizer(
 
 
 def replaced_settings(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Describe the settings of a state, by group, that differ from the script's own, except those
-    that the script's scheduler changes, if both began with the same rate."""
+    """Describe the settings of a state, by group, that differ from the script's own. Leaves out
+    those that the script's scheduler changes, if both began with the same rate."""
     texts: list[str] = []
     for index, (group, settings) in enumerate(zip(optimizer.param_groups, groups, strict=False)):
         began = group.get(_INITIAL_RATE)

@@ -101,8 +101,8 @@ def _can_be_copied(value: object) -> bool:
 
 @dataclass(frozen=True)
 class _NotedObject:
-    """Record of an object. It equals a later record of the same object, unless something was
-    written to the tensor."""
+    """Record of an object. Equal to a later record of the same object, unless something was written
+    to the tensor."""
 
     kept: object = field(compare=False)
     """Keeps the object alive, so that no other one gets its id."""

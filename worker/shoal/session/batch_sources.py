@@ -275,7 +275,7 @@ class Batches(Iterator[Batch]):
     asynchronous job it raises TypeError.
 
     After a loop over the batches, a call between steps raises StateLost if the state was rolled
-    back to an earlier step. A later loop continues from the job's present step; it raises
+    back to an earlier step. A later loop continues from the job's present step, or raises
     InvalidSpec if no step was taken on the last batch.
     """
 

@@ -193,9 +193,9 @@ class ElasticController:
     def ensure_generation(self, fields: dict[str, str]) -> Generation:
         """Return the generation in which the next step may begin; form or change it if needed.
 
-        Raises DeadlineExceeded after waiting as long as the job's limits allow, the coordinator's
-        refusal, errors of a bring-up or of the last step's checkpoint, and Drained if this member
-        was asked to leave and is no longer needed.
+        Waits as long as the job's limits allow, then raises DeadlineExceeded. Also raises the
+        coordinator's refusal, errors of a bring-up or of the last step's checkpoint, and Drained if
+        this member is to leave now.
         """
         try:
             with drained():

@@ -1,7 +1,7 @@
 """Watch on a script's calls of learning rate schedulers and averaged models in a session.
 
 Calls within the `with session.step()` block are deferred to its end. Objects that are not
-registered are refused: they would count differently on a joiner and after failed steps.
+registered are refused: their counts would differ on a joiner and after failed steps.
 """
 
 import functools
@@ -29,8 +29,8 @@ log = structlog.get_logger(__name__)
 
 
 class SchedulerWarnings:
-    """Warns of a scheduler that a script steps under an asynchronous strategy: it counts only its
-    member's steps, and from 0 after a restart."""
+    """Warns of a scheduler that a script steps under an asynchronous strategy: such a scheduler
+    counts only its member's steps, and from 0 after a restart."""
 
     def __init__(
         self, optimizers: Sequence[Optimizer], given: LRScheduler | None, fix: str

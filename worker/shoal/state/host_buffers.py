@@ -136,8 +136,8 @@ class StepCopies:
         self._peers = {**self._peers, peer: state_shard}
 
     def complete_copies(self) -> list[StateShard]:
-        """Return all complete copies; this rank's own one once it names the tensors that other
-        ranks hold: else it could seem to be the whole state. Step 0 is exempt."""
+        """Return all complete copies. This rank's own copy is left out until it names the tensors
+        that other ranks hold: else it could seem to be the whole state. Step 0 is exempt."""
         own_copy, peers = self.own_copy, self._peers
         known = own_copy is not None and (own_copy.step == 0 or bool(own_copy.elsewhere))
         if known:

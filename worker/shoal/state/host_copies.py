@@ -56,9 +56,9 @@ def _gpus(tensors: Sequence[Tensor]) -> list[torch.device]:
 
 
 def host_memory(num_bytes: int, sources: Sequence[Tensor]) -> Tensor:
-    """Return `num_bytes` of uninitialized memory (torch would round pinned memory up to a power of
-    two), page-locked if some of these sources lie on a GPU, until its last view is freed. If the
-    CUDA runtime refuses, logs a warning and returns ordinary memory."""
+    """Return `num_bytes` of uninitialized memory, page-locked if some of these sources lie on a
+    GPU, until its last view is freed. If the CUDA runtime refuses, logs a warning and returns
+    ordinary memory. torch's own pinned memory would be rounded up to a power of two."""
     memory = torch.empty(num_bytes, dtype=torch.uint8)
     if not num_bytes or not (devices := _gpus(sources)):
         return memory

@@ -72,8 +72,8 @@ class PeerCheckpoints:
         travels: Callable[[str], bool],
         hosts: Sequence[str] = (),
     ) -> None:
-        """Begin a generation with this state shard; those of all `members` make up a whole state.
-        At step 0, waits for the first copy. `travels`, `hosts`: see `PeerCopies`."""
+        """Begin a generation with this state shard, one of those of all `members`, which make up a
+        whole state. At step 0, waits for the first copy. `travels`, `hosts`: see `PeerCopies`."""
         if len(members) == 1:
             self._alone = None
         elif len(self._members) == 1 and self._live is not None and self._num_copies:
@@ -124,7 +124,7 @@ class PeerCheckpoints:
 
     def hand_over(self, state_shard: StateShard, *, leaving: Collection[int] = ()) -> None:
         """Copy the state to peers as `offer` does, and wait until all members have completed the
-        copy. `leaving`: the ranks that leave, the same on all members; they receive no copies."""
+        copy. `leaving`: the ranks that leave, and receive no copies; the same on all members."""
         if self._copies is not None:
             self._copies.offer(state_shard, leaving=leaving)
             self._copies.flush()

@@ -113,8 +113,8 @@ def _swap(hosts: Sequence[str], chosen: list[list[int]], rank: int) -> bool:
 
 
 def _distances(hosts: Sequence[str], copies: int) -> list[int]:
-    """Return all distances in a ring of these hosts. Those of the copies come first: with the
-    fewest copies on a rank's own host, and then on a host that already has a copy."""
+    """Return all distances in a ring of these hosts. The distances of the copies come first: with
+    the fewest copies on a rank's own host, and then on a host that already has a copy."""
     world_size, sizes = len(hosts), Counter(hosts).values()
     holders = [{host} for host in hosts]
 

@@ -58,9 +58,9 @@ class Outline:
         )
 
     def graph(self, training: bool, stage_of: Sequence[int], stage: int) -> fx.Graph:
-        """Build the graph of one stage; `stage_of` gives the stage of each segment. It takes the
-        model's inputs and the previous stage's values, and returns a tuple for the next stage, or
-        the model's outputs."""
+        """Build the graph of one stage; `stage_of` gives the stage of each segment. Arguments: the
+        model's inputs, then the previous stage's values. Result: a tuple for the next stage, or the
+        model's outputs."""
         return self._flows[training].cut(stage_of, stage)
 
     def function(self, training: bool, stage_of: Sequence[int], stage: int) -> Callable[..., Any]:

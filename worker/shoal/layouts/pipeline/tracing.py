@@ -104,8 +104,8 @@ def _is_assertion(code: Any, offset: int) -> bool:
 
 
 def signature(model: nn.Module) -> dict[str, Any]:
-    """Return the model's inputs by name, each with the default to which the trace fixes it, or
-    `inspect.Parameter.empty` for the first one and those without."""
+    """Return the model's inputs by name, each with its default, to which the trace fixes it. The
+    first input and those without a default have `inspect.Parameter.empty`."""
     inputs: dict[str, Any] = {}
     for parameter in inspect.signature(model.forward).parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):

@@ -28,8 +28,8 @@ class SharedMemoryAllGather(DefaultAllGather):
         self._slots = self.order = None
 
     def finish(self) -> None:
-        """End the forward passes. Over Gloo, the call is collective: it raises InvalidSpec on all
-        ranks if one begins another layer instead."""
+        """End the forward passes. Over Gloo, a collective call: raises InvalidSpec on all ranks if
+        one begins another layer instead."""
         if self.order is not None:
             self.order.check(PASSES_END)
 

@@ -1,7 +1,7 @@
 """Times at which a group of several modules gathers and reduces in backward.
 
-torch's fully_shard assumes a chain of modules. Here the group gathers when any module begins, and
-reduces when all have ended, so that branches may run side by side, and modules twice.
+torch's fully_shard assumes a chain of modules. Here branches may run side by side, and modules
+twice: the group gathers when any module begins, and reduces when all have ended.
 """
 
 from typing import Any

@@ -15,7 +15,7 @@ MOST_FULL_GROUPS = 24
 LARGE_BYTES = 32 << 20
 """Limit of the minimum size: a group of this size is always worth a collective."""
 
-# These read the weights of their children.
+# These modules read the weights of their children.
 _INDIVISIBLE = (
     nn.MultiheadAttention,
     nn.TransformerEncoderLayer,

@@ -110,8 +110,8 @@ class SharedSlots:
         return None
 
     def reserve_sum(self, num_bytes: int) -> Tensor | None:
-        """Return memory for this rank's addend of a sum; None if the sum is too large. It must not
-        be read after `reduce_scatter`."""
+        """Return memory for this rank's addend of a sum; None if the sum is too large. The memory
+        must not be read after `reduce_scatter`."""
         if num_bytes > self._summed_bytes:
             return None
         start = self._start_of(self._memory.rank)

@@ -1,7 +1,7 @@
 """Attention split as its model declares: tensor-parallel plans in Hugging Face's models.
 
 A model's `config.base_model_tp_plan` names linear modules to cut by outputs ("colwise") and by
-inputs ("rowwise"), and so promises that the attention computes each head independently.
+inputs ("rowwise"). The plan promises that the attention computes each head independently.
 """
 
 import re
