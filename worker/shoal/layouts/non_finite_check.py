@@ -11,8 +11,7 @@ from shoal.layouts.gradients import name_of_fault
 from shoal.model.losses import PendingLosses
 from shoal.model.not_finite import gradient_not_finite, others_not_finite, sum_not_finite
 
-# Flags of a rank: OWN if its gradients were not finite before they were reduced; GIVEN if only
-# reduced gradients are not finite.
+# OWN: a rank's gradients were not finite before they were reduced; GIVEN: only reduced ones.
 GIVEN, OWN = 1.0, 2.0
 _LOSS = "the loss"
 
@@ -55,7 +54,7 @@ class NonFiniteCheck:
             self._own = self._own or name_of_fault(parameters)
 
     def _look_at_losses(self) -> None:
-        # Checked after the gradients: by then the device has computed the losses too.
+        # After the gradients: by then the device has computed the losses too.
         self._own = self._own or ("" if self.losses.are_finite() else _LOSS)
 
     @property

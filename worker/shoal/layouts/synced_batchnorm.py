@@ -48,7 +48,7 @@ def has_sync_batchnorm(model: nn.Module) -> bool:
 
 def _refuse_foreign(model: nn.Module) -> None:
     for module in model.modules():
-        # With the torch backend, Keras layers are torch modules, and any module may contain them.
+        # With the torch backend, Keras layers are torch modules, within any module.
         if names := keras_batchnorm_layers(module):
             raise InvalidSpec(
                 "BatchNorm layers that are not torch's do not normalise over members",
@@ -145,7 +145,7 @@ def _forward(self: Any, input: Tensor) -> Tensor:  # noqa: A002 - torch's own na
 def _members_of(module: Any) -> BatchNormMembers | None:
     members = step_context.current().batchnorm
     if members is None and in_backward():
-        # Recomputation may run on another thread than the original forward pass.
+        # Recomputation may run on another thread than the forward pass.
         members = module.__dict__.get("_members")
     module.__dict__["_members"] = members
     return members

@@ -10,7 +10,7 @@ from shoal.backends.abortable.waiter import wait_abortable
 from shoal.layouts.replicated import ReplicatedLayout
 from shoal.state.shards import OPTIM
 
-# A multiple of this is an aligned offset for parameters of any dtype in their owner's memory.
+# Offsets in an owner's memory are multiples, aligned for any dtype.
 ALIGNMENT_BYTES = 16
 MAX_MESSAGE_BYTES = 1 << 28
 """Limit of a broadcast: Gloo copies a message before it sends it to another host."""
@@ -70,7 +70,7 @@ class Zero1Layout(ReplicatedLayout):
 
     def begin(self) -> None:
         super().begin()
-        # The optimizer does not hold these parameters: its `zero_grad` leaves their gradients.
+        # The optimizer does not hold these: its `zero_grad` leaves their gradients.
         self._forget_gradients_of_others()
 
     def reduce(self) -> None:

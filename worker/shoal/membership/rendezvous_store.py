@@ -103,8 +103,8 @@ class RendezvousStore(Store):
         self._set(list(zip(keys, values, strict=True)), append=False)
 
     def get(self, key: str) -> bytes:
-        # torch requests each key twice, to wait and to read: the first answer serves for both,
-        # unless another call comes in between.
+        # torch requests each key twice, to wait and to read: one answer serves for both, unless
+        # another call comes in between.
         with self._lock:
             value = self._waited.pop(key, None)
         return value if value is not None else self.multi_get([key])[0]
@@ -185,7 +185,7 @@ class RendezvousStore(Store):
         return unpack(reply.packed_values) if reply.packed_values else reply.values
 
     def _fetch(self, keys: Sequence[str], timeout_s: float) -> pb.StoreReply:
-        # A coordinator limits the wait of one call: a longer wait takes several calls.
+        # A coordinator limits the wait of one call.
         rest_s = timeout_s
         while True:
             call_s = min(rest_s, CALL_S)

@@ -40,7 +40,7 @@ def is_trained_by_fit(model: nn.Module, optimizer: Any) -> bool:
 def adapter_of(model: Any) -> FrameworkAdapter:
     """Return the adapter of the framework that a foreign model belongs to."""
     assert _is_keras(model), "only Keras models have an adapter"
-    # Only here: Keras takes seconds to import, and a script with such a model has imported it.
+    # Keras takes seconds to import; a script with such a model has imported it.
     adapter: Any = import_module(_ADAPTERS["keras"])
     return adapter  # type: ignore[no-any-return]
 

@@ -27,7 +27,7 @@ class ModuleProxy(nn.Module):
     """
 
     def __init__(self, module: nn.Module, route: Callable[[], nn.Module]) -> None:
-        # Not super(): in a class made by `proxy_of`, that would be the model's own constructor.
+        # Not super(), which may be the model's own constructor.
         nn.Module.__init__(self)
         attributes = self.__dict__
         attributes["_route"] = route
@@ -36,7 +36,7 @@ class ModuleProxy(nn.Module):
         # Without this attribute, __getattr__ reads the model's own flag.
         del attributes["training"]
 
-    # `routing`: torch.compile compiles the module behind the proxy, not these two methods.
+    # `routing`: torch.compile compiles the module behind the proxy instead.
     @routing
     def __call__(self, *inputs: Any, **options: Any) -> Any:
         return nn.Module.__call__(self, *inputs, **options)

@@ -1,7 +1,7 @@
 """Parameters that an optimizer of the script's own may not step while a session trains.
 
-Gradients of a loss's parameters outside the model are not reduced. The model's own parameters may
-not be the trained ones.
+Gradients of parameters outside the model, such as a loss function's, are not reduced. The model's
+own parameters may not be the objects that the layout trains.
 """
 
 import weakref

@@ -91,7 +91,7 @@ def _attributes(part: nn.Module) -> dict[str, Any]:
 
 
 def _can_be_copied(value: object) -> bool:
-    # A tensor with a graph cannot be copied, such as an output that a module keeps.
+    # A tensor with a graph, such as a kept output, cannot be copied.
     if isinstance(value, Tensor):
         return type(value) is Tensor and not value.requires_grad
     if isinstance(value, tuple):

@@ -295,7 +295,7 @@ class PlannableStrategy(Protocol):
 
 
 def _state_after_step(optimizer: Optimizer, replacements: dict[int, Any]) -> int:
-    # The optimizer's state, which may be large, is not copied: a first step creates it anew.
+    # The state, which may be large, is not copied: a first step makes it anew.
     replacements[id(optimizer.state)] = type(optimizer.state)(dict)
     trial = copy.deepcopy(optimizer, replacements)
     _make_first_state(trial)

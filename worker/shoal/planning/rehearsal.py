@@ -69,7 +69,7 @@ class RehearsedPass:
     def __init__(self, group: RehearsalGroup, run: Callable[[], Any]) -> None:
         group.pop_counts()
         try:
-            # Tensors that the model creates itself, such as masks, must be on meta too.
+            # Tensors that the model creates, such as masks, must be on meta too.
             with torch.enable_grad(), torch.device("meta"):
                 self.outputs = run()
             self._forward = group.pop_counts()

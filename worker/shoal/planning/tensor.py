@@ -122,12 +122,12 @@ def _collectives(
         spread_positions(model, tensor_plan.sequence, ranks)
         inputs = to_meta(subject.inputs)
         moved = RehearsedPass(group, lambda: model(inputs)).collectives()
-    # The first rank broadcasts the gradients of whole parameters, in one call for each dtype.
+    # The first rank broadcasts gradients of whole parameters, one call a dtype.
     copied = Collective(
         kind="broadcast", when=UPDATE, calls=len(aligned), num_bytes=sum(aligned.values())
     )
     summed = _summed(subject, tensor_plan)
-    # Without such sums, members report non-finite gradients when they agree on the step.
+    # Else members report non-finite gradients when they agree on the step.
     sums = summed_parameters(subject.model, tensor_plan.sequence)
     flag = (non_finite_message(subject.world_size),) if sums else ()
     return (*moved, *summed, copied, *flag) if aligned else (*moved, *summed, *flag)

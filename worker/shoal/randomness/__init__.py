@@ -84,8 +84,7 @@ def seed_torch(seed: int, step: int, share: int) -> None:
     """Seed torch's generators for a step on one share of the batch: a repeated step draws the same,
     on the same number of members."""
     number = mix(seed, step, share)
-    # Not torch.manual_seed: before CUDA is initialised it records the caller's stack, which is
-    # slow.
+    # torch.manual_seed records the caller's stack before CUDA is initialised, which is slow.
     torch.default_generator.manual_seed(number)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed_all(number)

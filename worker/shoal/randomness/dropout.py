@@ -150,7 +150,7 @@ _numbers = itertools.count()
 _layers: weakref.WeakValueDictionary[int, _Layer] = weakref.WeakValueDictionary()
 
 
-# Marked as mutating and nondeterministic: a graph runs it once for each call, in order.
+# Mutating and nondeterministic: a graph runs it once for each call, in order.
 @torch.library.custom_op(
     "shoal::dropout_key", mutates_args=("layer",), tags=(torch.Tag.nondeterministic_seeded,)
 )

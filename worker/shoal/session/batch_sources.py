@@ -107,7 +107,7 @@ class SynchronousBatches(BatchSource):
 
     def __iter__(self) -> Iterator[Batch]:
         controller = self._controller
-        # Before connections to peers exist: a loading process would inherit them.
+        # Before connections to peers exist, which a loading process would inherit.
         self._loader.start()
         while True:
             try:
@@ -120,7 +120,7 @@ class SynchronousBatches(BatchSource):
                 if self._finish():
                     break
             except JobFinished:
-                # The others committed the last step, and left while this member recovered.
+                # The others committed the last step while this member recovered.
                 if controller.strategy.step < self._end():
                     raise
                 break
@@ -175,7 +175,7 @@ class SynchronousBatches(BatchSource):
 
     def left(self) -> None:
         if self.batch is not None and not self.all_trained:
-            # Counted from the batch: a rollback in the loop may have lowered the strategy's step.
+            # From the batch: a rollback may have lowered the strategy's step.
             self._controller.call.end_step = self.batch.step + int(self._is_trained)
 
     def _offer(self, batch: Batch) -> Iterator[Batch]:
@@ -225,7 +225,7 @@ class LeasedBatches(BatchSource):
             # Fetch the other members' last updates: the model is then the job's result.
             controller.strategy.finish()
         except JobFinished as finished:
-            # The last sample was completed before this member asked for more samples.
+            # The last sample was completed before this member asked for more.
             log.info("job_finished_by_others", reason=str(finished))
         except Drained:
             self._flush_and_leave()

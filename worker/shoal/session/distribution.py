@@ -136,7 +136,7 @@ class Distribution:
                 distributed = self._distribute_all(model, optimizer, chosen, options, held)
                 self._held = held.pop_all()
         except BaseException:
-            # Restore the state before the call: the script may try another strategy or model.
+            # The script may try another strategy or model.
             self.fields.clear()
             self.training = self._optimizer = self._guard = self._parameters = None
             self._controller.drop_strategy()
@@ -247,7 +247,7 @@ class Distribution:
                     f"reconfigure=True: strategy {chosen.name} has no process group",
                     expected="a strategy whose members take each step together, such as ddp",
                 )
-            # A field of the proposal, as the two kinds of group cannot connect to each other.
+            # A field of the proposal: the two kinds of group cannot connect to each other.
             self.fields["reconfigure"] = "true"
         if chosen.synchronous:
             name, reconfigures = options.backend or None, options.reconfigures

@@ -254,7 +254,7 @@ class ElasticController:
 
     def _finish_last_step(self, strategy: Strategy) -> None:
         if strategy.checkpoint_due:
-            # A job that resumes from the checkpoint does not log the values of these steps again.
+            # A job that resumes from the checkpoint does not log these values again.
             self.job_log.flush()
         try:
             strategy.between_steps()
@@ -291,7 +291,7 @@ class ElasticController:
         try:
             self.strategy.hand_over(leaving=members - stay)
         except (RuntimeError, RetryError, RejoinError) as error:
-            # A member was lost meanwhile: the next generation starts from the copies that exist.
+            # A member was lost: the next generation starts from the copies that exist.
             log.debug("hand_over_failed", reason=str(error)[:300])
 
     def is_break(self, error: BaseException) -> bool:
@@ -303,7 +303,7 @@ class ElasticController:
         if isinstance(error, RuntimeError):
             is_broken = self.membership.is_broken(self.generation.number)
             return is_broken or self.strategy.is_failure(error)
-        # An aborted collective leaves wrong values, which may fail any check of the script's.
+        # An aborted collective leaves wrong values, which may fail a check of the script's.
         is_check = isinstance(error, Exception) and not isinstance(error, ShoalError)
         return (is_check or isinstance(error, MalformedMessage)) and self.strategy.has_leftovers()
 
@@ -340,7 +340,7 @@ class ElasticController:
             raise refusal from error
         self._is_ready = False
         started_s = time.perf_counter()
-        # Cut the group first: members that wait for this member see their connections close.
+        # Cut the group first: members that wait see their connections close.
         strategy.cut(generation.number)
         strategy.abandon()
         self._await_break(generation.number, error)
@@ -368,7 +368,7 @@ class ElasticController:
     def pause(self, reason: str, limit_s: float) -> None:
         """Let the other members wait while this member's script does something other than train."""
         if self._strategy is not None and not self._strategy.synchronous:
-            # Members at their staleness bound must not wait for this member's clock.
+            # Members at their staleness bound must not wait for this member.
             self._strategy.rest()
         self.membership.pause(reason, limit_s)
 
@@ -381,7 +381,7 @@ class ElasticController:
         if self._left:
             return
         self._left = True
-        # Each callback runs, from the last to the first, even if another one raises.
+        # Each callback runs, from last to first, even if another one raises.
         with ExitStack() as releases:
             releases.callback(self.job_log.close)
             if self._strategy is not None:
@@ -536,7 +536,7 @@ class ElasticController:
         try:
             self._probe = ProbeListener(member.info.address, member.member_id, member.incarnation)
         except OSError as error:
-            # A host without a free port still trains, but its peers cannot check it.
+            # A host without a free port still trains; its peers cannot check it.
             log.warning("no_probe_port", reason=str(error))
             return
         member.info.probe_port = self._probe.port

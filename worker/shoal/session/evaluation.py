@@ -65,7 +65,7 @@ class Evaluation:
 
         def attempt(generation: Generation, group: dist.ProcessGroup) -> dict[str, Any]:
             index, count = strategy.data_share(generation)
-            # Shares take different times: the others wait for the slowest member.
+            # Shares take different times: the others wait for the slowest.
             with pausing():
                 sums = self._sums(index, count)
                 strategy.finish_passes()
@@ -84,7 +84,7 @@ class Evaluation:
         sums: dict[str, float | int | Tensor] = {}
         for step in range(order.num_steps):
             batch = loader.synchronous(step, index, count)
-            # Measure a batch without samples, too: a forward pass may need all members.
+            # Also without samples: a forward pass may need all members.
             measured = values_by_name(self._measured(batch))
             if not batch.indices:
                 measured = {name: _zero_like(value) for name, value in measured.items()}

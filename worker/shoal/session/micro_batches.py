@@ -44,7 +44,7 @@ def loss_to_backward(loss: Tensor, weight: float) -> Iterator[Tensor]:
         return
     loss = loss.nan_to_num()
     nodes = nodes_of(loss)
-    # Except in the graph of gathered rows: other members' losses add gradients there.
+    # Except for gathered rows, where other members' losses add gradients.
     nodes -= nodes_from(before for node in nodes if is_gather(node) for before in _before(node))
     handles = [node.register_prehook(_zeros) for node in nodes]
     try:
@@ -173,7 +173,7 @@ class MicroBatches:
             self._check_passed()
             self._restore()
             start, stop = range_of_rank(0, batch.num_samples, index, num_parts)
-            # No pass has an empty batch: an empty part repeats the first sample, with weight 0.
+            # No pass has an empty batch: an empty part repeats a sample, with weight 0.
             rows = (start, stop) if stop > start else (0, 1)
             if stop == start:
                 self.begin_stand_in()
@@ -202,7 +202,7 @@ class MicroBatches:
             self._aside = BuffersAside(self._strategy.local_model)
 
     def _restore(self) -> None:
-        # In a step without samples all passes use stand-ins: `check_complete` restores once.
+        # In a step without samples, `check_complete` restores once.
         if self._aside is not None and (self._batch is None or self._batch.num_samples):
             self._aside.restore()
             self._aside = None

@@ -162,16 +162,16 @@ class Session:
         trace: TracebackType | None,
     ) -> None:
         if os.getpid() != self._process:
-            # The script forked this process within the block: it is no member of the job.
+            # A fork of the script's is no member of the job.
             return
         self._held.__exit__(kind, error, trace)
 
     def leave(self, *, reason: str, completed: bool = False) -> None:
         """End the membership; `completed` ends the job for all members. Later calls do nothing."""
         reports, self._reports = self._reports, None
-        # Each callback runs, from the last to the first, even if another one raises.
+        # Each callback runs, from last to first, even if another one raises.
         with ExitStack() as releases:
-            # After a failure the others wait for this member to leave: reports are sent later.
+            # After a failure the others wait for this member to leave: reports come later.
             if reports is not None and not completed:
                 releases.callback(reports.close, completed=False)
             releases.callback(self._controller.leave, completed=completed, reason=reason)

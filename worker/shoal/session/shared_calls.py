@@ -102,7 +102,7 @@ class SharedCalls:
     def _recover(self, error: Exception) -> None:
         if not self._controller.is_break(error):
             raise error
-        # The frames hold the wrapped model, and with it the group that must be freed.
+        # The frames hold the wrapped model, and so the group that must be freed.
         traceback.clear_frames(error.__traceback__)
         self._controller.recover(error)
 

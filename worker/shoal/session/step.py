@@ -249,7 +249,7 @@ class Step:
             strategy.withdraw_step()
             return True
         if self._controller.is_break(error):
-            # The frames hold the wrapped model, and with it the group that must be freed.
+            # The frames hold the wrapped model, and so the group that must be freed.
             traceback.clear_frames(error.__traceback__)
             try:
                 self._controller.recover(error)
@@ -258,7 +258,7 @@ class Step:
                 raise
             return True
         refused = refusal_of(error, self._state())
-        # At once: the others need not wait until they detect the failure.
+        # At once: the others need not detect the failure.
         self._leave(refused or error)
         if refused is not None:
             raise refused from error

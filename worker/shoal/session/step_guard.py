@@ -249,7 +249,7 @@ class StepGuard:
                 " model's gradients",
             )
         if is_ours and not self._commits and not math.isinf(max_norm):
-            # A script that clips to infinity wants only the norm, perhaps for one member's log.
+            # A script that clips to infinity wants only the norm.
             self._note_norm(max_norm)
 
     def _note_norm(self, max_norm: float) -> None:

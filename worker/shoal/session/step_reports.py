@@ -245,7 +245,7 @@ class StepReports:
     def _course(self, strategy: Strategy) -> CourseFigures:
         job_log, written = self._controller.job_log, strategy.written_checkpoint
         return CourseFigures(
-            # Read each time: a job that resumes with another batch size changes the number.
+            # A job that resumes with another batch size changes the number.
             num_steps=self._source.num_steps if self._source else None,
             checkpoint_step=written.step if written else None,
             checkpoint_bytes=written.num_bytes if written else None,
@@ -258,7 +258,7 @@ class StepReports:
         """Send the last report, with the last step's loss if the job is complete, and wait up to 3
         s."""
         if completed:
-            # Not after a failure: reading a loss from a failed device might never return.
+            # Not after a failure: reading from a failed device might never return.
             self._report()
         if self._origin_reader is not None:
             self._origin_reader.join(ORIGIN_WITHIN_S)

@@ -45,7 +45,7 @@ class UsageMeter:
         seconds = self._read_s - before_s
         if seconds <= 0:
             return None
-        # The host's counts fall if an interface is removed: the rates are then 0.
+        # Counts fall if an interface is removed: the rates are then 0.
         return Usage(
             cpu_cores=(self._cpu_s - cpu_s) / seconds,
             received_bytes_per_s=max(0, self._traffic.received - traffic.received) / seconds,

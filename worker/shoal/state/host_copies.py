@@ -81,7 +81,7 @@ def page_locked(memory: Tensor, cudart: Any) -> Tensor | None:
     pointer, num_bytes = memory.data_ptr(), memory.numel()
     if int(cudart.cudaHostRegister(pointer, num_bytes, 0)):
         return None
-    # A tensor made by torch.frombuffer keeps its buffer alive, and so do all its views.
+    # A tensor made by torch.frombuffer and all its views keep the buffer alive.
     buffer = (ctypes.c_char * num_bytes).from_address(pointer)
     weakref.finalize(buffer, _unlock, memory, cudart).atexit = False
     return torch.frombuffer(buffer, dtype=torch.uint8)

@@ -55,7 +55,7 @@ class PeerCheckpoints:
         held = list(self._copies.held()) if self._copies is not None else []
         live = self._live
         if live is not None and (self._names or self._members <= keeping):
-            # If all members of the previous generation keep their state, each reports its names.
+            # All members of the previous generation keep their state, and report its names.
             since = frozenset() if self._members <= keeping else self._since
             held.append(replace(live, elsewhere=(self._names | since) - live.shards.keys()))
         if self._half is not None:
@@ -77,10 +77,10 @@ class PeerCheckpoints:
         if len(members) == 1:
             self._alone = None
         elif len(self._members) == 1 and self._live is not None and self._num_copies:
-            # Until the first copy is complete, the loss of a new member would lose its part, too.
+            # Until the first copy is complete, a new member's loss would lose its part.
             self._alone = replace(self._live, elsewhere=frozenset())
         self._members = members
-        # Before the first step an optimizer has no state yet: the names are not complete.
+        # Before the first step, the names of optimizer state are not complete.
         self._names = (
             state_shard.elsewhere | state_shard.shards.keys() if state_shard.step else frozenset()
         )
@@ -99,7 +99,7 @@ class PeerCheckpoints:
             else None
         )
         self._live = self._half = None
-        # The first copy of this generation follows the next step: now it would delay that step.
+        # The first copy follows the next step, which it would delay now.
         self._uncopied = bool(state_shard.step)
         if self._copies is not None and not self._uncopied:
             # At step 0 no earlier copy exists: a loss in the first step would end the job.

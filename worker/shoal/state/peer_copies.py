@@ -245,8 +245,8 @@ class PeerCopies:
             self._start(group)
 
     def _start(self, group: dist.ProcessGroup) -> None:
-        # Only this thread may hold the group: a thread that drops the last reference waits for the
-        # group's own threads.
+        # Only this thread may hold the group: dropping the last reference waits for the group's
+        # threads.
         self._thread = threading.Thread(
             target=self._serve, args=(group,), name="peer-copies", daemon=True
         )

@@ -189,7 +189,7 @@ class PipelineLayout(Layout):
             runner = PipelineRunner(
                 self.stage, self._near, self._schedule.schedule, step_inputs, count
             )
-        # Least recently used first, in the same order on every rank.
+        # Least recently used first: the same order on every rank.
         self._runners[key] = runner
         if len(self._runners) > MAX_SHAPES:
             self._runners.pop(next(iter(self._runners))).release()
@@ -283,7 +283,7 @@ def _sum_among(parameter: nn.Parameter, stages: Sequence[int], near: Neighbours)
     near.p2p.exchange(
         [(packed, stage) for stage, _ in others], [(part, stage) for stage, part in others]
     )
-    # Summed in the order of the stages, so that all ranks get the same bits.
+    # In the order of the stages: all ranks get the same bits.
     total = torch.stack(list(parts.values())).sum(dim=0)
     if not total[-1]:
         parameter.grad = None

@@ -83,7 +83,7 @@ class PassBuffers:
         values, first = self._changed(), self._first_values.get(pass_kind)
         if first is None:
             passed = self._first_values.get(FORWARD)
-            # A backward without recomputation leaves the forward's values: nothing to restore.
+            # A backward without recomputation leaves the forward's values.
             first = values if passed is None or self._differing(passed, values) else passed
             self._first_values[pass_kind] = first
         else:

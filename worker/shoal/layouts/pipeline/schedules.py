@@ -100,7 +100,7 @@ class PipelineRunner:
         )
         torch_stage.runner, torch_stage.p2p = self, near.p2p
         self._torch_stage: Any = torch_stage
-        # The loss is scaled instead: gradients of earlier passes must not be scaled again.
+        # The loss is scaled instead: earlier gradients must not be scaled again.
         self._schedule = pipelining.schedule(
             kind, torch_stage, count, loss_fn=_identity, scale_grads=False
         )
@@ -213,7 +213,7 @@ class _PlacedStage(pipelining.UncheckedStage):
         return self._abortable(super().get_bwd_send_ops(*args, **kwargs))
 
     def _abortable(self, ops: list[dist.P2POp]) -> list[dist.P2POp]:
-        # NCCL runs a batch of operations as one, but torch batches only for its own groups.
+        # NCCL runs a batch as one, but torch batches only for its own groups.
         if not self.p2p.takes_batches:
             for op in ops:
                 op.group = cast("dist.ProcessGroup", self.p2p)

@@ -168,7 +168,7 @@ class ShardedLayout(Layout):
             self._set_reduction(modules[0], group.parameters)
             if len(modules) > 1:
                 self._passes.append(GroupPasses(modules))
-        # The rest stays gathered: backward needs it first, right after forward.
+        # The rest stays gathered: backward needs it right after forward.
         settings["reshard_after_forward"] = False
         first = next(model.parameters())
         fully_shard(model, **{**settings, "mp_policy": _policy(options, first.dtype)})

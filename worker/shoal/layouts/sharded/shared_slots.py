@@ -93,7 +93,7 @@ class SharedSlots:
         start = free[0] * self._gathered_bytes
         data = self._gathered[start : start + num_bytes]
         self._uses[free[0]] = weakref.ref(data)
-        # All ranks reserve the same slot: in use on each, until the next barrier says otherwise.
+        # All ranks reserve the same slot: in use until the next barrier says otherwise.
         self._used_anywhere |= 1 << free[0]
         return data
 

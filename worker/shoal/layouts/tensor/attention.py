@@ -38,7 +38,7 @@ class SplitAttention(nn.MultiheadAttention):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         if is_causal and attn_mask is None:
-            # Attention that is not split raises this too: `is_causal` only describes `attn_mask`.
+            # As in attention that is not split: `is_causal` only describes `attn_mask`.
             raise RuntimeError("is_causal=True without attn_mask: attention needs the mask itself")
         # q [B, H, T, D], k and v [B, H, S, D], weights [B, H, T, S]
         q, k, v = (self._own_heads(p) for p in self._projected(query, key, value))
@@ -93,7 +93,7 @@ class SplitAttention(nn.MultiheadAttention):
 
     def _joined(self, out: Tensor, *, batched: bool) -> Tensor:
         """Project [B, H, T, D] to the output, in the shape of the query."""
-        # Time first in memory, as in torch: dropout draws its masks in the order of memory.
+        # Time first in memory, as in torch: dropout draws in the order of memory.
         side_by_side = out.permute(2, 0, 1, 3).flatten(2)
         total = summed(F.linear(side_by_side, local(self.out_proj.weight)), self.columns)
         if self.out_proj.bias is not None:

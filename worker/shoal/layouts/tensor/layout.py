@@ -50,7 +50,7 @@ def parallelise(module: nn.Module, mesh: DeviceMesh, plan: TensorPlan, ranks: Te
         if entry.style != WHOLE:
             style = _Split(entry, known, ranks)
             parallelize_module(module.get_submodule(entry.module), mesh, style)
-    # For evaluation, torch's encoder has kernels that need whole weights; these flags disable them.
+    # In evaluation, torch's encoder has kernels that need whole weights; these flags disable them.
     for part in module.modules():
         if isinstance(part, nn.TransformerEncoderLayer) and _is_split(part):
             part.activation_relu_or_gelu = 0

@@ -75,7 +75,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, cut: Cut) -> Tensor:
         ctx.cut = cut
-        # Padded to one size: not every backend gathers parts of different sizes.
+        # Padded: not every backend gathers parts of different sizes.
         widest = max(cut.sizes)
         padded = part.new_zeros((*part.shape[:-1], widest))
         padded.narrow(-1, 0, cut.size).copy_(part)

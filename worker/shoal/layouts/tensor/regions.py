@@ -35,7 +35,7 @@ _ELEMENTWISE_MODULES = (
     nn.Softplus,
     nn.Tanh,
 )
-# Classes of `transformers.activations`, by name to avoid its import; none has parameters.
+# Classes of `transformers.activations`, by name to avoid its import.
 _HUGGING_FACE = frozenset(
     {
         *("AccurateGELUActivation", "ClippedGELUActivation", "FastGELUActivation"),
@@ -120,7 +120,7 @@ class _Recorder(nn.Module):
     def __getattr__(self, name: str) -> Any:
         value = getattr(self.__dict__["_recorded"][1], name)
         if isinstance(value, Tensor | nn.Module) or callable(value):
-            # The parent uses a part of the child without calling it: a split would break that.
+            # The parent uses a part of the child without a call: a split would break that.
             raise AttributeError(name)
         return value
 
@@ -173,7 +173,7 @@ def _regions_of(graph: fx.Graph, parent: nn.Module) -> Iterator[Region]:
     children = dict(children_of(parent))
     calls = [node for node in graph.nodes if node.op == "call_module"]
     names = [str(node.target) for node in calls]
-    # A module that is called twice may be called inside the region and outside.
+    # A module called twice may be called inside the region and outside.
     once = {name: children[name] for name in names if names.count(name) == 1}
     taken: set[str] = set()
     for node in calls:
@@ -224,7 +224,7 @@ def is_elementwise_node(node: fx.Node, module: nn.Module | None) -> bool:
         known = node.target in _ELEMENTWISE_FUNCTIONS
     else:
         known = node.op == "call_method" and node.target in _ELEMENTWISE_METHODS
-    # A constant tensor could have any shape; a number is the same for every element.
+    # A constant tensor could have any shape; a number fits every element.
     numbers = (int, float, str, bool, type(None), fx.Node)
     return known and all(isinstance(value, numbers) for value in _flat(node))
 

@@ -148,7 +148,7 @@ class _Block:
     def _note(self, name: str, role: SequenceRole, takes: tuple[int | str, ...] = (0,)) -> None:
         """Add an entry. Raises _NoBlock for a module that is used elsewhere too."""
         child = self._module.get_submodule(name)
-        # In a block a gradient covers some positions, elsewhere all: the two cannot be added.
+        # In a block a gradient covers some positions, elsewhere all: no sum of both.
         own = child.parameters() if role in (SequenceRole.NORM, SequenceRole.ROW) else ()
         if any(id(each) in self._shared for each in (child, *own)):
             raise _NoBlock
