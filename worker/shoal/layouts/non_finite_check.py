@@ -1,4 +1,4 @@
-"""Check if the gradients of a step are finite: one answer, the same on every rank."""
+"""Check if the gradients of a step are finite, with one answer for all ranks."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -11,19 +11,14 @@ from shoal.layouts.gradients import name_of_fault
 from shoal.model.losses import PendingLosses
 from shoal.model.not_finite import gradient_not_finite, others_not_finite, sum_not_finite
 
-# A rank's flag: OWN if its own gradients were not finite before they were reduced; GIVEN if only
-# reduced gradients are not finite.
+# OWN: a rank's gradients were not finite before they were reduced; GIVEN: only reduced ones.
 GIVEN, OWN = 1.0, 2.0
 _LOSS = "the loss"
 
 
 class NonFiniteCheck:
-    """Exchange of one flag for each rank, in one small message a step over all ranks.
-
-    The messages that reduce gradients cannot carry the flags: each goes along one dimension of the
-    mesh only, and its sum may itself overflow. A step that clips gradients sends the flags in the
-    message of the norm, which comes later and reaches all ranks.
-    """
+    """Exchange of one flag for each rank, in one small message a step over all ranks. Messages that
+    reduce gradients go along one dimension of the mesh only."""
 
     def __init__(
         self,
@@ -31,16 +26,15 @@ class NonFiniteCheck:
         device: torch.device,
         own_fault: Callable[[], str] = lambda: "",
     ) -> None:
-        """`own_fault`: for layouts that examine gradients while they reduce them, and do not call
-        `scan`. Returns the name of a parameter whose gradients on this rank were not finite before
-        they were reduced; empty if there is none."""
+        """`own_fault`: for layouts that do not call `scan`. Returns the name of a parameter with
+        own gradients that were not finite; empty if there is none."""
         self._group, self._device, self._own_fault = group, device, own_fault
         self.losses = PendingLosses()
-        """Losses of this rank: one that is not finite counts as this rank's own fault."""
+        """Losses of this rank; one that is not finite counts as its own fault."""
         self.begin()
 
     def begin(self) -> None:
-        """Begin a step: discard the results of the previous step."""
+        """Begin a step."""
         self.losses.begin()
         self._own = ""
         self._found = ""
@@ -54,22 +48,22 @@ class NonFiniteCheck:
         self._has_looked = True
 
     def check_after_pass(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Examine the gradients of one pass, unless `scan` has examined the whole step. The
-        gradients must not include reduced gradients of earlier passes."""
+        """Examine the gradients of one pass, without earlier reduced gradients, unless `scan` has
+        been called in this step."""
         if not self._has_looked:
             self._own = self._own or name_of_fault(parameters)
 
     def _look_at_losses(self) -> None:
-        # Checked after the gradients: by then the device has computed the losses too.
+        # After the gradients: by then the device has computed the losses too.
         self._own = self._own or ("" if self.losses.are_finite() else _LOSS)
 
     @property
     def is_own(self) -> bool:
-        """True if this rank's own gradients were not finite."""
+        """True if this rank's own gradients or losses were not finite."""
         return bool(self._own)
 
     def flags(self, parameters: Mapping[str, nn.Parameter]) -> Tensor:
-        """Return a flag for each rank, to be summed over all ranks; this rank sets only its own."""
+        """Return a flag for each rank, to be summed over all ranks."""
         self._own = self._own or self._own_fault()
         self._found = self._own or name_of_fault(parameters)
         self._look_at_losses()
@@ -84,18 +78,14 @@ class NonFiniteCheck:
         self._flags = flags
 
     def note_faults(self, are_own: Sequence[bool]) -> None:
-        """Set the flags that ranks sent in another message, for layouts with
-        `Layout.faults_are_own`. `are_own`: for each rank, True if its own gradients were not
-        finite."""
+        """Set the flags from another message, for layouts with `Layout.faults_are_own`. `are_own`:
+        by rank, True if its own gradients were not finite."""
         self._flags = torch.tensor([OWN if each else 0.0 for each in are_own])
 
     def check(self, parameters: Mapping[str, nn.Parameter], step: int) -> None:
-        """Raise on every rank unless the gradients of all ranks are finite. Collective, unless all
-        ranks' flags are known already. `step`: number of committed steps.
-
-        Ranks whose own gradients are not finite raise NonFiniteGradient and leave. All others
-        raise GenerationBroken. If only a sum is not finite, all ranks raise NonFiniteGradient.
-        """
+        """Raise on every rank unless all gradients are finite: NonFiniteGradient on ranks at fault,
+        GenerationBroken on the others; NonFiniteGradient on all, if only a sum is not finite.
+        `step`: number of committed steps. Collective, unless all ranks' flags are known."""
         if self._flags is None:
             flags = self.flags(parameters)
             if self._group.size() > 1:

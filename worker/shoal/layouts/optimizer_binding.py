@@ -1,7 +1,5 @@
 """Binding of a user's model and optimizer to the layout of one generation; reads and fills state.
-
-The user's optimizer object stays the same over all generations; its parameters are replaced.
-"""
+The optimizer object stays the same; its parameters are replaced."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -54,21 +52,18 @@ from shoal_proto.errors import (
 
 
 class MetaModel:
-    """A model, whose weights `forget_weights` frees, and the groups of its parameters in the
-    optimizer.
+    """A model and the groups of its parameters in the optimizer.
 
     Raises UnsupportedOptimizer if `take_state` does, and InvalidSpec if
 
     - there is nothing to train, or a tensor of the model cannot be sent to a member;
-    - the optimizer has a parameter that is not the model's: its copies on the members would
-      diverge;
+    - the optimizer has a parameter that is not the model's;
     - different parameters share memory;
     - a module on the meta device cannot initialise itself.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         self.model = model
-        """The user's own model, with its weights until `forget_weights`."""
         names = {parameter: name for name, parameter in model.named_parameters()}
         if not any(parameter.requires_grad for parameter in names):
             raise InvalidSpec(
@@ -80,7 +75,6 @@ class MetaModel:
         if self._made_on_meta:
             give_buffers(model)
         self.groups: list[list[str]] = []
-        """Names of the parameters in each of the optimizer's groups."""
         for index, group in enumerate(optimizer.param_groups):
             for position, parameter in enumerate(group["params"]):
                 if parameter not in names:
@@ -92,7 +86,6 @@ class MetaModel:
                     )
             self.groups.append([names[parameter] for parameter in group["params"]])
         self.tied = tied(model)
-        """Each further name of a tied parameter or buffer, with its first name."""
         held = {**dict(model.named_parameters()), **persistent_buffers(model)}
         refuse_tensors(held)
         self.without_elements = {
@@ -100,20 +93,15 @@ class MetaModel:
             for name, tensor in held.items()
             if not tensor.numel()
         }
-        """Parameters and persistent buffers that have no elements."""
         self.order = tuple(model.state_dict(keep_vars=True))
-        """The names of the model's own state_dict, in their order."""
         self._names = {id(parameter): name for parameter, name in names.items()}
         self._given: dict[str, Slots] = {}
         self.take_state(optimizer)
 
     def take_state(self, optimizer: Optimizer) -> None:
-        """Keep the state that the optimizer has for the user's own parameters: the script loaded
-        it before there was a layout.
-
-        Does nothing after `forget_weights`. Raises UnsupportedOptimizer for values that the state
-        of a job cannot hold.
-        """
+        """Keep the state that the script loaded into the optimizer. Does nothing after
+        `forget_weights`. Raises UnsupportedOptimizer for values that the state of a job cannot
+        hold."""
         for parameter in self.model.parameters():
             name, state = self._names.get(id(parameter)), optimizer.state.get(parameter)
             if name is None or not state or any(map(_is_meta, state.values())):
@@ -121,8 +109,8 @@ class MetaModel:
             self._given[name] = take_slots(state, name, optimizer)
 
     def copy(self) -> nn.Module:
-        """Copy the model: parameters on the meta device, buffers real and not shared. Raises
-        InvalidSpec if `copy.deepcopy` cannot copy it."""
+        """Copy the model: parameters on the meta device, buffers real. Raises InvalidSpec if
+        `copy.deepcopy` fails."""
         try:
             copied: nn.Module = copy.deepcopy(self.model, self._empty_parameters())
         except (TypeError, RuntimeError) as error:
@@ -136,9 +124,8 @@ class MetaModel:
         return copied
 
     def initial(self) -> StateShard:
-        """Return the state of step 0: the model's weights as the script made them, and the
-        optimizer's state for them. A model made on the meta device is initialised by its modules,
-        with the seed that the script had given torch."""
+        """Return the state of step 0: the script's weights and optimizer state. A model made on the
+        meta device is initialised with the script's seed."""
         model = initialised_copy(self.model, self._seed) if self._made_on_meta else self.model
         state = {**dict(model.named_parameters()), **persistent_buffers(model)}
         shards = {
@@ -154,8 +141,8 @@ class MetaModel:
         return StateShard(step=0, shards=shards, values={SLOTS: values} if values else {})
 
     def forget_weights(self) -> None:
-        """Free the memory of the user's own parameters and of the optimizer's state for them, once
-        a layout has both. Tied parameters stay tied, in this model and in each `copy`."""
+        """Free the user's own parameters and the optimizer's state for them. Tied parameters stay
+        tied."""
         if not all(parameter.is_meta for parameter in self.model.parameters()):
             empty = self._empty_parameters()
             for part in self.model.modules():
@@ -166,8 +153,8 @@ class MetaModel:
         self._names.clear()
 
     def give_back(self, optimizer: Optimizer) -> None:
-        """Give the optimizer the user's own parameters back, with the state that `take_state` kept.
-        Does nothing after `forget_weights`."""
+        """Give the optimizer the user's own parameters back, with the kept state. Does nothing
+        after `forget_weights`."""
         if not self._names:
             return
         own = dict(self.model.named_parameters())
@@ -178,7 +165,6 @@ class MetaModel:
             optimizer.state[own[name]] = put_slots(given)
 
     def _empty_parameters(self) -> dict[int, Any]:
-        """Map the id of each parameter of the model to a new parameter without memory."""
         return {
             id(parameter): nn.Parameter(
                 torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad
@@ -188,7 +174,7 @@ class MetaModel:
 
 
 class OptimizerBinding:
-    """The optimizer bound to a layout's parameters; reads and fills the state of both by name."""
+    """Optimizer bound to a layout's parameters; reads and fills the state of both by name."""
 
     def __init__(self, meta_model: MetaModel, optimizer: Optimizer, layout: Layout) -> None:
         self.layout = layout
@@ -201,13 +187,10 @@ class OptimizerBinding:
         self._outlines: dict[str, tuple[torch.Size, torch.dtype]] = {}
         """Shape and dtype of each tensor of the optimizer's state when `collect` first read it."""
         self._objects = InspectedObjects()
-        """Objects of the optimizer's state from which `_shards` and `_slots` were made."""
         self._shards: Mapping[str, TensorShard] = {}
-        """The shards that `collect` returned last; never changed, only replaced."""
+        """Shards that `collect` returned last; never changed, only replaced."""
         self._sources: Sequence[Tensor] = ()
-        """The tensors whose parts these shards show, in the same order."""
         self._slots: Mapping[str, Json] = {}
-        """Plain values of the optimizer's state, by parameter."""
         self.group_names = meta_model.groups
         self._tied = meta_model.tied
         self._model_names = names_in(meta_model.model)
@@ -222,10 +205,8 @@ class OptimizerBinding:
     # --- reading ---
 
     def collect(self, step: int) -> StateShard:
-        """Return the state that this rank holds, not copied: valid until the next step.
-
-        Raises UnsupportedOptimizer for state that cannot be handed to another member.
-        """
+        """Return the state that this rank holds, not copied: valid until the next step. Raises
+        UnsupportedOptimizer for state that cannot be sent to another member."""
         contents = contents_of([self.optimizer])
         if not self._objects.has(contents) or not all(
             map(_shows, self._shards.values(), self._sources)
@@ -236,8 +217,8 @@ class OptimizerBinding:
         return StateShard(step=step, shards=self._shards, values=values)
 
     def _find(self) -> None:
-        """Find the shards and the plain values of the state. They stay valid as long as the
-        optimizer's state has the same objects, and each tensor the same memory."""
+        """Find the shards and plain values: valid while the state has the same objects in the same
+        memory."""
         refuse_other_owners(self.optimizer, self._parameters.values())
         tensors = {MODEL + name: tensor for name, tensor in self.held.items()}
         shards = {MODEL + name: self.layout.shard(name, t) for name, t in self.held.items()}
@@ -277,11 +258,8 @@ class OptimizerBinding:
         return TensorShard.whole(local_part(value))
 
     def model(self, step: int) -> StateShard:
-        """Return this rank's part of the model; the parts of all ranks make up the whole.
-
-        A buffer, such as a running mean, may differ between ranks: only the rank that writes it
-        into checkpoints includes it.
-        """
+        """Return this rank's part of the model; buffers only on the rank that writes them into
+        checkpoints."""
         given = {
             MODEL + name: self.layout.shard(name, tensor)
             for name, tensor in self.held.items()
@@ -291,7 +269,7 @@ class OptimizerBinding:
         return StateShard(step=step, shards=kept, values={"tied": dict(self._tied)})
 
     def whole_model(self, step: int, group: dist.ProcessGroup) -> dict[str, Tensor]:
-        """Gather the model in the order of its own state_dict. Collective; raises what `reshard`
+        """Gather the model in the order of its state_dict. Collective; raises what `reshard`
         raises."""
         return whole_model(group, self.model(step), self.without_elements, self.order)
 
@@ -311,8 +289,7 @@ class OptimizerBinding:
 
     @property
     def collected_names(self) -> frozenset[str]:
-        """Names of all tensors of the optimizer's state that `collect` has returned so far: those
-        that existed after a committed step."""
+        """Names of all tensors of optimizer state that `collect` has returned so far."""
         return frozenset(OPTIM + each for each in self._outlines)
 
     def writes(self, name: str) -> bool:
@@ -325,9 +302,8 @@ class OptimizerBinding:
 
     def target_of(self, name: str, chunk: Chunk) -> Tensor | None:
         """Return memory into which a chunk from `needed_chunk` can be received, so that `fill` need
-        not copy it: for the model the layout's own memory, for optimizer state new memory. Returns
-        None if the tensor is a scalar or has another shape than its parameter, if this rank's part
-        is not exactly this chunk, or if that part is not on the host."""
+        not copy it. None for a scalar, for a shape other than the parameter's, unless this chunk is
+        this rank's whole part, and for a part that is not on the host."""
         shape, dtype = self._known[name]
         if name.startswith(MODEL):
             key = name.removeprefix(MODEL)
@@ -345,10 +321,8 @@ class OptimizerBinding:
 
     def needed_chunk(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Chunk | None:
         """Return the chunk that this rank needs of a tensor of a state; None if it needs none.
-
         Raises ShapeMismatch or DtypeMismatch if the state belongs to another model, and
-        UnsupportedOptimizer if optimizer state cannot be cut as its parameter is.
-        """
+        UnsupportedOptimizer if optimizer state cannot be cut as its parameter is."""
         self._known[name] = (shape, dtype)
         if name.startswith(MODEL):
             own = self.held.get(name.removeprefix(MODEL))
@@ -370,10 +344,9 @@ class OptimizerBinding:
 
     @torch.no_grad()
     def fill(self, state_shard: StateShard) -> None:
-        """Fill the layout and the optimizer from a state; `needed_chunk` was called for each of its
-        names. Raises ShapeMismatch if the state has other parameters or buffers than the model, and
-        InvalidSpec if it is the state of another optimizer.
-        """
+        """Fill the layout and the optimizer from a state, after `needed_chunk` for each of its
+        names. Raises ShapeMismatch for another model's state, and InvalidSpec for another
+        optimizer's."""
         check_no_more(self._model_names, self._known)
         chunks = {name: self.layout.chunk(name, tensor) for name, tensor in self.held.items()}
         chunks = {name: chunk for name, chunk in chunks.items() if chunk.num_elements}
@@ -420,7 +393,6 @@ class OptimizerBinding:
 
 
 def _shows(shard: TensorShard, tensor: Tensor) -> bool:
-    """True if the shard is a view of the present memory of this rank's part of the tensor."""
     part = local_of(tensor) if isinstance(tensor, DTensor) else tensor
     return shard.tensor.is_set_to(part) and shard.tensor.dtype == part.dtype
 
@@ -444,8 +416,8 @@ def _cannot_cut(
 
 
 def _filled(parameter: nn.Parameter, given: TensorShard | None, dtype: torch.dtype) -> Tensor:
-    """Copy this rank's part of a state tensor to memory with the strides of the parameter's part.
-    `given`: None if the part has no elements."""
+    """Copy this rank's part of a state tensor to memory with the parameter's strides. `given`: None
+    for a part without elements."""
     local = torch.empty_like(local_part(parameter), dtype=dtype)
     return local if given is None else local.copy_(given.tensor)
 

@@ -1,10 +1,5 @@
-"""Completion of a rank's own gradients to those of the whole batch, after each backward pass.
-
-Between passes, and after the last one, a script may read or change gradients: it may clamp them, or
-move weights along them (sharpness-aware minimisation). It has to see the gradients that one process
-would compute, so a rank's own gradients are reduced before `session.backward` returns. Layouts that
-reduce during backward do not need this.
-"""
+"""Completion of a rank's own gradients to those of the whole batch, after each backward pass: a
+script may read them then."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -31,8 +26,7 @@ class PassGradients:
 
     @contextmanager
     def of_pass(self, complete: Complete, *, completes: bool) -> Iterator[None]:
-        """Return a context for one pass. `completes`: complete the gradients at its end; else a
-        later pass or `finish` does."""
+        """Return a context for one pass. `completes`: complete the gradients at its end."""
         if not self._are_own and not self._kept:
             self._set_aside()
         self._are_own = True
@@ -51,8 +45,6 @@ class PassGradients:
                 parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
 
     def _set_aside(self) -> None:
-        """Move complete gradients, which the script may have changed, out of `.grad`, so that
-        `complete` reduces only the gradients of the next pass."""
         for parameter in self._parameters:
             if parameter.grad is not None:
                 self._kept[parameter], parameter.grad = parameter.grad, None

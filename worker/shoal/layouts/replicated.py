@@ -21,14 +21,13 @@ from shoal_proto.errors import InvalidSpec
 class ReplicatedLayout(Layout):
     """Layout in which every rank holds and steps all parameters, with its own share of samples.
 
-    As in DDP, a parameter that a loss leaves out is an error unless `find_unused_parameters`.
-    Parameters that are not on the meta device stay the script's own, with their values.
+    A parameter that a loss leaves out is an error unless `find_unused_parameters`. Real parameters
+    stay the script's own.
     """
 
     elementwise = False
     is_replicated = True
     strategy = "DDP"
-    """Name of the class with which a script chooses this layout."""
 
     def __init__(
         self,
@@ -40,8 +39,8 @@ class ReplicatedLayout(Layout):
         compressor: Compressor | None = None,
         traffic: Traffic | None = None,
     ) -> None:
-        """`compressor`: the same object in all generations of a member, as it keeps the gradients
-        that it has not sent yet. `traffic`: counts bytes in all generations."""
+        """`compressor`: the same object in all generations, as it keeps unsent gradients.
+        `traffic`: counts bytes in all generations."""
         bucket_mb = bucket_size(bucket_mb)
         if any(parameter.is_meta for parameter in model.parameters()):
             materialise(model, world.device)
@@ -59,7 +58,7 @@ class ReplicatedLayout(Layout):
             self.traffic,
             compressor,
         )
-        # `init_sync=False`: the ranks' parameters are not filled yet.
+        # Without `init_sync`: parameters are not filled yet.
         self._ddp = ReplicatedModule(
             model,
             process_group=world.group,
@@ -99,7 +98,7 @@ class ReplicatedLayout(Layout):
         return False
 
     def reduce_in_backward(self, reduces: bool) -> None:
-        # As DDP's `no_sync` does; the flag has to be set in the forward pass too.
+        # The flag has to be set in the forward pass too, as DDP's `no_sync` does.
         self._ddp.require_backward_grad_sync = reduces
 
     @property
@@ -124,7 +123,6 @@ class ReplicatedLayout(Layout):
         self._ddp.begin_step()
 
     def reduce(self) -> None:
-        # `synchronised` reports gradients that were not averaged.
         self.unreached = [] if self.exchange.complete else self._without_gradient()
         if self.exchange.complete and self.looks_for_faults:
             self.exchange.check(self.step)
@@ -140,13 +138,12 @@ class ReplicatedLayout(Layout):
         return not self.exchange.has_finite_averages()
 
     def check(self) -> None:
-        """Do nothing: `reduce` has examined the averages, which are the same on every rank."""
+        """Do nothing: `reduce` has examined the averages, the same on every rank."""
 
     def share_buffers(self) -> None:
         self._buffers.broadcast_buffers(self.world.group)
 
     def names_without_gradient(self) -> Sequence[str]:
-        # The optimizer skips these parameters: it must skip them on every rank.
         return self._without_gradient()
 
     def synchronised(self) -> bool:

@@ -23,7 +23,6 @@ class SeveralLayouts(Layout):
         self.elementwise = any(each.elementwise for each in layouts.values())
         self.layouts = layouts
         self.active: frozenset[str] = frozenset()
-        """Names of the models that the next pass trains, or that the next update steps."""
 
     @property
     def is_replicated(self) -> bool:  # type: ignore[override]
@@ -95,8 +94,7 @@ class SeveralLayouts(Layout):
             each.note_loss(loss)
 
     def backward(self, loss: Tensor, weight: float) -> None:
-        """Add gradients to the active models only; other models keep theirs unchanged. Raises
-        InvalidSpec if no model is active."""
+        """Add gradients to the active models only. Raises InvalidSpec if no model is active."""
         if not self._active:
             raise InvalidSpec(
                 "a backward pass that trains no model",
@@ -118,8 +116,6 @@ class SeveralLayouts(Layout):
 
     @contextmanager
     def _set_aside(self) -> Iterator[None]:
-        """Set aside the gradients of inactive models within the context, and restore them at its
-        end: gradients added meanwhile are discarded."""
         others = [each for name, each in self.layouts.items() if name not in self.active]
         kept = [(p, p.grad) for each in others for p in each.parameters.values()]
         for parameter, _ in kept:
@@ -135,7 +131,7 @@ class SeveralLayouts(Layout):
             each.finish_passes()
 
     def communicates_in_forward(self, *, is_first_step: bool) -> bool:
-        """Raise InvalidSpec: several models have no common forward pass. Ask each layout."""
+        """Raise InvalidSpec: several models have no common forward pass."""
         raise InvalidSpec("several models have no forward pass in common")
 
     def reduce(self) -> None:
@@ -153,7 +149,7 @@ class SeveralLayouts(Layout):
             each.check()
 
     def overflowed(self) -> bool:
-        # Ask every layout, even if an earlier one has overflowed.
+        # All are asked, even if an earlier one has overflowed.
         found = [each.overflowed() for each in self._active]
         return any(found)
 

@@ -1,9 +1,7 @@
 """BatchNorm with the statistics of the whole global batch, however it is divided into shares.
 
-torch's SyncBatchNorm runs on GPUs only, and counts the stand-in sample of a member without a share.
-Here each member sends the number of its values, their mean and their sum of squares around that
-mean, which are combined as in Chan et al. 1979. In backward members exchange the sums that
-gradients depend on. These are already weighted by the members' shares, because the losses are.
+torch's SyncBatchNorm runs on GPUs only, and counts stand-in samples. Members' statistics are
+combined as in Chan et al. 1979.
 """
 
 from typing import Any
@@ -24,7 +22,6 @@ from shoal_proto.errors import InvalidSpec
 def sync_batchnorm(model: nn.Module, *, every: bool) -> int:
     """Make the model's SyncBatchNorm modules, or `every` BatchNorm, normalise over the samples of
     all members; returns their number. The modules stay the same objects, and evaluate as before.
-
     Raises InvalidSpec, before any change, if `every` includes layers of another framework."""
     if every:
         _refuse_foreign(model)
@@ -45,13 +42,13 @@ def unsync_batchnorm(model: nn.Module) -> None:
 
 
 def has_sync_batchnorm(model: nn.Module) -> bool:
-    """True if the script itself has converted layers of the model to SyncBatchNorm."""
+    """True if the script has converted layers of the model to SyncBatchNorm."""
     return any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
 
 
 def _refuse_foreign(model: nn.Module) -> None:
     for module in model.modules():
-        # With the torch backend, Keras layers are torch modules, and any module may contain them.
+        # With the torch backend, Keras layers are torch modules, within any module.
         if names := keras_batchnorm_layers(module):
             raise InvalidSpec(
                 "BatchNorm layers that are not torch's do not normalise over members",
@@ -106,8 +103,6 @@ class _Normalise(torch.autograd.Function):
 
 @torch.no_grad()
 def _statistics(values: Tensor, members: BatchNormMembers) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the mean and biased variance of each channel over all members' samples, and the
-    number of values per channel."""
     dims, channels = _dims(values), values.shape[1]
     num = values.numel() // channels if members.has_samples else 0
     mean = values.mean(dims, dtype=torch.float64)
@@ -124,7 +119,6 @@ def _statistics(values: Tensor, members: BatchNormMembers) -> tuple[Tensor, Tens
 
 
 def _dims(values: Tensor) -> list[int]:
-    """List all dimensions but that of the channels."""
     return [0, *range(2, values.ndim)]
 
 
@@ -136,7 +130,7 @@ def _wide(of_channels: Tensor, values: Tensor) -> Tensor:
 def _forward(self: Any, input: Tensor) -> Tensor:  # noqa: A002 - torch's own name for it
     members = _members_of(self)
     if members is None or not self.training:
-        # As in torch. Outside a step no other rank takes part; evaluation needs no other rank.
+        # Outside a step no other rank takes part; evaluation needs no other rank.
         return nn.BatchNorm1d.forward(self, input)
     self._check_input_dim(input)
     output, mean, variance, count = _Normalise.apply(
@@ -151,7 +145,7 @@ def _forward(self: Any, input: Tensor) -> Tensor:  # noqa: A002 - torch's own na
 def _members_of(module: Any) -> BatchNormMembers | None:
     members = step_context.current().batchnorm
     if members is None and in_backward():
-        # Recomputation may run on another thread than the original forward pass.
+        # Recomputation may run on another thread than the forward pass.
         members = module.__dict__.get("_members")
     module.__dict__["_members"] = members
     return members
@@ -167,13 +161,12 @@ def _track(module: Any, mean: Tensor, variance: Tensor, count: Tensor) -> None:
         if momentum is not None:
             buffer.mul_(1 - momentum).add_(now.to(buffer.dtype), alpha=momentum)
         else:
-            # The mean of all batches, in double precision; the count is not read from the GPU.
+            # Mean of all batches, in double precision; the count is not read from the GPU.
             held = buffer.double()
             buffer.copy_(held + (now - held) / module.num_batches_tracked)
 
 
 def _synced(kind: Any) -> Any:
-    """Make the subclass of a BatchNorm class that normalises over all members' samples."""
     return type(f"Synced{kind.__name__}", (kind,), {"forward": _forward, "__module__": __name__})
 
 

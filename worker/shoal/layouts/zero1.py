@@ -10,7 +10,7 @@ from shoal.backends.abortable.waiter import wait_abortable
 from shoal.layouts.replicated import ReplicatedLayout
 from shoal.state.shards import OPTIM
 
-# A multiple of this is an aligned offset for parameters of any dtype in their owner's memory.
+# Offsets in an owner's memory are multiples, aligned for any dtype.
 ALIGNMENT_BYTES = 16
 MAX_MESSAGE_BYTES = 1 << 28
 """Limit of a broadcast: Gloo copies a message before it sends it to another host."""
@@ -19,17 +19,12 @@ MAX_MESSAGE_BYTES = 1 << 28
 class Zero1Layout(ReplicatedLayout):
     """Replicated layout in which each parameter is stepped by one rank only, its owner.
 
-    So each rank keeps about 1/n of the optimizer's state. Parameters stay whole: any optimizer
-    that treats each parameter separately gives the same result as in one process.
+    Each rank keeps about 1/n of the optimizer's state. An optimizer that treats each parameter
+    separately gives the same result as in one process. (Rajbhandari et al. 2020, "ZeRO: Memory
+    Optimizations Toward Training Trillion Parameter Models".)
 
-    Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models".
-
-    An owner's parameters lie in one piece of memory, so it broadcasts them without packing or
-    copying them. Concurrent broadcasts, one for each owner, move each byte to each rank once. An
-    all-gather does so only for equal parts: Gloo needs parts padded to the largest, so a model that
-    is mostly one embedding would be sent several times. On loopback, broadcasts of 40 MB in equal
-    parts take 15 ms where an all-gather takes 44 ms (2 ranks), 27 and 59 ms (3 ranks), 34 and 80 ms
-    (4 ranks); below 1 MB both take the same time.
+    An owner broadcasts its parameters from one piece of memory: on loopback, 40 MB in equal parts
+    take 15 ms on 2 ranks, and 44 ms by Gloo's all-gather.
     """
 
     strategy = "Zero1"
@@ -67,8 +62,7 @@ class Zero1Layout(ReplicatedLayout):
 
     @torch.no_grad()
     def _take_back(self) -> None:
-        """Copy values that a script has assigned to a parameter's `.data` back into the memory that
-        owners send, and other ranks receive into."""
+        """Copy values assigned to a parameter's `.data` back into the memory that is broadcast."""
         for parameter, original in self._originals:
             if parameter.data_ptr() != original.data_ptr():
                 original.copy_(parameter)
@@ -76,7 +70,7 @@ class Zero1Layout(ReplicatedLayout):
 
     def begin(self) -> None:
         super().begin()
-        # The optimizer does not hold these parameters, so its `zero_grad` leaves their gradients.
+        # The optimizer does not hold these: its `zero_grad` leaves their gradients.
         self._forget_gradients_of_others()
 
     def reduce(self) -> None:
@@ -109,12 +103,8 @@ class Zero1Layout(ReplicatedLayout):
 
 
 def partition(sizes: Sequence[int], n: int) -> list[int]:
-    """Assign each item to one of `n` ranks, such that all own about the same size.
-
-    Items go, largest first, to the rank that owns least (the lowest among equals). The fullest rank
-    then owns at most 4/3 of the fullest in the best partition (Graham 1969). The same sizes always
-    give the same owners.
-    """
+    """Assign each item to one of `n` ranks, such that all own about the same size: at most 4/3 of
+    the best partition (Graham 1969)."""
     owned = [0] * n
     owners = [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
@@ -126,10 +116,8 @@ def partition(sizes: Sequence[int], n: int) -> list[int]:
 
 @torch.no_grad()
 def move_to_flat_storage(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """Move the parameters into one contiguous piece of memory; returns it, as bytes.
-
-    Their contents are not kept, but their strides (such as channels last) are.
-    """
+    """Move the parameters into one contiguous piece of memory; returns it, as bytes. Strides are
+    kept (channels last), contents are not."""
     sizes = [-(-p.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for p in parameters]
     device = parameters[0].device if parameters else None
     memory = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
@@ -140,7 +128,6 @@ def move_to_flat_storage(parameters: Sequence[nn.Parameter]) -> Tensor:
 
 
 def _strides(tensor: Tensor) -> tuple[int, ...]:
-    """Return the tensor's own strides if its elements lie without gaps; else contiguous ones."""
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
     if sum((size - 1) * stride for size, stride in pairs) + 1 == tensor.numel():
         return tensor.stride()

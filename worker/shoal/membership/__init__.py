@@ -1,1 +1,1 @@
-"""A member's membership in its job: join configuration, generation, validators, drain, health."""
+"""Membership of a member in its job: join configuration, generation, validators, drain, health."""

@@ -1,7 +1,5 @@
-"""A member that trains alone: no coordinator was named, so no member can join it.
-
-`LoneMember` replaces the `MemberSession` of a job with several members, so that the same script
-runs in both cases. There is one generation of one member. Only checkpoints outlive the process."""
+"""Member that trains alone, as no coordinator was named, in one generation. Only checkpoints
+outlive the process."""
 
 import math
 import time
@@ -28,12 +26,13 @@ GENERATION = 1
 LIMITS = pb.Limits(
     heartbeat_s=0.5, prepare_s=10.0, bring_up_s=30.0, collective_s=30.0, join_s=120.0
 )
-"""The defaults of `shoal coordinator`."""
+"""Defaults of `shoal coordinator`."""
 WITH_SEVERAL = "Start it with `shoal run -n 3 SCRIPT`, which also starts a cluster for it."
 
 
 class LoneMember:
-    """The only member of a job without a coordinator. See `MemberSession` for each method."""
+    """Only member of a job without a coordinator, in place of `MemberSession`, which documents the
+    methods."""
 
     def __init__(
         self, member: Member, judge: Callable[[pb.Prepare], Sequence[pb.Rejection]]

@@ -20,7 +20,7 @@ EXIT_CODE = 128 + signal.SIGTERM
 
 
 class Drained(SystemExit):
-    """Request to end the script: this member was asked to leave, and the others no longer need it.
+    """Request to end the script: this member was asked to leave, and is no longer needed.
 
     Raised between two steps, or by a call that waits. As a SystemExit, it ends a script that does
     not catch it, with exit code 143.
@@ -35,7 +35,7 @@ class Drained(SystemExit):
 
 
 class _AsDrained:
-    # A class, as each step uses it and a generator takes ten times as long.
+    # A class, as each step uses it: a generator takes ten times as long.
 
     def __enter__(self) -> None:
         pass
@@ -61,11 +61,11 @@ Handler = Callable[[int, FrameType | None], Any] | int | signal.Handlers | None
 class DrainSignal:
     """Handler of SIGTERM as a request to drain.
 
-    A repetition of the signal within SAME_ORDER_S has no effect, even while the script unwinds. A
-    second SIGTERM after that time ends the process, as by default.
+    A repetition of the signal within SAME_ORDER_S has no effect. A second SIGTERM after that time
+    ends the process.
 
-    Installed only in the main thread, and only if the script has no handler. In a process that the
-    script forks, the first SIGTERM ends the process, which is no member.
+    Installed only in the main thread, and only if the script has no handler. In a forked process,
+    the first SIGTERM ends the process.
     """
 
     def __init__(self, drain: Callable[[str], None]) -> None:
@@ -74,7 +74,6 @@ class DrainSignal:
         self._orders = StopOrders()
         self._was_ordered = False
         self._next: Handler = signal.SIG_DFL
-        """The handler for the second SIGTERM."""
 
     def install(self) -> None:
         in_main = threading.current_thread() is threading.main_thread()
@@ -94,14 +93,13 @@ class DrainSignal:
 
     def restore(self) -> None:
         """Set the default handler, unless another one was set meanwhile. After a first SIGTERM this
-        handler stays: it ignores repetitions, and ends the process on the second SIGTERM."""
+        handler stays, for the second."""
         if self._is_in_place and self._installed and not self._was_ordered:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self._installed = False
 
     def forget_order(self) -> None:
-        """Forget earlier signals: the next one does not count as a repetition, and a handler that
-        is set afterwards is installed at once."""
+        """Forget earlier signals: the next one is no repetition."""
         self._orders = StopOrders()
 
     @property
@@ -164,18 +162,16 @@ _set_by_libc.restype = ctypes.c_void_p
 
 
 class _Forking(threading.local):
-    """State of a fork, by thread, as any thread may fork."""
-
     mask: set[signal.Signals | int] | None = None
-    """The signals that were blocked before the fork; None if DrainSignal is not installed."""
+    """Signals that were blocked before the fork; None if DrainSignal is not installed."""
 
 
 _forking = _Forking()
 
 
 def _block_signal() -> None:
-    """Block SIGTERM before a fork. A child that got it before `_reset_in_child` would lose it or
-    handle it as a request to drain: a process pool that sent it would wait for ever."""
+    """Block SIGTERM before a fork: a child that received it before `_reset_in_child` would lose it
+    or drain."""
     if isinstance(getattr(_get_handler(signal.SIGTERM), "__self__", None), DrainSignal):
         _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
@@ -187,7 +183,6 @@ def _unblock_signal() -> None:
 
 
 def _reset_in_child() -> None:
-    """Reset the handler in a forked child: a process pool ends its processes by SIGTERM."""
     if _forking.mask is not None:
         forked = getattr(_get_handler(signal.SIGTERM), "__self__", None)
         if isinstance(forked, DrainSignal):
@@ -202,11 +197,7 @@ os.register_at_fork(
 
 
 def _is_free(handler: object) -> bool:
-    """True if the script has no handler of its own.
-
-    A script that saves and restores handlers, as Lightning's Trainer does, may have restored the
-    handler of an earlier session, which counts as none.
-    """
+    """True if the script has no handler of its own. An earlier session's handler counts as none."""
     left_over = getattr(handler, "__self__", None)
     if isinstance(left_over, DrainSignal):
         return not left_over._installed and _is_free(left_over._next)

@@ -1,4 +1,4 @@
-"""The context of a strategy: its job, and the generation that the member has entered."""
+"""Context of a strategy: its job, and the generation that the member has entered."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -14,35 +14,33 @@ from shoal_proto.v1.membership_pb2 import STATE_ACTION_KEEP, GenerationRecord, L
 
 @dataclass(frozen=True, kw_only=True)
 class Context:
-    """The context of a strategy: job, coordinators, and the state of the membership."""
+    """Context of a strategy: job, coordinators, and the state of the membership."""
 
     job: str
     coordinators: Sequence[str]
-    """host:port of every coordinator."""
     token: Callable[[], Token]
     """Returns the member's token, with the generation that it has entered. Cheap and
     thread-safe."""
     limits: Limits
-    """The job's time limits, in seconds."""
     held_until_s: Callable[[], float] = lambda: -math.inf
-    """Returns the time, by `time.monotonic`, until which waits for other members had no limit,
-    because of a member's pause or because no coordinator could be reached. Thread-safe."""
+    """Returns the time, by `time.monotonic`, until which waits for other members had no limit: a
+    member paused, or no coordinator was reached. Thread-safe."""
     is_away: Callable[[], bool] = lambda: False
     """Returns True while no coordinator can be reached. Thread-safe."""
     no_generation_follows: Callable[[], bool] = lambda: False
     """Returns True if this member is to leave and no further generation follows. Thread-safe."""
     ended: Callable[[], ShoalError | None] = lambda: None
-    """Returns the error that ended the membership, if it has ended. Cheap and thread-safe."""
+    """Returns the error that ended the membership; None: the membership goes on. Cheap and
+    thread-safe."""
     stores: GenerationStores = field(default_factory=LoneStores)
-    """Key-value stores through which the members of a generation connect. The strategy closes
-    them."""
+    """Key-value stores through which a generation's members connect. The strategy closes them."""
     report_status: Callable[[TrainerStatus], None] = lambda status: None
     """Takes the trainer's status, which heartbeats carry. Thread-safe."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """A generation, with the token and rank of one of its members."""
+    """Generation, with the token of one of its members."""
 
     record: GenerationRecord
     token: Token
@@ -78,8 +76,8 @@ class Generation:
 
 
 def receivers_of(generation: Generation) -> tuple[int, Sequence[int]]:
-    """Return the rank of the member whose state the generation starts from, and the ranks that
-    receive this state."""
+    """Return the rank of the member from whose state the generation starts, and the receivers'
+    ranks."""
     entries = generation.entries
     source_id = generation.record.roster.source_member_id or entries[0].member_id
     source = next(entry.rank for entry in entries if entry.member_id == source_id)

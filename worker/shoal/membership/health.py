@@ -1,8 +1,5 @@
-"""Health reports to the coordinator's status page, in the background.
-
-Reports are for people, and no decision depends on them: a report that fails is counted and dropped,
-and training never waits for a report or fails because of one.
-"""
+"""Health reports to the coordinator's status page, in the background: training never waits for one
+or fails because of one."""
 
 import json
 import math
@@ -27,7 +24,6 @@ log = structlog.get_logger(__name__)
 REQUEST_WITHIN_S = 2.0
 NOT_FOUND = 404
 LIMITS = dict.fromkeys(("connect", "read", "write", "pool"), REQUEST_WITHIN_S)
-"""Time limits in seconds of the parts of a request."""
 _MAX_LENGTHS = max_lengths()
 _NOT_SENT = (
     httpcore.NetworkError,
@@ -38,11 +34,8 @@ _NOT_SENT = (
 
 
 class HealthReporter:
-    """Posts the newest health of one member every `interval_s`, on a thread of its own.
-
-    At most one report is waiting to be sent, and `update` changes it. The first update is sent at
-    once, later ones at the interval, the last one by `close`.
-    """
+    """Posts the newest health of one member every `interval_s`, on a thread of its own; the first
+    update at once, the last one by `close`."""
 
     def __init__(
         self,
@@ -52,9 +45,8 @@ class HealthReporter:
         incarnation: str,
         interval_s: float = 1.0,
     ) -> None:
-        """`url`: the coordinator's base URL, or a function that returns the current one; empty
-        while there is no coordinator to report to.
-        """
+        """`url`: the coordinator's base URL, or a function that returns the current one; empty:
+        none."""
         if not interval_s > 0:
             raise ValueError(f"interval_s is {interval_s}; expected more than 0")
         self._url = url if callable(url) else lambda: url
@@ -88,10 +80,8 @@ class HealthReporter:
         return self._num_failed
 
     def update(self, figures: HealthFigures) -> None:
-        """Change the next report; figures that are None stay unchanged. Never blocks.
-
-        Convert tensors before the call, and not in each step: `float(loss)` waits for the device.
-        """
+        """Change the next report; figures that are None stay unchanged. Never blocks. Convert
+        tensors seldom: `float(loss)` waits for the device."""
         changed = {
             name: value[: _MAX_LENGTHS[name]] if isinstance(value, str) else _json(value)
             for name, value in figures.known_figures().items()
@@ -102,7 +92,7 @@ class HealthReporter:
             self._changed.notify()
 
     def close(self, timeout_s: float = REQUEST_WITHIN_S) -> None:
-        """Send the last report and end the thread. Waits for this for at most `timeout_s`."""
+        """Send the last report and end the thread, within `timeout_s`."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -151,7 +141,7 @@ class HealthReporter:
             response = self._posted(connections, url, report)
             body = response.content.decode("utf-8", "replace")
             problem = "" if response.status < 300 else f"HTTP {response.status} {body}"
-            # The last report may arrive after the member has left or the job has ended.
+            # The last report may arrive after the member has left.
             too_late = self._closed and response.status == NOT_FOUND
         except (*_NOT_SENT, ValueError) as error:
             problem, too_late = f"{type(error).__name__}: {error}", False
@@ -179,7 +169,6 @@ def _json(value: Any) -> Any:
 
 
 def _json_number(value: SupportsFloat) -> float | str:
-    """Return the number for JSON; NaN and infinities, which JSON lacks, become text."""
     if isinstance(value, Integral):
         return int(value)
     number = float(value)

@@ -17,7 +17,7 @@ CONNECT_S = 2.0
 
 
 class ForkableBackend(httpcore.NetworkBackend):
-    """Network backend over TCP, whose TLS connections follow the rules of `NO_FORK`."""
+    """Network backend over TCP with TLS connections that follow the rules of `NO_FORK`."""
 
     def __init__(self) -> None:
         self._plain = httpcore.SyncBackend()
@@ -34,8 +34,8 @@ class ForkableBackend(httpcore.NetworkBackend):
 
 
 class CoordinatorHttp:
-    """Client that posts JSON to a coordinator, with the present certificate files and without the
-    environment's proxies. One thread uses it, within `with`."""
+    """Client that posts JSON to a coordinator, with the present certificate files and without
+    proxies. One thread uses it, within `with`."""
 
     def __init__(self) -> None:
         self._context = _context()
@@ -73,14 +73,12 @@ def _context() -> ssl.SSLContext:
     certificate = identity.own()
     if certificate is not None:
         return certificate.material.client
-    # A context without certificates: reading the system's takes 30 ms, and TLS is off.
+    # Without certificates: reading the system's takes 30 ms, and TLS is off.
     with NO_FORK:
         return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 
 
 class _Plain(httpcore.NetworkStream):
-    """A TCP connection, which `start_tls` secures."""
-
     def __init__(self, stream: httpcore.NetworkStream) -> None:
         self._stream = stream
 
@@ -111,8 +109,6 @@ class _Plain(httpcore.NetworkStream):
 
 
 class _Encrypted(httpcore.NetworkStream):
-    """A TLS connection with a non-blocking socket: `until_done` waits for the network."""
-
     def __init__(self, connection: ssl.SSLSocket) -> None:
         self._connection = connection
 
@@ -132,7 +128,7 @@ class _Encrypted(httpcore.NetworkStream):
 
     def get_extra_info(self, info: str) -> Any:
         if info == "is_readable":
-            # Between requests a server sends only the end of the connection.
+            # Between requests, a server sends only the end of the connection.
             try:
                 self.read(1, timeout=0.0)
             except httpcore.ReadTimeout:
@@ -145,7 +141,6 @@ class _Encrypted(httpcore.NetworkStream):
 
 @contextlib.contextmanager
 def _errors(late: type[Exception], failed: type[Exception]) -> Iterator[None]:
-    """Context that raises a socket's errors as httpcore's."""
     try:
         yield
     except TimeoutError as error:

@@ -32,24 +32,22 @@ MAX_MEMBERS = 1024
 """Upper bound of the number of members, if the job gives none."""
 
 _NUM_RANKS = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
-"""Variables with the number of processes that torchrun, Open MPI, MPICH or srun has started."""
 _ADDRESS = re.compile(r"\[?[^\s,]+\]?:\d{1,5}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LauncherSettings:
-    """Values that `shoal run` gives its workers; defaults in a process that it has not started."""
+    """Values that `shoal run` gives its workers; defaults in any other process."""
 
     shared_directory: str = ""
     """Folder that the workers of this launcher share; empty: none."""
     beat_slot: str = ""
     """Address of the slot through which the launcher sends this member's heartbeats; empty: the
-    member sends them itself."""
+    member itself does."""
     job: str = ""
-    """The job that the launcher runs workers for. A script may join another one."""
+    """Job of the launcher's workers. A script may join another one."""
     admission_s: float = ADMISSION_S
-    """Seconds that a coordinator may take to admit this member; a day for a worker of `shoal run`:
-    its launcher has reached a coordinator, and the job continues while the coordinator is away."""
+    """Seconds that a coordinator may take to admit this member; a day under `shoal run`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,8 +76,8 @@ class JoinConfig:
     """Transport of collectives: "gloo", "nccl" or "in-memory"; empty: NCCL for a model on CUDA,
     else Gloo."""
     reconfigure: bool = False
-    """True to reconfigure, in each generation, the previous generation's process group instead of
-    making a new one. Needs torch 2.14 or newer, and Gloo; the same on all members."""
+    """True: each generation reconfigures the previous process group instead of making a new one.
+    Needs torch 2.14 or newer, and Gloo; the same on all members."""
     local_rank: int = 0
     """Index of this worker among those of its launcher on this host. If the worker sees several
     GPUs, it uses the one with this index."""
@@ -88,9 +86,7 @@ class JoinConfig:
     num_ranks: int = 1
     """Number of processes that torchrun, MPI or srun has started; 1 without these."""
     launcher: LauncherSettings = field(default_factory=LauncherSettings)
-    """Settings from `shoal run`."""
     secrets: MemberSecrets = field(default_factory=MemberSecrets)
-    """Secrets of the job and of the launcher."""
 
     def __post_init__(self) -> None:
         convert_fields(self, indices=("min_members", "max_members", "desired_members"))
@@ -130,7 +126,7 @@ class JoinConfig:
         object.__setattr__(self, "desired_members", desired)
 
     def _check_alone(self) -> None:
-        """Raise InvalidSpec if several processes would each train alone without a coordinator."""
+        """Raise InvalidSpec if several processes would each train alone."""
         several = {
             "min_members": self.min_members,
             "desired_members": self.desired_members,
@@ -184,8 +180,8 @@ class JoinConfig:
 def read_config(
     given: Mapping[str, str | int | None], environment: Mapping[str, str]
 ) -> JoinConfig:
-    """Return the configuration from the given arguments, and for absent ones from SHOAL_* variables
-    and those of torchrun, MPI and srun. Raises InvalidSpec."""
+    """Return the configuration from the given arguments, and else from variables of SHOAL,
+    torchrun, MPI and srun. Raises InvalidSpec."""
 
     def text(name: str, variable: str) -> str:
         value = given.get(name)
@@ -235,7 +231,6 @@ def read_config(
 
 
 def _is_on(variable: str, text: str) -> bool:
-    """True for "1" or "true", False for "0", "false" or no text. Raises InvalidSpec for others."""
     if text.lower() not in ("", "0", "1", "false", "true"):
         raise InvalidSpec(f"bad {variable}", seen=repr(text[:40]), expected="1 or 0")
     return text.lower() in ("1", "true")
@@ -255,8 +250,7 @@ def _beat_slot(address: str) -> BeatSlot | None:
     try:
         slot = BeatSlot.open(address)
     except (OSError, InvalidSpec) as error:
-        # The variable was inherited on another host or by another user: the member itself sends
-        # heartbeats.
+        # The variable was inherited on another host or by another user.
         log.info("beat_slot_not_used", address=address, reason=str(error))
         return None
     if not slot.lifeline.hold() and (holder := slot.lifeline.other_holder):
@@ -271,7 +265,6 @@ def _beat_slot(address: str) -> BeatSlot | None:
 
 
 def _script_name() -> str:
-    """Name of a job that trains alone, for its log."""
     return _as_name(Path(sys.argv[0]).stem)
 
 

@@ -1,7 +1,5 @@
-"""A store for `torch.distributed`, whose keys the coordinator keeps for one generation.
-
-No member opens a port for it, and it survives the loss of any member's host. Every call carries the
-fencing token, so that only members of the generation read or write its keys."""
+"""Store for `torch.distributed` with keys that the coordinator keeps for one generation: it
+survives the loss of any host. Only members of the generation, by their tokens, have access."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -58,7 +56,8 @@ class RendezvousStore(Store):
 
     Raises DeadlineExceeded for a key that is not set within the timeout, Fenced for a token out of
     date, and what `Coordinators.call` raises. After `abort`, calls in progress and later ones raise
-    GenerationBroken at once."""
+    GenerationBroken.
+    """
 
     def __init__(
         self,
@@ -69,7 +68,7 @@ class RendezvousStore(Store):
         shared_directory: Path | None = None,
     ) -> None:
         """`shared_directory`: folder through which one of this host's ranks reads many values for
-        all. A key that is read in this way must be set only once."""
+        all; such keys must be set only once."""
         super().__init__()
         self._ended = threading.Event()
         self._host: HostFiles | None = None
@@ -104,9 +103,8 @@ class RendezvousStore(Store):
         self._set(list(zip(keys, values, strict=True)), append=False)
 
     def get(self, key: str) -> bytes:
-        # torch requests each key twice, first to wait and then to read. The first answer serves for
-        # both. Any other call in between discards it, since the second request may then need a
-        # newer value.
+        # torch requests each key twice, to wait and to read: one answer serves for both, unless
+        # another call comes in between.
         with self._lock:
             value = self._waited.pop(key, None)
         return value if value is not None else self.multi_get([key])[0]
@@ -187,7 +185,7 @@ class RendezvousStore(Store):
         return unpack(reply.packed_values) if reply.packed_values else reply.values
 
     def _fetch(self, keys: Sequence[str], timeout_s: float) -> pb.StoreReply:
-        # A coordinator limits the wait of one call: a longer one takes several calls.
+        # A coordinator limits the wait of one call.
         rest_s = timeout_s
         while True:
             call_s = min(rest_s, CALL_S)

@@ -7,10 +7,10 @@ def enough_scratch(roster: shoal.Roster) -> shoal.Reject | None:
         return shoal.Reject(seen=f"{free} bytes", expected="10 GB", fix="Clear /scratch.")
     return None
 
-Each member runs its validators before each generation that it takes part in. If a validator
-rejects, the generation does not form, and its members, except those that train already or hold the
-job's state, get a ProposalConflict that names the validator, the member and the value seen. All
-members of a job must have the same validators."""
+Each member runs its validators before each generation that it takes part in. If one rejects, the
+generation does not form, and members that neither train already nor hold the job's state get a
+ProposalConflict. All members of a job must have the same validators.
+"""
 
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -30,9 +30,9 @@ class Reject:
     """Rejection of a roster by a validator. All members see its texts."""
 
     seen: str
-    """The value that this member found."""
+    """Value that this member found."""
     expected: str = ""
-    """The value that the validator would have accepted."""
+    """Value that the validator would have accepted."""
     fix: str = ""
     """Advice for a person."""
 
@@ -65,7 +65,7 @@ class Roster:
     planned: bool
     """True if the previous generation still trains, and continues if this one is rejected."""
     synchronous: bool
-    """True under a strategy whose members take each step together."""
+    """True under a strategy with steps that all members take together."""
     fields: Mapping[str, str] = field(default_factory=dict)
     """Fields of the proposal, the same on all members: strategy, schema, torch, global_batch ..."""
 
@@ -89,10 +89,10 @@ REGISTERED: dict[str, Validator] = {}
 def validator(name: str) -> Callable[[V], V]:
     """Decorator of a function that every session of this process calls before each generation.
 
-    The function runs on a background thread while the script trains. All validators together have
-    half of the coordinator's time limit for agreement: by default 5 s. A function that raises or
-    takes longer counts as a rejection. Raises InvalidSpec for a name that is invalid, or taken by
-    another function."""
+    The function runs on a background thread. All validators together have half of the coordinator's
+    time limit for agreement: by default 5 s. A function that raises or takes longer counts as a
+    rejection. Raises InvalidSpec for a name that is invalid, or taken by another function.
+    """
     if not is_name(name):
         raise InvalidSpec(
             "a validator's name is not valid",
@@ -116,10 +116,8 @@ def validator(name: str) -> Callable[[V], V]:
 
 
 def validators_of(own: Iterable[Validator]) -> dict[str, Validator]:
-    """Return the registered validators and a session's own, by name.
-
-    A function that is not registered is named by its `__name__`. Raises InvalidSpec if that is no
-    valid name, or if two validators have the same name."""
+    """Return the registered validators and a session's own, by name or `__name__`. Raises
+    InvalidSpec for an invalid name, and for one that two validators have."""
     by_name = dict(REGISTERED)
     registered = {id(function): name for name, function in REGISTERED.items()}
     for function in own:
@@ -137,8 +135,7 @@ def validators_of(own: Iterable[Validator]) -> dict[str, Validator]:
 
 
 class ValidatorSet:
-    """A session's validators. They run on a separate thread: a slow validator delays the member's
-    answer to a roster by a limited time only."""
+    """A session's validators, which run on a separate thread."""
 
     def __init__(self, validators: Mapping[str, Validator], member_id: str) -> None:
         self._validators = dict(sorted(validators.items()))
@@ -152,8 +149,7 @@ class ValidatorSet:
 
     def rejections(self, roster: pb.Roster, limit_s: float) -> list[pb.Rejection]:
         """Return the validators' rejections of the roster, within `limit_s`. A validator that has
-        not returned by then keeps running. It rejects this roster, and each later one until it
-        returns."""
+        not returned by then rejects this roster, and each later one until it returns."""
         if not self._validators:
             return []
         late = self._running
@@ -171,8 +167,6 @@ class ValidatorSet:
 
 
 class _Run:
-    """A run of all validators, in sequence, on one roster."""
-
     def __init__(self, validators: Mapping[str, Validator], roster: Roster) -> None:
         self.roster = roster
         self.rejected: dict[str, Reject] = {}
@@ -225,6 +219,6 @@ def _rejection(name: str, reject: Reject) -> pb.Rejection:
 
 
 def _origin(function: Validator) -> str:
-    """Return module and name of a function, which stay the same if the module is loaded again."""
+    """Return module and name of a function: the same if the module is loaded again."""
     module = getattr(function, "__module__", "")
     return f"{module}.{getattr(function, '__qualname__', repr(function))}"

@@ -1,12 +1,12 @@
-"""The device that a model is trained on, and properties that its collectives depend on."""
+"""Device that a model is trained on, and properties that its collectives depend on."""
 
 import torch
 from torch import nn
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Return the device that the model is trained on: the device of its first parameter; the CPU if
-    it has none. For a model on the meta device, return this process's GPU if any, else the CPU."""
+    """Return the device of the model's first parameter, by default the CPU. For a model on the meta
+    device, return this process's GPU if any, else the CPU."""
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     if device.type != "meta":
         return device
@@ -16,9 +16,8 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def devices_of(model: nn.Module, backend: str) -> dict[str, str]:
-    """Return the properties that collectives depend on: the kinds of the model's devices, and
-    NCCL's version if the model is on CUDA, torch has NCCL, and `backend` is "nccl" or not known
-    (""). Members that use another backend may have different versions."""
+    """Return the properties that collectives depend on: the kinds of the model's devices, and for
+    CUDA NCCL's version, if members use it or that is not known (`backend` "")."""
     kinds = sorted({parameter.device.type for parameter in model.parameters()} - {"meta"})
     kinds = kinds or [device_of(model).type]
     fields = {"device": ",".join(kinds)}

@@ -1,6 +1,5 @@
-"""Digest of the model and text of the optimizer, which members compare, and listings of the same
-contents. If members differ, the coordinator finds the first difference in the listings
-(`shoal_proto.packing.listings`)."""
+"""Digest of the model and text of the optimizer, which members compare, and listings of their
+contents (`shoal_proto.packing.listings`)."""
 
 from collections.abc import Iterator
 from hashlib import sha256
@@ -21,10 +20,8 @@ def schema_digest(model: nn.Module) -> str:
 
 
 def optimizer_digest(optimizer: Optimizer) -> str:
-    """Return the class and hyper-parameters of the optimizer, as text that members compare.
-
-    Computed before training, so a learning rate that a schedule has changed is no conflict.
-    """
+    """Return the class and hyper-parameters of the optimizer, as text that members compare. Call
+    this before training: schedules change learning rates."""
     parts = optimizers_of(optimizer)
     if list(parts) != [""]:
         return "; ".join(f"{name}: {optimizer_digest(each)}" for name, each in parts.items())
@@ -59,7 +56,6 @@ def _entries(model: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def _groups(optimizer: Optimizer) -> Iterator[list[tuple[str, object]]]:
-    """Yield the plain settings of each group, sorted by name, and its number of parameters."""
     for group in optimizer.param_groups:
         settings = [
             (key, value)

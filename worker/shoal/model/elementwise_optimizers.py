@@ -1,12 +1,7 @@
-"""Kinds of optimizers: some update each element separately, so that parameters can be sharded; some
-update each parameter separately, so that each member can have some of them; some run under no
-strategy.
+"""Kinds of optimizers: those that update each element separately (parameters can be sharded), those
+that update each parameter separately (each member can have some), and LBFGS.
 
-Only an optimizer's source shows its kind. If a member has only some of the parameters, an optimizer
-that takes a norm over all parameters (LAMB's clipping, the step size of Prodigy and D-Adaptation)
-silently computes other weights. A trial on small tensors could miss that: a norm may matter only
-from some size or step on. So this module lists classes whose source was read. Users may vouch for
-others.
+Only an optimizer's source shows its kind: these classes were read, and users may vouch for others.
 """
 
 from torch import optim
@@ -32,16 +27,13 @@ ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
 )
 
 PER_PARAMETER: frozenset[type[Optimizer]] = ELEMENTWISE | {optim.Adafactor, optim.Muon}
-"""Optimizers whose update of a parameter depends only on its own value, gradient and state."""
+"""Optimizers that update a parameter by its own value, gradient and state only."""
 
 
 def refuse_unless_per_parameter(strategy: str, optimizer: Optimizer, *, vouched: bool) -> None:
     """Raise UnsupportedOptimizer unless the optimizer is one of torch's own that update each
-    parameter separately, or is vouched for.
-
-    A class may vouch for itself with `per_parameter = True` in its own body, or with the stronger
-    `elementwise = True`. A subclass does not inherit that from its parent.
-    """
+    parameter separately, or is vouched for: as an argument, or by `per_parameter = True` or
+    `elementwise = True` in its class' own body."""
     for each in optimizers_of(optimizer).values():
         marks = vars(type(each))
         fits = vouched or any(marks.get(word) is True for word in ("per_parameter", "elementwise"))
@@ -65,10 +57,7 @@ def _may_need_all(strategy: str, optimizer: Optimizer) -> UnsupportedOptimizer:
 
 def refuse_unless_elementwise(strategy: str, optimizer: Optimizer, vouched: bool) -> None:
     """Raise UnsupportedOptimizer unless the optimizer is one of torch's elementwise ones, or is
-    vouched for. A class may vouch for itself with `elementwise = True` in its own body.
-
-    A subclass does not inherit that from its parent, as it may use whole parameters.
-    """
+    vouched for: as an argument, or by `elementwise = True` in its class' own body."""
     for each in optimizers_of(optimizer).values():
         fits = vouched or vars(type(each)).get("elementwise") is True
         if not fits and type(each) not in ELEMENTWISE:
@@ -87,7 +76,7 @@ def _may_need_wholes(strategy: str, optimizer: Optimizer) -> UnsupportedOptimize
 
 def refuse_further_state(name: str, optimizer: Optimizer) -> None:
     """Raise UnsupportedOptimizer if the optimizer's state_dict has more than the state of
-    parameters and groups: a member that joins would not get the rest."""
+    parameters and groups: a member that joins would not get it."""
     for each in optimizers_of(optimizer).values():
         if type(each).state_dict is Optimizer.state_dict:
             continue

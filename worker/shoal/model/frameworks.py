@@ -1,7 +1,7 @@
-"""Adapters for models of other frameworks as torch modules; frameworks are not imported here.
+"""Adapters for models of other frameworks as torch modules.
 
-A framework's adapter is a module of `shoal.integrations`, loaded when the first model of the
-framework is given: the adapter imports this layer, not the other way round.
+A framework's adapter is a module of `shoal.integrations`, loaded for the first model of the
+framework.
 """
 
 import sys
@@ -40,15 +40,14 @@ def is_trained_by_fit(model: nn.Module, optimizer: Any) -> bool:
 def adapter_of(model: Any) -> FrameworkAdapter:
     """Return the adapter of the framework that a foreign model belongs to."""
     assert _is_keras(model), "only Keras models have an adapter"
-    # Imported only here: Keras takes seconds, and a script with such a model has imported it
-    # already.
+    # Keras takes seconds to import; a script with such a model has imported it.
     adapter: Any = import_module(_ADAPTERS["keras"])
     return adapter  # type: ignore[no-any-return]
 
 
 def keras_batchnorm_layers(module: Any) -> list[str]:
-    """Return the names of the trainable batch-norm layers in a Keras layer or model (which may be
-    one itself), or in the model of a `KerasModule`. For any other module the list is empty."""
+    """Return the names of the trainable batch-norm layers in a Keras layer or model, or in the
+    model of a `KerasModule`; empty for any other module."""
     keras = sys.modules.get("keras")
     layers = getattr(module, "keras_model", module)
     if keras is None or not isinstance(layers, keras.layers.Layer):

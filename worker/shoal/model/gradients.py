@@ -17,8 +17,7 @@ from shoal_proto.errors import InvalidSpec
 
 def is_finite(tensor: Tensor) -> bool:
     """True if all elements are finite."""
-    # A NaN or Inf makes the sum NaN or Inf, so the usual case is a single pass. The sum of finite
-    # numbers can overflow, so only the exact test decides that an element is not finite.
+    # A sum of finite numbers can overflow: only then the exact test decides.
     return cmath.isfinite(_wide_sum(tensor).item()) or bool(torch.isfinite(tensor).all())
 
 
@@ -30,7 +29,7 @@ def _wide_sum(tensor: Tensor) -> Tensor:
 def are_finite(tensors: Sequence[Tensor]) -> bool:
     """True if all elements of all tensors are finite. On a GPU this usually waits only once."""
     if tensors and not is_on_host(tensors[0]):
-        # In float32: a sum of fp16 numbers soon exceeds 65504. A model may be on several devices.
+        # In float32: fp16 sums soon exceed 65504. A model may be on several devices.
         wide = (_wide_sum(tensor).abs() for tensor in tensors)
         sums = torch.stack([each.to(tensors[0].device, torch.float32) for each in wide])
         if cmath.isfinite(sums.sum().item()):
@@ -44,7 +43,7 @@ def is_on_host(tensor: Tensor) -> bool:
 
 
 def refuse_sparse(strategy: str, model: nn.Module) -> None:
-    """Raise InvalidSpec for layers whose gradients are sparse tensors."""
+    """Raise InvalidSpec for layers with sparse gradients."""
     names = [
         name
         for name, part in model.named_modules()
@@ -55,9 +54,8 @@ def refuse_sparse(strategy: str, model: nn.Module) -> None:
 
 
 def refuse_layers(strategy: str, model: nn.Module) -> None:
-    """Raise InvalidSpec for layers with which several members would not train the same model as one
-    process: layers with sparse gradients, with weights that a pass changes depending on its
-    samples, or with gradients that depend on how often an index occurs in the batch."""
+    """Raise InvalidSpec for layers with which several members would train another model than one
+    process: with sparse gradients, `max_norm` or `scale_grad_by_freq`."""
     refuse_sparse(strategy, model)
     embeddings = [
         (name, part)
@@ -83,8 +81,7 @@ def scaled_down(strategy: str, name: str) -> InvalidSpec:
 
 
 def scaled_by_frequency(strategy: str, name: str) -> InvalidSpec:
-    """Return the refusal of layers, or of a function, that divide the gradient of a row by the
-    number of times that its index occurs."""
+    """Return the refusal of layers, or of a function, with `scale_grad_by_freq`."""
     return InvalidSpec(
         f"{strategy} does not train embeddings whose gradient is divided by the frequency of an"
         " index in the batch",
@@ -109,11 +106,8 @@ def sparse_gradient(strategy: str, name: str) -> InvalidSpec:
 
 
 def refuse_parameter_hooks(model: nn.Module) -> None:
-    """Raise InvalidSpec if the script has hooks on gradients of parameters.
-
-    A hook would get the gradient of this member's samples, before it is averaged over the members,
-    and would not be called at all if the layout has parameters of its own.
-    """
+    """Raise InvalidSpec if the script has hooks on gradients of parameters: these would get
+    gradients of this member's samples only."""
     hooked = [name for name, each in model.named_parameters() if has_gradient_hooks(each)]
     if hooked:
         raise InvalidSpec(
@@ -126,11 +120,8 @@ def refuse_parameter_hooks(model: nn.Module) -> None:
 
 
 class StepGradients:
-    """Gradients of all parameters of a model, which are dropped when a step begins.
-
-    Gradients of parameters that the optimizer does not hold are included: they count in the norm
-    for clipping, and a joiner would lack the values that accumulate in them.
-    """
+    """Gradients of all parameters of a model, dropped when a step begins; also of parameters that
+    the optimizer does not hold, as they count in the norm for clipping."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], optimizer: Optimizer) -> None:
         self._optimizer = optimizer
@@ -141,8 +132,7 @@ class StepGradients:
         """Drop all gradients."""
         for optimizer in optimizers_of(self._optimizer).values():
             if _zeroes_as_torch(optimizer):
-                # As `zero_grad` does, without its record for the profiler, which takes several
-                # times as long.
+                # As `zero_grad`, without its slow record for the profiler.
                 for group in optimizer.param_groups:
                     for parameter in group["params"]:
                         parameter.grad = None
@@ -153,7 +143,6 @@ class StepGradients:
 
 
 def _zeroes_as_torch(optimizer: Optimizer) -> bool:
-    """True if neither the optimizer's class nor the script overrides `zero_grad`."""
     return type(optimizer).zero_grad is Optimizer.zero_grad and "zero_grad" not in vars(optimizer)
 
 
@@ -169,8 +158,8 @@ def bare_backward() -> InvalidSpec:
 
 
 def refuse_second_derivatives(model: nn.Module) -> None:
-    """Make backward passes with `create_graph=True`, as for a gradient penalty, raise InvalidSpec
-    when they enter the model: the weights that they use are freed after the pass."""
+    """Make backward passes with `create_graph=True` raise InvalidSpec when they enter the model:
+    the weights that they use are freed after the pass."""
 
     def look(gradient: Tensor) -> None:
         if torch.is_grad_enabled():
@@ -196,7 +185,7 @@ def watch_parameters(
     parameters: Iterable[nn.Parameter], ours: Callable[[], bool]
 ) -> list[RemovableHandle]:
     """Watch gradients: a pass that adds to them raises `bare_backward` unless `ours()` is true, and
-    `sparse_gradient` if a function made a gradient sparse. Returns the handles of the hooks."""
+    `sparse_gradient` if a gradient is sparse. Returns the handles of the hooks."""
 
     def look(parameter: Tensor) -> None:
         if not ours():

@@ -19,10 +19,10 @@ from shoal.torch_private.modules import buffer_table, parameter_table
 from shoal_proto.errors import InvalidSpec
 
 RESETS = ("reset_parameters", "_reset_parameters")
-"""Names of methods that initialise a module's own tensors; torch's attention and transformers use
-the latter."""
+"""Methods that initialise a module's own tensors; torch's attention and transformers use the
+latter."""
 OTHERS = ("init_weights", "_init_weights", "initialize_weights")
-"""Names of methods that initialise a model's children, with unknown arguments."""
+"""Methods that initialise a model's children, with unknown arguments."""
 
 _TAKEN = "_shoal_taken"
 
@@ -39,8 +39,8 @@ def mark_taken(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def refuse_reused(model: nn.Module) -> None:
-    """Raise InvalidSpec for a model whose weights an earlier session has taken: it is on the meta
-    device now, so its modules would draw new initial values."""
+    """Raise InvalidSpec for a model with weights that an earlier session has taken: its modules
+    would draw new initial values."""
     for name, parameter in model.named_parameters():
         if _TAKEN in parameter.__dict__:
             raise InvalidSpec(
@@ -54,15 +54,13 @@ def refuse_reused(model: nn.Module) -> None:
 
 def give_buffers(model: nn.Module) -> None:
     """Compute the buffers of a model on the meta device, in host memory; parameters stay on meta.
-
-    Raises what `initialised_copy` raises.
-    """
+    Raises what `initialised_copy` raises."""
     for path, part in model.named_modules():
         _check(path, part)
     for path, part in list(model.named_modules()):
         empty = [name for name, buffer in buffer_table(part).items() if _is_empty(buffer)]
         if empty:
-            # In the copy, only this module itself gets memory; its children stay on meta.
+            # Only this module itself gets memory; its children stay on meta.
             alone = copy.deepcopy(part)
             marked = _with_memory(alone, {})
             with torch.random.fork_rng(devices=[]):
@@ -75,8 +73,8 @@ def give_buffers(model: nn.Module) -> None:
 def initialise(model: nn.Module, device: torch.device, seed: int) -> None:
     """Initialise the parameters and buffers of a model on the meta device, in memory on `device`.
 
-    Parameters stay the same objects, so an optimizer keeps them. The process' random generators
-    keep their states. Raises what `initialised_copy` raises.
+    Parameters stay the same objects, and random generators keep their states. Raises what
+    `initialised_copy` raises.
     """
     if not is_on_meta(model):
         return
@@ -91,11 +89,9 @@ def initialise(model: nn.Module, device: torch.device, seed: int) -> None:
 
 
 def initialised_copy(model: nn.Module, seed: int) -> nn.Module:
-    """Return a copy of the model in host memory, with the initial values of its modules.
-
-    Raises InvalidSpec with the name of a module that cannot initialise its own tensors, or leaves
-    an element of them unset.
-    """
+    """Return a copy of the model in host memory, with the initial values of its modules. Raises
+    InvalidSpec with the name of a module that cannot initialise its own tensors, or leaves an
+    element unset."""
     for path, part in model.named_modules():
         _check(path, part)
     copied = copy.deepcopy(model)
@@ -126,7 +122,6 @@ def _children_first(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Modu
 
 
 def _own(part: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters and buffers of the module itself, not of its children."""
     for tensors in (parameter_table(part), buffer_table(part)):
         for name, tensor in tensors.items():
             if tensor is not None:
@@ -147,7 +142,6 @@ def _lacks_memory(part: nn.Module) -> bool:
 
 
 def _check(path: str, part: nn.Module) -> None:
-    """Raise InvalidSpec unless the module can initialise its tensors on the meta device."""
     subject = f"module {path!r}" if path else "the model"
     if any(_is_empty(tensor) for tensor in part.parameters()):
         other = next((name for name in OTHERS if callable(getattr(part, name, None))), "")
@@ -188,9 +182,7 @@ def _check(path: str, part: nn.Module) -> None:
 
 def _with_memory(part: nn.Module, memory: dict[int, Tensor]) -> dict[str, Tensor]:
     """Give the module's own tensors host memory filled with `_mark`; returns them by name.
-
-    `memory` has the replacements made so far, by the tensor's id, so that tied tensors stay tied.
-    """
+    `memory`: replacements made so far, by the tensor's id, so that tied tensors stay tied."""
     replaced: dict[str, Tensor] = {}
     tables: tuple[dict[str, Any], ...] = (parameter_table(part), buffer_table(part))
     for table in tables:

@@ -16,12 +16,9 @@ def check_loss(loss: Tensor, step: int) -> None:
 
 
 class PendingLosses:
-    """Losses of a step that are on a GPU. Reading a loss before its backward pass would idle the
-    GPU, so losses are checked together with the step's gradients.
-
-    The members' check of gradients includes `excess`, as gradients may be finite although the loss
-    is not (`cross_entropy` of ignored targets is NaN, and its gradients are 0).
-    """
+    """Losses of a step on a GPU, checked together with its gradients: reading a loss before its
+    backward pass would idle the GPU. Gradients may be finite although the loss is not
+    (`cross_entropy` of ignored targets)."""
 
     def __init__(self) -> None:
         self.excess: Tensor | None = None
@@ -32,7 +29,7 @@ class PendingLosses:
         self.excess = None
 
     def note(self, loss: Tensor) -> None:
-        """Add a loss whose backward pass has not begun."""
+        """Add a loss before its backward pass."""
         total = local_part(loss.detach()).sum()
         excess = total - total
         self.excess = excess if self.excess is None else self.excess + excess

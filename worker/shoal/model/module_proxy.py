@@ -20,16 +20,14 @@ from shoal_proto.errors import InvalidSpec
 
 
 class ModuleProxy(nn.Module):
-    """Proxy of the user's model, whose forward pass runs the module that `route` returns.
+    """Proxy of the user's model, which runs the module that `route` returns.
 
-    It shares the model's own tables, so names, `state_dict` keys, `to`, `train`, optimizers and
-    attributes are those of the model; nothing is prefixed. Copying or pickling the proxy copies or
-    pickles the model. If a member has only a part of the model, state dicts, copies and pickles are
-    refused.
+    Names, `state_dict` keys, optimizers and attributes are the model's, as are copies and pickles.
+    If a member has only a part of the model, state dicts, copies and pickles are refused.
     """
 
     def __init__(self, module: nn.Module, route: Callable[[], nn.Module]) -> None:
-        # Not super(): in a class made by `proxy_of`, that would be the model's own constructor.
+        # Not super(), which may be the model's own constructor.
         nn.Module.__init__(self)
         attributes = self.__dict__
         attributes["_route"] = route
@@ -38,7 +36,7 @@ class ModuleProxy(nn.Module):
         # Without this attribute, __getattr__ reads the model's own flag.
         del attributes["training"]
 
-    # `routing`: torch.compile compiles the module behind the proxy, not these two methods.
+    # `routing`: torch.compile compiles the module behind the proxy instead.
     @routing
     def __call__(self, *inputs: Any, **options: Any) -> Any:
         return nn.Module.__call__(self, *inputs, **options)
@@ -79,8 +77,8 @@ class ModuleProxy(nn.Module):
 
 
 def proxy_of(module: nn.Module, route: Callable[[], nn.Module]) -> nn.Module:
-    """Return a proxy that is also an instance of the model's class, with all its methods. For a
-    ScriptModule, return a plain ModuleProxy."""
+    """Return a proxy that is also an instance of the model's class. For a ScriptModule, return a
+    plain ModuleProxy."""
     kind = type(module)
     if kind is nn.Module or isinstance(module, torch.jit.ScriptModule):
         return ModuleProxy(module, route)
@@ -100,8 +98,8 @@ def proxy_of(module: nn.Module, route: Callable[[], nn.Module]) -> nn.Module:
 
 
 def _forward_like(forward: FunctionType) -> Callable[..., Any]:
-    """Return the proxy's forward pass, with the signature of the model's. Frameworks choose
-    arguments by the signature: `generate` and Trainer of transformers, for example."""
+    """Return the proxy's forward pass, with the model's signature, by which frameworks choose
+    arguments."""
 
     @routing
     def routed(self: ModuleProxy, *inputs: Any, **options: Any) -> Any:
@@ -126,8 +124,8 @@ def retarget(proxy: nn.Module, module: nn.Module) -> None:
 
 
 def copy_modes(held: nn.Module, module: nn.Module) -> None:
-    """Copy the modes of the user's module, part by part, to a new generation's module: training or
-    evaluation, and compiled or not."""
+    """Copy the modes of the user's module to a new generation's module: training or evaluation, and
+    compiled or not."""
     parts = {name: unwrap_proxy(part) for name, part in held.named_modules()}
     for name, part in module.named_modules():
         if name in parts:
@@ -145,10 +143,7 @@ def _names(module: nn.Module) -> frozenset[str]:
 
 
 def _refuse_parts(proxy: ModuleProxy, what: str) -> None:
-    """Raise InvalidSpec if the module behind the proxy is only a part of the model.
-
-    A script that saves it on one member, as scripts for DDP do, would save only that part.
-    """
+    """Raise InvalidSpec if the module behind the proxy is only a part of the model."""
     module = proxy.__dict__["_module"]
     elsewhere = sorted(proxy.__dict__["_names"] - _names(module))
     cut = [name for name, each in module.named_parameters() if isinstance(each, DTensor)]

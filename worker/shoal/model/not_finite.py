@@ -1,4 +1,4 @@
-"""Errors of members whose losses or gradients are not finite, and of the other members."""
+"""Errors of members with losses or gradients that are not finite, and of the other members."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,8 @@ OWN = "NaN or Inf in this member's own gradient"
 
 
 def loss_not_finite(step: int, *, seen: str) -> NonFiniteGradient:
-    """Build the error of a member whose loss is not finite. `step`: number of committed steps."""
+    """Build the error of a member with a loss that is not finite. `step`: number of committed
+    steps."""
     return _not_finite("the loss", step, seen=seen, expected="a finite number")
 
 
@@ -18,8 +19,8 @@ def gradient_not_finite(name: str, step: int, *, seen: str = OWN) -> NonFiniteGr
 
 
 def sum_not_finite(name: str, step: int) -> NonFiniteGradient:
-    """Build the error that all members raise if each member's own gradients were finite, but not
-    their sum. `name`: a parameter in which this member sees the overflow, or empty."""
+    """Build the error that all members raise if only the sum of their gradients is not finite.
+    `name`: a parameter in which this member sees the overflow, or empty."""
     return _not_finite(
         "the sum of all members' gradients",
         step,
@@ -30,8 +31,8 @@ def sum_not_finite(name: str, step: int) -> NonFiniteGradient:
 
 
 def others_not_finite(faults: Sequence[object], step: int) -> GenerationBroken:
-    """Build the error of a member whose own gradients are finite: members at fault leave.
-    `faults`: true for ranks at fault, by rank."""
+    """Build the error of a member with finite gradients. `faults`: true for ranks at fault, by
+    rank."""
     ranks = [str(rank) for rank, fault in enumerate(faults) if fault]
     if len(ranks) == 1:
         return GenerationBroken(

@@ -1,16 +1,7 @@
 """Parameters that an optimizer of the script's own may not step while a session trains.
 
-The first kind are parameters outside the distributed model on which a session's losses depend.
-Their gradients are not reduced, so each member has the gradients of its own samples. If the
-script's own optimizer steps a loss function with weights (a margin, a centre of each class), that
-function diverges between members, and each member trains the model with another loss. The
-parameters of a teacher do no harm, as no optimizer steps them.
-
-The second kind are parameters of the distributed model. A script with two optimizers, such as one
-for matrices and one for the rest, may have distributed only one of them. If the layout has sharded
-or copied the model, the other optimizer steps the original parameters, which are no longer trained.
-If the layout uses the script's own parameters, the other optimizer does train them, but its state
-is not part of the job's: a joiner lacks it, and a rollback does not restore it.
+Gradients of parameters outside the model, such as a loss function's, are not reduced. The model's
+own parameters may not be the objects that the layout trains.
 """
 
 import weakref
@@ -34,7 +25,7 @@ def references(parameters: Iterable[Tensor]) -> References:
 
 class OtherParameters:
     """Check that the script's own optimizers step neither the model's parameters nor the other
-    parameters that the losses of a session depend on, as far as they were noted."""
+    parameters of noted losses."""
 
     def __init__(
         self,
@@ -44,22 +35,21 @@ class OtherParameters:
         commits: Callable[[], bool],
         begins: Callable[[], None],
     ) -> None:
-        """`own` returns the distributed model's parameters in the present generation. `given`: the
-        script's parameters of the model, which may be different objects. `optimizers`: distributed
-        with the model. While `commits()` is true, other optimizers may step the model too.
-        `begins` is called when another optimizer takes its first step."""
+        """`own` returns the distributed model's present parameters. `given`: the script's
+        parameters of the model. `optimizers`: distributed with the model. While `commits()` is
+        true, other optimizers may step the model too. `begins` is called when another optimizer
+        takes its first step."""
         self._own = own
         self._given = given
         self._optimizers = optimizers
         self._commits = commits
         self._begins = begins
         self._begun: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        """The other optimizers that have stepped."""
         self._others: References = {}
         self._hook = register_optimizer_step_pre_hook(self._before_step)
 
     def note_loss(self, loss: Tensor) -> None:
-        """Note the other parameters of a loss whose backward pass begins."""
+        """Note the other parameters of a loss before its backward pass."""
         model_ids = {id(each) for each in self._own()}
         leaves = (each for each in _leaves(loss) if isinstance(each, nn.Parameter))
         self._others |= references(each for each in leaves if id(each) not in model_ids)
@@ -109,7 +99,6 @@ def nodes_from(nodes: Iterable[Node | None]) -> set[Node]:
 
 
 def _leaves(loss: Tensor) -> Iterator[Tensor]:
-    """Yield the leaf tensors in which a backward pass accumulates gradients."""
     for node in nodes_of(loss):
         leaf = getattr(node, "variable", None)
         if isinstance(leaf, Tensor):

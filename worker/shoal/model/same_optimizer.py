@@ -1,8 +1,5 @@
-"""Check that a state belongs to an optimizer like the script's own.
-
-The settings of a state replace the script's: settings of another kind of optimizer, or of other
-groups of parameters, would silently train differently.
-"""
+"""Check that a state belongs to an optimizer like the script's own: its settings replace the
+script's."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,12 +13,9 @@ from shoal_proto.errors import InvalidSpec
 KINDS = "optimizers"
 """Key, in a state's values, of each group's kind of optimizer."""
 _DISTINGUISHING = {"momentum", "betas", "eps", "alpha", "rho", "amsgrad", "lr_decay", "etas"}
-"""Settings that distinguish the kinds of torch's optimizers, in all releases of torch."""
 
 _INITIAL_RATE = "initial_lr"
-"""The setting in which a scheduler keeps its initial learning rate."""
 _SCHEDULED = {"lr", "momentum", "betas"}
-"""Settings that torch's schedulers change."""
 
 
 def kinds_of(optimizer: Optimizer) -> list[str]:
@@ -34,9 +28,9 @@ def kinds_of(optimizer: Optimizer) -> list[str]:
 def check_same_optimizer(
     optimizer: Optimizer, names: Sequence[Sequence[str]], values: Mapping[str, Any]
 ) -> None:
-    """Raise InvalidSpec if the state has settings of another kind of optimizer, or has other
-    parameters or groups. `names`: the parameters of each group of the script's optimizer. `values`:
-    the state's values that are not tensors. A state without settings fits."""
+    """Raise InvalidSpec if the state has settings of another kind of optimizer, or other parameters
+    or groups. `names`: the parameters of each group of the script's optimizer. `values`: the
+    state's values that are not tensors. A state without settings fits."""
     groups: Any = values.get("groups") or ()
     kinds, written = kinds_of(optimizer), values.get(KINDS)
     if groups and isinstance(written, list) and _listed(written) != _listed(kinds):
@@ -52,10 +46,8 @@ def check_same_optimizer(
 
 
 def replaced_settings(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Describe the settings of a state, by group, that differ from the script's own.
-
-    Settings that the script's scheduler changes are left out if both began with the same rate.
-    """
+    """Describe the settings of a state, by group, that differ from the script's own. Leaves out
+    those that the script's scheduler changes, if both began with the same rate."""
     texts: list[str] = []
     for index, (group, settings) in enumerate(zip(optimizer.param_groups, groups, strict=False)):
         began = group.get(_INITIAL_RATE)
@@ -70,7 +62,6 @@ def replaced_settings(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]])
 
 
 def _plain(value: Any) -> Any:
-    """Return the value with tuples as lists, and tensors as numbers."""
     if isinstance(value, Tensor):
         return value.tolist()
     return list(value) if isinstance(value, tuple) else value

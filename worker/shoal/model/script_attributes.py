@@ -1,9 +1,5 @@
-"""Attributes that a script has set on the modules of a model since the model was laid out.
-
-A layout is a copy of the model as it was distributed. A dropout probability that the script lowers
-later, or a cache that a forward pass has filled, is only in the copy of one generation. Unless it
-were carried over, the next generation would silently compute with the original value.
-"""
+"""Attributes that a script has set on the modules of a model since the model was laid out. The next
+layout, a copy of the model as it was distributed, would lose them."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -23,8 +19,7 @@ class ScriptAttributes:
     """Attributes of one model, carried from one generation to the next.
 
     Covers numbers, strings, tuples, dtypes and plain tensors without a graph that are attributes of
-    modules, unless their names begin with _: these are private to the module. Also covers transient
-    buffers of any name. A tensor is carried if it was replaced or written to in place.
+    modules, unless their names begin with _; and transient buffers of any name.
     """
 
     def __init__(self) -> None:
@@ -47,11 +42,7 @@ class ScriptAttributes:
 
 
 class ScriptModes:
-    """The training or evaluation mode of each module when a step began.
-
-    A step's block may be left early, as when a member is lost while the script samples between
-    `model.eval()` and `model.train()`. The retried step would otherwise run in that mode.
-    """
+    """Training or evaluation mode of each module when a step began, for a step that is retried."""
 
     def __init__(self) -> None:
         self._tables: list[dict[str, Any]] = []
@@ -65,7 +56,7 @@ class ScriptModes:
         self._noted = []
 
     def note(self) -> None:
-        """Note the modes when a step begins: 3 us for 150 modules."""
+        """Note the modes when a step begins."""
         self._noted = [each["training"] for each in self._tables]
 
     def restore(self) -> None:
@@ -100,7 +91,7 @@ def _attributes(part: nn.Module) -> dict[str, Any]:
 
 
 def _can_be_copied(value: object) -> bool:
-    # A tensor with a graph cannot be copied, such as an output that a module keeps.
+    # A tensor with a graph, such as a kept output, cannot be copied.
     if isinstance(value, Tensor):
         return type(value) is Tensor and not value.requires_grad
     if isinstance(value, tuple):
@@ -110,8 +101,8 @@ def _can_be_copied(value: object) -> bool:
 
 @dataclass(frozen=True)
 class _NotedObject:
-    """Record of an object at one moment. It equals a later record if both are of the same object,
-    and nothing was written to it if it is a tensor."""
+    """Record of an object. Equal to a later record of the same object, unless something was written
+    to the tensor."""
 
     kept: object = field(compare=False)
     """Keeps the object alive, so that no other one gets its id."""
@@ -120,7 +111,6 @@ class _NotedObject:
 
 
 def _noted(value: object) -> object:
-    """Return a record of a value. It equals later records of the same value, and no others."""
     if isinstance(value, tuple):
         return type(value), tuple(map(_noted, value))
     if isinstance(value, _PLAIN):

@@ -1,9 +1,5 @@
-"""Several models and optimizers that are trained in one session, such as those of a GAN.
-
-Layouts, and the code that collects and restores state, see one model whose parts have the models'
-names, and one optimizer with all groups. The session decides which models a pass trains, and which
-optimizers a step steps.
-"""
+"""Several models and optimizers that are trained in one session, such as those of a GAN. Layouts
+and states see one model with a part for each, and one optimizer with all groups."""
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
@@ -19,7 +15,7 @@ from shoal.model.tied_tensors import tied
 from shoal_proto.errors import InvalidSpec
 
 MAX_NAMES = 16
-"""The maximum number of models, and of optimizers, in a session."""
+"""Limit of the number of models, and of optimizers, in a session."""
 _WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel)
 
 
@@ -33,14 +29,13 @@ class SeveralModels(nn.ModuleDict):
 
 
 class SeveralOptimizers(Optimizer):
-    """Optimizers by name, as one optimizer, which has the groups and the state of all."""
+    """Optimizers by name, as one optimizer with the groups and the state of all."""
 
     def __init__(self, optimizers: Mapping[str, Optimizer]) -> None:
         # Not super(), which would create groups.
         self.optimizers = dict(optimizers)
         self.defaults = {k: v for each in optimizers.values() for k, v in each.defaults.items()}
         self.due: frozenset[str] = frozenset()
-        """Names of the optimizers that the next `step` steps."""
         self.state: Any = _States(self.optimizers)
 
     @property
@@ -57,8 +52,6 @@ class SeveralOptimizers(Optimizer):
 
 
 class _States(MutableMapping[Tensor, dict[str, Any]]):
-    """State of each parameter, read and written in the optimizer that holds the parameter."""
-
     def __init__(self, optimizers: Mapping[str, Optimizer]) -> None:
         self._optimizers = optimizers
         self._lists: list[list[Tensor]] = []
@@ -191,9 +184,8 @@ def joined(
 ) -> tuple[SeveralModels, SeveralOptimizers]:
     """Combine the models into one, and the optimizers into one.
 
-    Raises InvalidSpec if two models share a parameter or buffer, if two optimizers share a
-    parameter, if a name is invalid, or if there are no models or optimizers, or more than
-    MAX_NAMES of them.
+    Raises InvalidSpec if models share a parameter or buffer, if optimizers share a parameter, for
+    an invalid name, and for none or more than MAX_NAMES.
     """
     for kind, objects in (("model", models), ("optimizer", optimizers)):
         if not 1 <= len(objects) <= MAX_NAMES:
@@ -234,7 +226,7 @@ def joined(
 
 
 class Training:
-    """Mapping between optimizers and the models that they train, for the session's calls."""
+    """Mapping between optimizers and the models that they train."""
 
     def __init__(self, model: SeveralModels, optimizer: SeveralOptimizers) -> None:
         self._optimizers = optimizer.optimizers
@@ -250,13 +242,10 @@ class Training:
             }
             for name, each in model.items()
         }
-        """Names of the optimizers that hold parameters of a model, by the model's name."""
 
     def chosen(self, given: Optimizer | Sequence[Optimizer] | None, call: str) -> frozenset[str]:
-        """Return the names of the given optimizers; if none is given, the name of the only one.
-
-        Raises InvalidSpec if none of several is given, or if one is not the session's.
-        """
+        """Return the names of the given optimizers; of the only one, if none is given. Raises
+        InvalidSpec if none of several is given, or one is not the session's."""
         optimizer_names = ", ".join(self._optimizers)
         if given is None and len(self._optimizers) == 1:
             return frozenset(self._optimizers)
@@ -277,10 +266,8 @@ class Training:
         return frozenset(names[id(each)] for each in listed)
 
     def models_of(self, optimizers: frozenset[str]) -> frozenset[str]:
-        """Return the models that these optimizers train.
-
-        Raises InvalidSpec if another optimizer trains a part of one of these models.
-        """
+        """Return the models that these optimizers train. Raises InvalidSpec if another optimizer
+        trains a part of one of them."""
         trained = {name for name, trainers in self._trainers.items() if trainers & optimizers}
         for name in sorted(trained):
             if others := self._trainers[name] - optimizers:

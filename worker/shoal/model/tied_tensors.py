@@ -1,8 +1,6 @@
 """Tensors of a model that have several names: tied weights, shared modules, shared buffers.
 
-torch lists such a tensor once in `named_parameters` and `named_buffers`, under its first name, and
-in `state_dict` under each name. So does Shoal: layouts, optimizers and states use the first name
-only, and code that exports a model adds the further names with this module.
+As in torch's `named_parameters`, layouts, optimizers and states use a tensor's first name only.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,11 +18,8 @@ _Value = TypeVar("_Value")
 
 
 def tied(model: nn.Module) -> dict[str, str]:
-    """Return each further name of a parameter or persistent buffer, with its first name.
-
-    Parameters come first: if a parameter is registered as a buffer too, its name as a parameter is
-    the first name.
-    """
+    """Return each further name of a parameter or persistent buffer, with its first name: that of
+    the parameter, if the tensor is both."""
     first: dict[int, str] = {}
     first_names: dict[str, str] = {}
     for tensors in (_parameters(model), _persistent_buffers(model)):
@@ -35,18 +30,14 @@ def tied(model: nn.Module) -> dict[str, str]:
 
 
 def with_tied_names(values: Mapping[str, _Value], further: Mapping[str, str]) -> dict[str, _Value]:
-    """Return `values`, whose keys are first names, with the further names of the same objects.
-
-    `further`: from `tied`. A tensor whose first name is not in `values` is left out.
-    """
+    """Return `values`, by first names, with the further names of the same objects. `further`: from
+    `tied`."""
     added = {name: values[first] for name, first in further.items() if first in values}
     return {**values, **added}
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Span:
-    """The memory of a tensor, from its first byte to its last (`end` is exclusive)."""
-
     name: str
     is_parameter: bool
     device: str
@@ -58,10 +49,7 @@ class _Span:
 
 def refuse_hidden_ties(model: nn.Module) -> None:
     """Raise InvalidSpec if two parameters, or a parameter and a buffer, share memory without being
-    one tensor.
-
-    In the script an update of one changes the other; a layout gives them separate memory.
-    """
+    one tensor."""
     near: list[_Span] = []
     for span in sorted(_spans(model), key=lambda span: (span.device, span.start)):
         near = [each for each in near if each.device == span.device and each.end > span.start]
@@ -98,8 +86,7 @@ def _spans(model: nn.Module) -> Iterator[_Span]:
 
 
 def give_own_memory(model: nn.Module) -> None:
-    """Replace expanded buffers, such as masks, by copies with memory for each element: an expanded
-    buffer cannot be written to, so no state could be loaded into it."""
+    """Replace expanded buffers, such as masks, by copies into which a state can be loaded."""
     replacements: dict[int, Tensor] = {}
     for part in model.modules():
         table = buffer_table(part)

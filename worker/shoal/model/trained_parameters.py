@@ -1,10 +1,8 @@
-"""Checks of a model: its state is in tensors, and the set of its trained parameters and their
-dtypes and shapes stay the same.
+"""Checks of a model: its state is in tensors, and its trained parameters and their dtypes and
+shapes stay the same.
 
-Gradients are reduced for the parameters that required one at `distribute`. A parameter that is
-trained only from a later step on would get each member's own gradient, and a member that joins
-after that step would not train it at all: copies of the model would silently diverge. The same
-holds for a layer that replaces another one, and for parameters that an optimizer gets later.
+Gradients are reduced for the parameters that required one at `distribute`: copies of other
+parameters would silently diverge.
 """
 
 from collections.abc import Iterable, Sequence
@@ -34,21 +32,15 @@ class TrainedParameters:
     """Trained parameters of a model, as they were when it was distributed."""
 
     def __init__(self, model: nn.Module) -> None:
-        """`model`: the script's model, whose parameters are new objects in each generation."""
         self._model = model
         self._trained = {name: each.requires_grad for name, each in model.named_parameters()}
         self._flags: list[bool] = []
-        """`requires_grad` of each parameter at the last check that passed, in module order."""
         self._shown: list[nn.Module] = []
-        """The modules behind the model in this generation."""
         self._layers: list[nn.Module] = []
-        """The modules within `_shown` that have parameters."""
         self._own: dict[str, Tensor] = {}
-        """The parameters under all names, at distribution or the beginning of the generation."""
+        """Parameters under all names, at distribution or the beginning of the generation."""
         self._kinds: dict[str, Kind] = {}
-        """Dtypes and shapes of `_own` at that time."""
         self._modules: list[nn.Module] = []
-        """All modules of the model at the last check that passed; their contents: `_contents`."""
         self._contents: list[object] = []
         self._parameters: list[Tensor] = []
         self._properties: list[object] = []
@@ -89,8 +81,7 @@ class TrainedParameters:
         return self._shown
 
     def _is_unchanged(self) -> bool:
-        """True if nothing has changed since the last check that passed. A walk through the model's
-        modules by name takes five times as long."""
+        """True if nothing has changed since the last check that passed."""
         return (
             bool(self._modules)
             and are_same(self._contents_now(), self._contents)
@@ -98,7 +89,6 @@ class TrainedParameters:
         )
 
     def _contents_now(self) -> list[object]:
-        """Return the modules behind the model, and the contents of the modules found last."""
         return [*self.modules(), *contents_of(self._modules)]
 
     def _check(self, step: int) -> None:
@@ -119,8 +109,7 @@ class TrainedParameters:
         self._check_kinds(step)
 
     def _check_kinds(self, step: int) -> None:
-        """Compare dtypes and shapes: an assignment to `.data`, as in `model.half()`, changes a
-        parameter that stays the same object."""
+        """Compare dtypes and shapes: an assignment to `.data` changes them in the same object."""
         for name, each in self._own.items():
             dtype, shape = _kind_of(each)
             if (dtype, shape) != self._kinds[name]:
@@ -208,8 +197,7 @@ def are_same(these: Sequence[object], those: Sequence[object]) -> bool:
 
 
 def refuse_extra_state(model: nn.Module) -> None:
-    """Raise InvalidSpec for modules with extra state. Members hand over only tensors: a joiner, and
-    a new generation, would have the extra state with which the script made the module."""
+    """Raise InvalidSpec for modules with extra state: members hand over only tensors."""
     names = [
         name or type(module).__name__
         for name, module in model.named_modules()

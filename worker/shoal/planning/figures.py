@@ -1,8 +1,5 @@
-"""Figures of a strategy before anything runs: groups, memory and traffic of a step.
-
-A strategy that can compute them has a method `figures(subject) -> Plan` (`PlannableStrategy`). It
-uses only shapes: no process group exists yet, and the model may be on the meta device.
-"""
+"""Figures of a strategy before anything runs: groups, memory and traffic of a step, from shapes
+only. The model may be on the meta device."""
 
 import copy
 import re
@@ -30,34 +27,30 @@ class Collective:
     """Part of the step: "forward", "backward" or "update" (after the last gradient)."""
     calls: int
     num_bytes: int
-    """Bytes of all calls together. A call counts its whole tensor, with padding: the output of an
-    all-gather; the input of a reduce-scatter, an all-reduce or a broadcast; the tensor sent or
-    received."""
+    """Bytes of all calls together, with padding. A call counts the output of an all-gather, the
+    input of a reduction or a broadcast, or the tensor sent or received."""
     every_steps: int = 1
-    """Interval in steps: one of `every_steps` steps has these collectives, the others none."""
+    """Interval in steps at which these collectives take place."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankFigures:
-    """Memory of one rank, in bytes, and its collectives in a step. Activations, and the buffers of
-    collectives in progress, are not included."""
+    """Memory of one rank, in bytes, and its collectives in a step; without activations, and buffers
+    of collectives in progress."""
 
     parameters: int
     """Parameters between steps, with padding."""
     parameters_peak: int
-    """Parameters within a step, including those gathered while layers compute with them."""
+    """Parameters within a step, including gathered ones."""
     gradients: int
-    """Gradients when the optimizer steps. DDP's buckets count in full: they live as long as DDP
-    does, although `zero1` steps only some of the gradients in them."""
+    """Gradients when the optimizer steps, or all of DDP's buckets, which stay."""
     gradients_peak: int
-    """Gradients in backward, including the whole ones that are not reduced yet."""
+    """Gradients in backward, including whole ones that are not reduced yet."""
     optimizer: int
-    """State of the optimizer, once it has stepped every parameter."""
     kept: int = 0
-    """Other memory kept between steps. Under local SGD: the state of the last outer step, and the
-    outer step's velocity."""
+    """Other memory kept between steps; under local SGD, the last outer step's state and
+    velocity."""
     collectives: tuple[Collective, ...]
-    """Collectives of a step with one forward and one backward pass that use all parameters."""
 
     @property
     def held(self) -> int:
@@ -87,7 +80,6 @@ class GroupFigures:
     title: str
     num_parameters: int
     num_bytes: int
-    """Bytes of the parameters, whole and without padding."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,13 +88,12 @@ class Plan:
 
     strategy: str
     groups: tuple[GroupFigures, ...]
-    """Groups in the order of the forward pass, as far as it is known; DDP's buckets in the order in
-    which it fills them."""
+    """Groups in the order of the forward pass, as far as known; DDP's buckets in the order in which
+    they fill."""
     ranks: tuple[RankFigures, ...]
     arrangement: str = ""
     """Arrangement of the ranks in a mesh; empty if they are in one row."""
     notes: tuple[str, ...] = ()
-    """Notes on what the figures leave out or assume."""
 
     @property
     def world_size(self) -> int:
@@ -125,22 +116,18 @@ class PlanInput:
     """Model on any device, also meta; it is not changed."""
     world_size: int
     optimizer: Optimizer | None = None
-    """Optimizer of the model's parameters; None: no optimizer state is counted."""
+    """Optimizer of the model's parameters; None: its state is not counted."""
     inputs: Any = None
     """Argument of the model for the global batch: a tensor or a tuple of tensors, real or meta;
     None: figures that depend on it are left out."""
     parameters: Mapping[str, nn.Parameter] = field(init=False)
-    """Parameters by name, each once."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "parameters", dict(self.model.named_parameters()))
 
     def state_bytes(self, shapes: Mapping[str, tuple[int, ...]]) -> int:
-        """Compute the bytes of optimizer state on a rank that steps parameters in these shapes.
-
-        A copy of the optimizer takes a step on the meta device. Parameters that do not require a
-        gradient have no state. Raises UnsupportedOptimizer if the step fails there.
-        """
+        """Compute the bytes of optimizer state for parameters of these shapes, by a step on the
+        meta device. Raises UnsupportedOptimizer if that step fails."""
         if self.optimizer is None:
             return 0
         replacements: dict[int, Any] = {}
@@ -198,11 +185,9 @@ def _sums(groups: Sequence[GroupFigures]) -> tuple[str, str]:
 
 
 def fold(groups: Sequence[GroupFigures]) -> list[GroupFigures]:
-    """Fold groups of one size whose titles differ only in one number into one group.
-
-    "layers.0", "layers.1" and "layers.2" become "layers.0-2", with the figures of all three. Fewer
-    than three are not folded, nor are numbers with a gap.
-    """
+    """Fold three or more groups of one size with titles that differ in one number: "layers.0",
+    "layers.1" and "layers.2" become "layers.0-2", with the figures of all. The numbers must have no
+    gap."""
     alike: dict[_Kind, dict[int, int]] = {}
     for index, group in enumerate(groups):
         for kind, number in _kinds(group):
@@ -224,8 +209,6 @@ def fold(groups: Sequence[GroupFigures]) -> list[GroupFigures]:
 
 
 class _Kind(NamedTuple):
-    """Key of groups that differ only in one number of their titles."""
-
     before: str
     after: str
     num_parameters: int
@@ -239,8 +222,6 @@ def _kinds(group: GroupFigures) -> Iterator[tuple[_Kind, int]]:
 
 
 def _held(plan: Plan) -> tuple[Sequence[str], list[Sequence[str]]]:
-    """Return the header and the rows; the column "kept" is omitted if no rank has any."""
-
     def held(rank: RankFigures) -> tuple[int, ...]:
         return (
             rank.parameters,
@@ -261,7 +242,6 @@ def _held(plan: Plan) -> tuple[Sequence[str], list[Sequence[str]]]:
 
 
 def _moved_rows(plan: Plan) -> list[Sequence[str]]:
-    """Return the rows of each rank's collectives, with a total if there is more than one row."""
     rows: list[Sequence[str]] = []
     for name, rank in _alike(plan, lambda rank: rank.collectives):
         used = [each for each in rank.collectives if each.calls]
@@ -280,7 +260,6 @@ def _when(collective: Collective) -> str:
 
 
 def _alike(plan: Plan, key: object) -> Iterable[tuple[str, RankFigures]]:
-    """Yield a name and the figures for each run of neighbouring ranks with the same key."""
     assert callable(key)
     for _, run in groupby(enumerate(plan.ranks), lambda item: key(item[1])):
         numbered = list(run)
@@ -289,7 +268,6 @@ def _alike(plan: Plan, key: object) -> Iterable[tuple[str, RankFigures]]:
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: int) -> list[str]:
-    """Return the lines of a table; the first `left` columns are left-aligned, others right."""
     widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
     return [
         "  ".join(
@@ -301,7 +279,6 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: int) -
 
 
 def _size(num_bytes: int) -> str:
-    """Format a size: exact below 10 KiB, otherwise with three digits."""
     size, unit = float(num_bytes), 0
     while size >= 10 * 1024 or (unit and size >= 999.5):
         size, unit = size / 1024, unit + 1
@@ -313,13 +290,12 @@ class PlannableStrategy(Protocol):
 
     def figures(self, subject: PlanInput) -> Plan:
         """Compute the figures for this model, without communication or side effects. Raises the
-        errors of the strategy's own checks of model and optimizer, and InvalidSpec or
-        UnsupportedOptimizer for figures that cannot be computed beforehand. May compute figures
-        for a model that `distribute` refuses."""
+        errors of the strategy's checks of model and optimizer, and InvalidSpec or
+        UnsupportedOptimizer for figures that cannot be computed."""
 
 
 def _state_after_step(optimizer: Optimizer, replacements: dict[int, Any]) -> int:
-    # The optimizer's state, which may be large, is not copied: a first step creates it anew.
+    # The state, which may be large, is not copied: a first step makes it anew.
     replacements[id(optimizer.state)] = type(optimizer.state)(dict)
     trial = copy.deepcopy(optimizer, replacements)
     _make_first_state(trial)
@@ -341,10 +317,7 @@ def _state_after_step(optimizer: Optimizer, replacements: dict[int, Any]) -> int
 
 
 def _make_first_state(optimizer: Optimizer) -> None:
-    """Create the state that the constructor would create, for replaced parameters.
-
-    Only the constructor of Adagrad creates state, in torch 2.9 and 2.11. In 2.13 Adagrad's first
-    step creates it.
-    """
+    """Create the state that Adagrad's constructor creates, before torch 2.13, for replaced
+    parameters."""
     if type(optimizer) is Adagrad:
         optimizer.state.update(Adagrad(optimizer.param_groups, **optimizer.defaults).state)

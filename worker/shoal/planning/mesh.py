@@ -28,24 +28,19 @@ from shoal.planning.rehearsal import RehearsalGroup, RehearsedPass
 from shoal.planning.tensor import first_equal_rank, non_finite_message, split_alone, tensor_groups
 
 LOSS_BYTES = torch.float64.itemsize
-"""Size of the loss, which the last stage sends to the others."""
 NO_INPUTS = "without inputs, messages between ranks in forward and backward are not counted"
 SHAPES = "the first step of each batch shape has one or two more forward passes, not counted"
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Part:
-    """Part of the model on one rank, on the meta device."""
-
     module: nn.Module
     parameters: Mapping[str, nn.Parameter]
     """Parameters by name in the user's model, in the shapes that this rank holds."""
     cut: frozenset[int]
-    """Ids of the parameters that are split over ranks."""
     stage: Stage | None
     """Stage of this part; None if the model is not cut into stages."""
     group: RehearsalGroup
-    """Group of the ranks over which the part is split."""
 
     @property
     def trained(self) -> dict[str, nn.Parameter]:
@@ -58,8 +53,8 @@ class MeshFigures:
     def __init__(
         self, subject: PlanInput, plan: HybridPlan, *, tells_faults_ahead: bool = False
     ) -> None:
-        """Compute the parts. `tells_faults_ahead`: True if ranks report non-finite gradients in
-        their votes on the step, and not in a separate message, unless stages share a parameter."""
+        """`tells_faults_ahead`: True if ranks report non-finite gradients in their votes, unless
+        stages share a parameter."""
         self._subject, self._plan = subject, plan
         self._tells_faults_ahead = tells_faults_ahead
         self._mesh = plan.mesh
@@ -126,7 +121,6 @@ class MeshFigures:
         )
 
     def _passed(self, stage: int, copy: int, split: int) -> Iterable[Collective]:
-        """Yield a rank's collectives in the forward and backward passes of its share."""
         if self._subject.inputs is None:
             return
         whole = to_meta(self._subject.inputs)
@@ -150,7 +144,6 @@ class MeshFigures:
         yield from passes[stage].moved
 
     def _through_stages(self, split: int, inputs: Any, num_samples: int) -> Iterable["_Pass"]:
-        """Yield one `_Pass` for each stage, for the ranks of one split."""
         if self._plan.cut is None:
             part = self._parts[0, split]
             done = RehearsedPass(part.group, lambda: part.module(inputs))
@@ -176,10 +169,9 @@ class MeshFigures:
         return self._tells_faults_ahead and all(len(stages) == 1 for stages in holders)
 
     def _update(self, index: int, part: _Part) -> Iterable[Collective]:
-        """Yield a rank's collectives from the last gradient to the end of the step."""
         if part.stage is not None:
             yield Collective(kind="broadcast", when=UPDATE, calls=1, num_bytes=LOSS_BYTES)
-            # Each message has one more element, which flags that there is a gradient.
+            # Each message has one more element: a flag that there is a gradient.
             shared = [
                 (p.numel() + 1) * p.element_size()
                 for name, p in part.trained.items()
@@ -205,12 +197,8 @@ class MeshFigures:
 
 @dataclass(frozen=True, kw_only=True)
 class _Pass:
-    """Passes of one share through one stage."""
-
     count: int
-    """Number of micro-batches."""
     outputs: tuple[Tensor, ...]
-    """Activations of one micro-batch that the stage sends to the next one."""
     moved: tuple[Collective, ...]
     """Collectives among the ranks over which the stage is split, of all micro-batches."""
 

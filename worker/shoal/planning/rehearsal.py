@@ -1,8 +1,5 @@
-"""Rehearsal of one rank's part of a step, on the meta device and without any peer.
-
-A rank's traffic within layers depends on shapes that only the model knows. So the model's own code
-runs with a group that has no peers, and the calls to that group are counted.
-"""
+"""Rehearsal of one rank's part of a step, on the meta device: the model's own code runs with a
+group that has no peers and counts calls."""
 
 from collections.abc import Callable
 from typing import Any
@@ -66,13 +63,13 @@ class RehearsalGroup(CollectiveGroup):
 
 
 class RehearsedPass:
-    """A forward and a backward pass on meta tensors, with the group's counts of each. Raises
-    InvalidSpec if the model cannot be run on the meta device, or not with these inputs."""
+    """Forward and backward pass on meta tensors, with the group's counts. Raises InvalidSpec if the
+    model cannot be run on the meta device, or not with these inputs."""
 
     def __init__(self, group: RehearsalGroup, run: Callable[[], Any]) -> None:
         group.pop_counts()
         try:
-            # Tensors that the model creates itself, such as masks, must be on meta too.
+            # Tensors that the model creates, such as masks, must be on meta too.
             with torch.enable_grad(), torch.device("meta"):
                 self.outputs = run()
             self._forward = group.pop_counts()

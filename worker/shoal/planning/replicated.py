@@ -31,7 +31,7 @@ class ReplicatedFigures:
         self._n = subject.world_size
         self._trained = {n: p for n, p in subject.parameters.items() if p.requires_grad}
         self._finds_unused = find_unused_parameters
-        # Without the search for unused parameters, torch builds buckets in the order of gradients.
+        # Without this search, torch builds buckets in the order of gradients.
         names = list(self._trained) if find_unused_parameters else list(reversed(self._trained))
         buckets = _buckets([self._trained[name] for name in names], bucket_mb)
         self._buckets = [[names[index] for index in bucket] for bucket in buckets]
@@ -93,7 +93,7 @@ class ReplicatedFigures:
             calls=len({buffer.dtype for buffer in buffers}),
             num_bytes=sum(buffer.nbytes for buffer in buffers),
         )
-        # One 32-bit flag for each parameter, which says if it was used.
+        # One 32-bit flag for each parameter: it was used.
         flags = 4 * len(self._trained) if self._finds_unused else 0
         reduced = Collective(
             kind="all_reduce",
@@ -104,7 +104,6 @@ class ReplicatedFigures:
         return (sent, reduced) if buffers else (reduced,)
 
     def _shared(self) -> tuple[Collective, ...]:
-        """Return the broadcast of the first rank's persistent buffers at the end of a step."""
         num_bytes = sum(each.nbytes for each in persistent_buffers(self._subject.model).values())
         sent = Collective(kind="broadcast", when=UPDATE, calls=1, num_bytes=num_bytes)
         return (sent,) if num_bytes else ()
@@ -126,7 +125,6 @@ class ReplicatedFigures:
 
 
 def _buckets(parameters: list[Tensor], bucket_mb: float) -> list[list[int]]:
-    """Return the indices of the parameters in each bucket."""
     if not parameters:
         return []
     cap = int(bucket_mb * 1024 * 1024)

@@ -33,8 +33,8 @@ def rows_of(num_rows: int, rank: int, world_size: int) -> int:
 
 
 class ShardedFigures:
-    """Computation of one plan. In memory and in collectives, each rank's part counts with the size
-    of the first rank's part, as shorter parts are padded to it."""
+    """Computation of one plan. Each rank's part counts with the size of the first rank's, to which
+    it is padded."""
 
     def __init__(self, subject: PlanInput, options: ShardedOptions) -> None:
         self._subject, self._options = subject, options
@@ -105,13 +105,11 @@ class ShardedFigures:
         return sum(self._part(p, p.dtype) for p in self._trained(group))
 
     def _reduced(self, group: ModuleGroup) -> int:
-        """Return the bytes of the input of the group's reduce-scatter."""
         return self._n * sum(
             self._part(p, self._options.reduces_in(p.dtype)) for p in self._trained(group)
         )
 
     def _gradients_peak(self) -> int:
-        """Return the peak: a group's whole gradients and result, and all earlier results."""
         before, peak = 0, 0
         for group in self._order_of_reduction():
             whole = self._reduced(group)
@@ -120,11 +118,7 @@ class ShardedFigures:
         return max(peak, before)
 
     def _order_of_reduction(self) -> list[ModuleGroup]:
-        """Return the groups with gradients, in the order in which backward finishes them.
-
-        No input of the model, or of its first trained layer, needs a gradient. So torch finishes
-        the model's group and then this layer's group at the very end of backward.
-        """
+        """Return the groups with gradients, in the order in which backward finishes them."""
         first = next((n for n, p in self._subject.parameters.items() if p.requires_grad), "")
         groups = [group for group in reversed(self._groups) if self._trained(group)]
         return sorted(groups, key=lambda g: (first in g.parameters, g is self._rest))

@@ -19,7 +19,6 @@ NOTE = "without inputs, activations and their gradients, which the ranks exchang
 
 def tensor_figures(subject: PlanInput, tensor_plan: TensorPlan) -> Plan:
     """Compute the plan. Gradients of replicated parameters are whole on every rank."""
-    # Ranks that hold parts of the same shapes share one computation.
     firsts = [first_equal_rank(tensor_plan, rank) for rank in range(subject.world_size)]
     ranks = {first: _rank(subject, tensor_plan, first) for first in set(firsts)}
     return Plan(
@@ -60,12 +59,9 @@ def non_finite_message(world_size: int) -> Collective:
 
 
 def split_alone(module: nn.Module, plan: TensorPlan, ranks: TensorGroup) -> frozenset[int]:
-    """Reduce a module on the meta device to this rank's part of it.
-
-    Works as `shoal.layouts.tensor.layout.parallelise`, but without peers, and makes plain tensors
-    of the rank's parts. Returns the ids of the new parameters, each a part of a whole one.
-    """
-    # Keyed by the id of the whole parameter, which the value keeps alive while its id is in use.
+    """Reduce a module on the meta device to this rank's part, without peers. Returns the ids of the
+    new parameters, each a part of a whole one."""
+    # By the id of the whole parameter, which the value keeps alive.
     cut: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
     for entry in plan.entries:
         if entry.style == WHOLE:
@@ -126,20 +122,18 @@ def _collectives(
         spread_positions(model, tensor_plan.sequence, ranks)
         inputs = to_meta(subject.inputs)
         moved = RehearsedPass(group, lambda: model(inputs)).collectives()
-    # The first rank broadcasts the gradients of whole parameters, in one call for each dtype.
+    # The first rank broadcasts gradients of whole parameters, one call a dtype.
     copied = Collective(
         kind="broadcast", when=UPDATE, calls=len(aligned), num_bytes=sum(aligned.values())
     )
     summed = _summed(subject, tensor_plan)
-    # Without such sums, members report non-finite gradients when they agree on the step.
+    # Else members report non-finite gradients when they agree on the step.
     sums = summed_parameters(subject.model, tensor_plan.sequence)
     flag = (non_finite_message(subject.world_size),) if sums else ()
     return (*moved, *summed, copied, *flag) if aligned else (*moved, *summed, *flag)
 
 
 def _summed(subject: PlanInput, tensor_plan: TensorPlan) -> tuple[Collective, ...]:
-    """Return the all-reduces, one for each dtype, of gradients that each rank computes for its own
-    positions of the sequence."""
     names = summed_parameters(subject.model, tensor_plan.sequence)
     trained = [p for name, p in subject.parameters.items() if name in names and p.requires_grad]
     if not trained:

@@ -1,18 +1,15 @@
 """Randomness that does not depend on membership: drawn from seed, step and sample.
 
-The output of a stateful generator depends on earlier draws, and therefore on how a batch is cut. A
-value computed from a sample's position does not: it is the same in one process, on any number of
-ranks, in micro-batches, and in a repeated step.
+A value is then the same on any number of ranks, in micro-batches, and in a repeated step.
 
     key_dropout(model)                                       # once, see shoal.randomness.dropout
     with at(seed=7, step=41, first=96, count=32):            # each step: samples 96 to 127 of it
         with part(0, 8): ...                                 # a micro-batch: samples 96 to 103
 
-Set the samples for both their forward and backward passes, as activation checkpointing repeats
-forward passes within backward.
+Set the samples for both their forward and backward passes, for activation checkpointing.
 
-Functions called by the user's code (`F.dropout`, `torch.rand`) draw from torch's generators:
-`seed_torch` makes their draws the same if a step is repeated.
+`F.dropout` and `torch.rand` draw from torch's generators: `seed_torch` makes their draws the same
+if a step is repeated.
 """
 
 import hashlib
@@ -30,8 +27,7 @@ _LONG = 0xFFFFFFFFFFFFFFFF
 
 
 class _SamplePoint:
-    # A class, as a pipeline enters several in each pass: a @contextmanager takes several times as
-    # long.
+    # A class: a @contextmanager is several times slower.
 
     def __init__(self, samples: PresentSamples | None) -> None:
         self._samples = samples
@@ -54,10 +50,7 @@ def at(*, seed: int, step: int, first: int, count: int) -> AbstractContextManage
 
 
 def part(start: int, stop: int) -> AbstractContextManager[None]:
-    """Restrict the block to [start, stop) of the current samples; no effect if none are set.
-
-    For micro-batches, including those that a training script cuts itself.
-    """
+    """Restrict the block to [start, stop) of the current samples; no effect if none are set."""
     whole = present()
     if whole is None:
         return _SamplePoint(None)
@@ -72,10 +65,7 @@ def set_samples(samples: PresentSamples | None) -> PresentSamples | None:
 
 
 def mix(*numbers: int) -> int:
-    """Mix several numbers into one seed below 2**63; neighbouring numbers give unrelated seeds.
-
-    Applies `splitmix64` to each number in turn.
-    """
+    """Mix several numbers into one seed below 2**63; neighbouring numbers give unrelated seeds."""
     mixed = 0
     for number in numbers:
         mixed = splitmix64(mixed + GAMMA + number)
@@ -91,13 +81,10 @@ def splitmix64(state: int) -> int:
 
 
 def seed_torch(seed: int, step: int, share: int) -> None:
-    """Seed torch's generators for a step on one share of the batch.
-
-    Draws in a repeated step are then the same, if the number of members is the same.
-    """
+    """Seed torch's generators for a step on one share of the batch: a repeated step draws the same,
+    on the same number of members."""
     number = mix(seed, step, share)
-    # Not torch.manual_seed: before CUDA is initialised it records the caller's stack, which takes
-    # longer than all other work of this module in a step.
+    # torch.manual_seed records the caller's stack before CUDA is initialised, which is slow.
     torch.default_generator.manual_seed(number)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed_all(number)
@@ -119,11 +106,9 @@ def restore_generators(states: Sequence[torch.Tensor]) -> None:
 
 
 def sample_generator(index: int = 0, name: str = "") -> torch.Generator:
-    """Return a CPU generator for the sample of this index among the current ones.
-
-    Its draws are the same for a sample in a step, whichever member computes it. `name` separates
-    several uses. If no samples are set, it is the generator of sample `index`, step 0 and seed 0.
-    """
+    """Return a CPU generator for the sample of this index among the current ones: the same draws
+    for a sample in a step on any member. `name` separates several uses. Without samples: for sample
+    `index`, step 0 and seed 0."""
     samples = present() or PresentSamples(seed=0, step=0, first=0, count=1)
     key = mix(samples.seed, samples.step, digest(name), samples.first + index)
     return torch.Generator().manual_seed(key)

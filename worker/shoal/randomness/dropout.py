@@ -1,13 +1,8 @@
-"""Dropout whose masks do not depend on membership.
+"""Dropout with masks that do not depend on membership.
 
-Each element's random number is computed from its position: a hash of (seed, step, layer, call, the
-sample's position in the global batch, the element in the sample), see `shoal.randomness`. On a CPU
-the hash is no slower than a draw. A generator for each sample would be as slow as draws, and need a
-loop on a GPU; so all samples are hashed at once.
-
-Under torch.compile a mask is plain tensor code in the graph, which a compiler fuses with the
-multiplication by it. Only four numbers, which give its key and its samples, come from an operator
-of Shoal's when the graph runs. So another step, position or generation needs no new compilation.
+Each element's random number is a hash of (seed, step, layer, call, the sample's position in the
+global batch, the element in the sample), see `shoal.randomness`. Under torch.compile, an operator
+gives the key and the samples: another step or generation needs no new compilation.
 
 The dropout modules of torch.nn are covered; functions (`F.dropout`, attention's own) are not.
 """
@@ -26,18 +21,17 @@ from shoal.torch_private.tensors import in_backward
 
 _WORD = 0xFFFFFFFF
 _BLOCK_ELEMENTS = 1 << 19
-"""Number of elements that a CPU hashes at once: the dozen passes over them stay in its cache."""
 
 
 def key_dropout(model: nn.Module) -> int:
     """Make the model's dropout modules draw by the position of samples; return their number.
 
-    The modules stay the same objects; subclasses of torch's keep their own forward pass. In
-    evaluation, and if no samples are set, they work as before. A layer is identified by its name in
-    `model`, which must be its name in the whole model on all ranks.
+    The modules stay the same objects; subclasses of torch's keep their own forward pass. Without
+    samples, and in evaluation, they work as before. A module must have the same name in `model` on
+    all ranks.
 
-    Samples are assumed to lie along the first dimension, or along the second in torch's transformer
-    layers without `batch_first`; see `samples_along` for others.
+    Samples lie along the first dimension, or along the second in torch's transformer layers without
+    `batch_first`; see `samples_along` for others.
     """
     num_keyed = 0
     second: set[nn.Module] = set()
@@ -55,15 +49,14 @@ def key_dropout(model: nn.Module) -> int:
 
 
 def unkey_dropout(model: nn.Module) -> None:
-    """Undo `key_dropout`: make the modules draw as torch's own again."""
+    """Undo `key_dropout`."""
     for module in model.modules():
         if isinstance(module, _DROPOUTS) and module.__dict__.pop("_layer", None) is not None:
             module.__class__ = _PLAIN.get(type(module), type(module))
 
 
 def with_dropout_within(model: nn.Module) -> list[str]:
-    """Return the names of torch's modules that apply dropout without a dropout module. Their draws,
-    like the draws of functions, depend on how the batch is cut."""
+    """Return the names of torch's modules that apply dropout without a dropout module."""
     return [
         name
         for name, module in model.named_modules()
@@ -73,21 +66,18 @@ def with_dropout_within(model: nn.Module) -> list[str]:
 
 
 def samples_along(dropout: nn.Module, dim: int | None) -> None:
-    """Set the dimension of this module's inputs along which the samples lie.
-
-    None: there is no such dimension, and all members use one mask in a step. The same holds if the
-    dimension's size is not a multiple of the number of samples. If it is m times that number, each
-    sample has m consecutive rows.
-    """
+    """Set the dimension of this module's inputs along which the samples lie, each with one or
+    several consecutive rows. None, or a size that is no multiple of the number of samples: all
+    members use one mask in a step."""
     dropout.__dict__["_samples_along"] = dim
 
 
 def draw(dropout: nn.Module, shape: torch.Size, device: torch.device, *, p: float) -> Tensor | None:
-    """Draw a mask (bool) of this shape: an element is kept with probability 1 - p.
+    """Draw a mask (bool) of this shape: an element is kept with probability 1 - p. Each call for
+    the same samples has another mask.
 
-    Returns None if the module is not keyed, or if no samples are set. If no samples are set in a
-    compiled graph, which cannot return None, it draws a key from torch's generator instead. Each
-    call for the same samples has another mask.
+    Returns None if the module is not keyed, or if no samples are set; a compiled graph then draws a
+    key from torch's generator.
     """
     layer: _Layer | None = getattr(dropout, "_layer", None)
     if layer is None:
@@ -115,8 +105,6 @@ def _drawn(
 
 
 class _Layer:
-    """Key of one module, and the number of its calls on the current samples."""
-
     def __init__(self, key: int) -> None:
         self.key = key
         self.current: PresentSamples | None = None
@@ -125,8 +113,8 @@ class _Layer:
         number = next(_numbers)
         _layers[number] = self
         self.handle = torch.tensor([number, 0], dtype=torch.int64, device="cpu")
-        """Handle of the layer in a compiled graph: its number in `_layers`, and the number of keys
-        made. It is a tensor: a graph would be compiled again for each plain number."""
+        """Number of the layer in `_layers`, and the number of keys made. A tensor: a graph would be
+        compiled again for each plain number."""
 
     def __getstate__(self) -> int:
         return self.key
@@ -136,15 +124,15 @@ class _Layer:
         self.__init__(key)  # type: ignore[misc]
 
     def present_samples(self) -> PresentSamples | None:
-        # A backward pass that repeats a forward pass may run on another thread than that pass.
+        # A backward pass that repeats a forward pass may run on another thread.
         return present() or (self.current if in_backward() else None)
 
     def next_key(self, current: PresentSamples) -> int:
         return mix(current.seed, current.step, self.key, self.next_call(current))
 
     def next_call(self, current: PresentSamples) -> int:
-        """Count this call on these samples, and return its number, from 0. In a backward pass,
-        return the number of the forward call that it repeats."""
+        """Return the number of this call on these samples; in a backward pass, of the forward call
+        that it repeats."""
         if in_backward():
             # Backward repeats forward passes in the order in which they first ran.
             call = self._num_repeated % max(self._calls, 1)
@@ -162,13 +150,13 @@ _numbers = itertools.count()
 _layers: weakref.WeakValueDictionary[int, _Layer] = weakref.WeakValueDictionary()
 
 
-# Marked as mutating and nondeterministic, so that a graph runs it once for each call, in order.
+# Mutating and nondeterministic: a graph runs it once for each call, in order.
 @torch.library.custom_op(
     "shoal::dropout_key", mutates_args=("layer",), tags=(torch.Tag.nondeterministic_seeded,)
 )
 def _key_of(layer: Tensor, device: torch.device) -> Tensor:
     """Return four numbers on the device: the two halves of the key, the first sample's position,
-    and the number of samples. If no samples are set, the key is random and the last two are 0."""
+    and the number of samples. Without samples, the key is random and the last two are 0."""
     numbered_layer = _layers[int(layer[0])]
     layer[1] += 1
     current = numbered_layer.present_samples()
@@ -188,7 +176,6 @@ def _(layer: Tensor, device: torch.device) -> Tensor:
 def _traced(
     layer: Tensor, dim: int | None, shape: torch.Size, device: torch.device, p: float
 ) -> Tensor:
-    """Compute the mask that `_drawn` returns, within a graph and from the layer's handle."""
     low, high, first, count = _key_of(layer, device).unbind()
     if p >= 1:
         return torch.zeros(shape, dtype=torch.bool, device=device)
@@ -213,16 +200,12 @@ def _traced(
 
 
 def _hashed(numbers: Tensor) -> Tensor:
-    """Compute `_hash` out of place."""
     numbers = (numbers ^ ((numbers >> 16) & 0xFFFF)) * _signed(0x7FEB352D)
     return (numbers ^ ((numbers >> 15) & 0x1FFFF)) * _signed(0x846CA68B)
 
 
 def _kept(rows: tuple[int, int], key: int, *, first: int, p: float, device: torch.device) -> Tensor:
-    """Compute a mask: a row for each sample from position `first` on, a column for each element.
-
-    Samples and elements are hashed separately. The hash of their sum is a 32-bit random number.
-    """
+    """Compute a mask: a row for each sample from position `first` on, a column for each element."""
     num_samples, num_elements = rows
     kept = torch.empty(rows, dtype=torch.bool, device=device)
     if p >= 1:
@@ -242,10 +225,8 @@ def _kept(rows: tuple[int, int], key: int, *, first: int, p: float, device: torc
 
 
 def _hash(numbers: Tensor) -> Tensor:
-    """Hash int32 numbers in place by a bijection (C. Wellons' lowbias32, 2018).
-
-    Its last shift is left out: it changes only low bits, which a comparison hardly depends on.
-    """
+    """Hash int32 numbers in place by a bijection (C. Wellons' lowbias32, 2018, without its last
+    shift)."""
     shifted = numbers >> 16
     # The shift keeps the sign; these bits must be zero.
     shifted &= 0xFFFF
@@ -266,8 +247,6 @@ def _signed(word: int) -> int:
 
 
 def _channels(dropout: Any, value: Tensor) -> Tensor | None:
-    """Mask whole channels. The module's type and the number of dimensions show if the input is
-    batched."""
     unbatched = {nn.Dropout1d: 2, nn.Dropout3d: 4}
     kind = next((k for k in unbatched if isinstance(dropout, k)), None)
     if kind is not None and value.ndim == unbatched[kind]:
@@ -299,8 +278,6 @@ def _drop_alpha(value: Tensor, kept: Tensor, p: float, *, inplace: bool) -> Tens
 
 
 def _keyed(kind: Any, mask: Any, drop: Any) -> Any:
-    """Return a subclass of this dropout that draws by the position of samples."""
-
     def forward(self: Any, input: Tensor) -> Tensor:  # noqa: A002 - torch's own name for it
         # For a DTensor, torch itself draws a mask for the whole tensor.
         draws = self.training and self.p > 0 and type(input) in (Tensor, nn.Parameter)

@@ -33,11 +33,8 @@ class BatchSource(ABC):
         self._loader = loader
         self._num_attempts = 0
         self._is_trained = False
-        """True if a step on `batch` is committed."""
         self.loading_s = 0.0
-        """Time for which the trainer has waited for batches to be loaded."""
         self.batch: Batch | None = None
-        """The batch that was handed out last."""
         self.all_trained = False
         """True if the job's last step is committed: no batch is left for any member."""
 
@@ -46,8 +43,8 @@ class BatchSource(ABC):
 
     @property
     def order(self) -> Order:
-        """Order of the samples. If the job continues from a checkpoint with another batch size,
-        `order.origin` is set just before the first batch is handed out."""
+        """Order of the samples; `order.origin` is set just before the first batch is handed out, if
+        the job continues from a checkpoint with another batch size."""
         return self._loader.order
 
     @property
@@ -56,8 +53,8 @@ class BatchSource(ABC):
         """Number of this member's batches in the whole job; None if it depends on others' pace."""
 
     def attempted(self) -> None:
-        """Note that a step on the present batch begins. Raises InvalidSpec if a step on that batch
-        is committed already."""
+        """Note that a step on the present batch begins. Raises InvalidSpec if one is committed
+        already."""
         if self._is_trained and self.batch is not None:
             raise InvalidSpec(
                 f"a second step on the batch of step {self.batch.step}",
@@ -82,10 +79,9 @@ class BatchSource(ABC):
         self._loader.close()
 
     def stop(self) -> bool:
-        """Note that the script has left its loop early. If this member's script called
-        `session.stop`, wait until all members have left their loops, and return True: the job is
-        complete. Else return False at once. Raises StateLost if `CallBetweenSteps.check_end`
-        does."""
+        """Note that the script has left its loop early. After its `session.stop`, wait until all
+        members have left their loops, and return True; else return False at once. Raises StateLost
+        if `CallBetweenSteps.check_end` does."""
         return False
 
     def left(self) -> None:  # noqa: B027 - does nothing by default
@@ -111,7 +107,7 @@ class SynchronousBatches(BatchSource):
 
     def __iter__(self) -> Iterator[Batch]:
         controller = self._controller
-        # Before connections to peers exist: a loading process would inherit them.
+        # Before connections to peers exist, which a loading process would inherit.
         self._loader.start()
         while True:
             try:
@@ -124,7 +120,7 @@ class SynchronousBatches(BatchSource):
                 if self._finish():
                     break
             except JobFinished:
-                # The others committed the last step, and left while this member recovered.
+                # The others committed the last step while this member recovered.
                 if controller.strategy.step < self._end():
                     raise
                 break
@@ -141,7 +137,6 @@ class SynchronousBatches(BatchSource):
             strategy.note_loading(begins=False)
 
     def _is_stopped(self) -> bool:
-        """True if members have agreed to stop here, before the samples end."""
         strategy = self._strategy
         if strategy.position.stop_at is None:
             return False
@@ -150,7 +145,7 @@ class SynchronousBatches(BatchSource):
 
     @property
     def _strategy(self) -> SynchronousStrategy:
-        # No isinstance check: twice a step, it would cost more than the rest of this loop.
+        # Not isinstance: twice a step, it would cost more than the rest of this loop.
         return cast(SynchronousStrategy, self._controller.strategy)
 
     def _end(self) -> int:
@@ -180,8 +175,7 @@ class SynchronousBatches(BatchSource):
 
     def left(self) -> None:
         if self.batch is not None and not self.all_trained:
-            # Counted from the batch: a rollback in a call within the loop may have lowered the
-            # strategy's step since.
+            # From the batch: a rollback may have lowered the strategy's step.
             self._controller.call.end_step = self.batch.step + int(self._is_trained)
 
     def _offer(self, batch: Batch) -> Iterator[Batch]:
@@ -231,7 +225,7 @@ class LeasedBatches(BatchSource):
             # Fetch the other members' last updates: the model is then the job's result.
             controller.strategy.finish()
         except JobFinished as finished:
-            # The last sample was completed before this member asked for more samples.
+            # The last sample was completed before this member asked for more.
             log.info("job_finished_by_others", reason=str(finished))
         except Drained:
             self._flush_and_leave()
@@ -239,16 +233,14 @@ class LeasedBatches(BatchSource):
         self.all_trained = True
 
     def _flush_and_leave(self) -> None:
-        """Flush this member's last steps before it leaves in good order. If that fails, other
-        members train on the samples of these steps again."""
+        """Flush this member's last steps before it leaves; if that fails, other members train on
+        their samples again."""
         try:
             self._controller.strategy.flush()
         except ShoalError as error:
             log.warning("last_steps_not_acknowledged", reason=str(error))
 
     def _offer_until_committed(self, span: SampleRange) -> Iterator[Batch]:
-        """Offer a range's batch, and after each refused step offer it again, until a step on it is
-        committed."""
         strategy = self._controller.strategy
         step, began_s = strategy.step, time.perf_counter()
         batch = self._loader.leased(
@@ -260,7 +252,6 @@ class LeasedBatches(BatchSource):
             yield from self._offer(batch)
 
     def _likely_next(self, span: SampleRange) -> Iterator[SampleRange]:
-        """Yield likely next ranges, to load them ahead: a lease covers many batches in sequence."""
         order = self._loader.order
         for start in range(span.stop, order.num_samples, order.global_batch_size):
             stop = min(start + order.global_batch_size, order.num_samples)
@@ -280,14 +271,13 @@ class LeasedBatches(BatchSource):
 
 
 class Batches(Iterator[Batch]):
-    """The iterator of `session.batches`. `len()` is the number of steps of the whole job, for
-    progress bars; in an asynchronous job it raises TypeError: the number depends on the members'
-    pace.
+    """Iterator of `session.batches`. `len()` is the number of steps of the whole job; in an
+    asynchronous job it raises TypeError.
 
-    After the script has left a loop over the batches, a call between steps raises StateLost if the
-    state was rolled back to an earlier step: see `CallBetweenSteps.end_step`. A later loop
-    continues from the job's present step; it raises InvalidSpec if no step was taken on the batch
-    that was handed out last."""
+    After a loop over the batches, a call between steps raises StateLost if the state was rolled
+    back to an earlier step. A later loop continues from the job's present step, or raises
+    InvalidSpec if no step was taken on the last batch.
+    """
 
     def __init__(self, source: BatchSource) -> None:
         self._source = source
@@ -296,7 +286,7 @@ class Batches(Iterator[Batch]):
 
     @property
     def order(self) -> Order:
-        """Order of the job's samples: see `BatchSource.order`."""
+        """See `BatchSource.order`."""
         return self._source.order
 
     def __iter__(self) -> Iterator[Batch]:

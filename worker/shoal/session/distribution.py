@@ -1,4 +1,4 @@
-"""The distributed model and optimizer of a session, with registered state and options."""
+"""Distributed model and optimizer of a session, with registered state and options."""
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
@@ -60,7 +60,7 @@ Optimizers = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer]
 
 
 class DistributeKeywords(TypedDict, total=False):
-    """The keywords of `Session.distribute`."""
+    """Keywords of `Session.distribute`."""
 
     checkpoints: Checkpoints | None
     keyed_dropout: bool
@@ -69,53 +69,45 @@ class DistributeKeywords(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class DistributeOptions:
-    """Options of a session's `distribute`."""
+    """Options of `Session.distribute`."""
 
     local_rank: LocalRank
     backend: str
     reconfigures: bool
-    """True if a generation reconfigures the previous generation's process group instead of making
-    a new group."""
+    """True if a generation reconfigures the previous process group instead of making a new one."""
     validators: ValidatorSet
     checkpoints: Checkpoints | None
     keyed_dropout: bool
     sync_batchnorm: bool
     in_step: Callable[[], bool]
-    """Returns True if a step of the session is open."""
 
 
 class LongLivedObjects:
-    """The objects of one session's process that Python's garbage collector skips.
-
-    A full collection visits all objects: about 300,000 with torch imported, which takes 0.2 s.
-    Python begins a full collection after many objects were made. Bringing up a generation makes
-    many, so the collection would run while all members wait for one another. Objects that exist
-    before the first generation live as long as the session, and need not be visited.
-    """
+    """Objects of one session's process that Python's garbage collector skips: a full collection, of
+    0.2 s, would begin in a bring-up."""
 
     def __init__(self) -> None:
         self._is_frozen = False
 
     def freeze(self) -> None:
-        """Let the collector skip all present objects. No effect if the script or another session of
-        the process has frozen objects, or if the collector is off."""
+        """Let the collector skip all present objects. No effect if objects are frozen already, or
+        the collector is off."""
         if gc.isenabled() and not gc.get_freeze_count():
-            # Collected first: garbage that is frozen, such as the script's, stays until `release`.
+            # Collected first: garbage that is frozen stays until `release`.
             gc.collect(1)
             gc.freeze()
             self._is_frozen = True
 
     def release(self) -> None:
-        """Unfreeze all objects, so that the garbage collector examines them again. May be called
-        twice."""
+        """Unfreeze all objects. May be called twice."""
         if self._is_frozen:
             gc.unfreeze()
         self._is_frozen = False
 
 
 class Distribution:
-    """Model, optimizer, registered state and proposal fields of one session, set by `distribute`;
-    `release` undoes its changes to the script's objects."""
+    """Model, optimizer, registered state and proposal fields of one session. `release` undoes
+    changes to the script's objects."""
 
     def __init__(self, controller: ElasticController) -> None:
         self._controller = controller
@@ -123,14 +115,13 @@ class Distribution:
         """Fields of the proposal: values that must be the same on all members."""
         self.registered = RegisteredState()
         self.training: Training | None = None
-        """The models of each optimizer; None if the script gave a single model and a single
-        optimizer, neither of them in a list or dict."""
+        """Models of each optimizer; None for a single model and optimizer, neither in a list or
+        dict."""
         self._optimizer: Optimizer | None = None
         self._model: nn.Module | None = None
         self._guard: StepGuard | None = None
         self._parameters: TrainedParameters | None = None
         self._held = ExitStack()
-        """Undoes the changes in the script's model, its optimizer and the process."""
 
     def distribute(
         self,
@@ -145,7 +136,7 @@ class Distribution:
                 distributed = self._distribute_all(model, optimizer, chosen, options, held)
                 self._held = held.pop_all()
         except BaseException:
-            # Restore the state before the call: the script may try another strategy or model.
+            # The script may try another strategy or model.
             self.fields.clear()
             self.training = self._optimizer = self._guard = self._parameters = None
             self._controller.drop_strategy()
@@ -180,7 +171,7 @@ class Distribution:
         options: DistributeOptions,
         held: ExitStack,
     ) -> tuple[nn.Module, Optimizer]:
-        """Distribute one model; `held` collects the calls that undo its changes afterwards."""
+        """Distribute one model; `held` collects the calls that undo its changes."""
         refuse_wrapped(model)
         refuse_reused(model)
         give_own_memory(model)
@@ -256,15 +247,14 @@ class Distribution:
                     f"reconfigure=True: strategy {chosen.name} has no process group",
                     expected="a strategy whose members take each step together, such as ddp",
                 )
-            # A field of the proposal, as the two kinds of group cannot connect to each other.
+            # A field of the proposal: the two kinds of group cannot connect to each other.
             self.fields["reconfigure"] = "true"
         if chosen.synchronous:
             name, reconfigures = options.backend or None, options.reconfigures
             chosen.use_backend(backend_for(device.type, name, reconfigures=reconfigures))
 
     def _keep_checkpoints(self, chosen: Strategy, checkpoints: Checkpoints | None) -> None:
-        # Members read and write checkpoints together. "none" is stated too, as an optional field is
-        # compared only between members that state it.
+        # "none" too: an optional field is compared only between members that state it.
         steps = "none" if checkpoints is None else f"every {checkpoints.every_steps} steps"
         self._controller.details.optional_fields["checkpoints"] = steps
         if checkpoints is not None:
@@ -280,7 +270,6 @@ class Distribution:
             )
 
     def _check_scales(self, chosen: Strategy, scaler: torch.amp.GradScaler | None) -> None:
-        """Raise InvalidSpec if what is distributed cannot be trained with this scaler."""
         if scaler is None:
             return
         if not chosen.unscales:
@@ -303,12 +292,9 @@ class Distribution:
         *,
         weight: object = None,
     ) -> SynchronousStrategy | None:
-        """Choose the optimizers for the strategy's next call, if there are several. Return the
-        strategy; None if `training` is None.
-
-        Raises InvalidSpec if the choice is unclear, for an optimizer of another session, and for a
-        weight if there are several optimizers.
-        """
+        """Choose the optimizers for the strategy's next call. Return the strategy; None if
+        `training` is None. Raises InvalidSpec if the choice is unclear, for another session's
+        optimizer, and for a weight with several optimizers."""
         if self.training is None:
             if given is not None and given is not self._optimizer:
                 raise InvalidSpec(
@@ -349,20 +335,20 @@ class Distribution:
 
     @property
     def guard(self) -> StepGuard:
-        """The guard of steps. Raises InvalidSpec if nothing is distributed."""
+        """Guard of steps. Raises InvalidSpec if nothing is distributed."""
         _ = self._controller.strategy
         assert self._guard is not None, "made by `distribute`"
         return self._guard
 
     def check_model(self) -> None:
-        """Check the model before the first generation uses it. Raises InvalidSpec if the script has
-        changed its layers or parameters since it was distributed."""
+        """Raise InvalidSpec if the script has changed the model's layers or parameters since
+        `distribute`."""
         if self._parameters is not None:
             self._parameters.check(0)
 
     def note_samples(self, dataset: Any, order: Callable[[], Order]) -> Mapping[str, str]:
-        """Set and return the proposal's fields about the samples. Warns of layers for which a
-        member's share may be too small. `order` returns the present order."""
+        """Set and return the proposal's fields about the samples. Warns of layers for which a share
+        may be too small. `order` returns the present order."""
         details, samples = self._controller.details, fields_of(dataset, order())
         self.fields |= samples
         content, listings = content_fields(dataset)
@@ -372,8 +358,7 @@ class Distribution:
         return {**samples, **content}
 
     def _share_sizes(self, order: Callable[[], Order]) -> ShareSizes | None:
-        """Return the check of share sizes for BatchNorm; None if BatchNorm is synced, or under a
-        strategy that cannot sync it."""
+        """Return the check of share sizes for BatchNorm; None if it is synced or cannot be."""
         if not self._controller.strategy.syncs_batchnorm or "sync_batchnorm" in self.fields:
             return None
         assert self._model is not None, "batches are made after `distribute`"
@@ -410,7 +395,6 @@ def _check_syncs(chosen: Strategy) -> None:
 
 
 def _check_scaler(name: str, registered: RegisteredState, scaler: torch.amp.GradScaler) -> None:
-    """Raise InvalidSpec for a GradScaler of an unknown class, and for a second one."""
     if type(scaler) not in _KNOWN_SCALERS:
         raise InvalidSpec(
             f"{name!r} is an unknown kind of GradScaler",
@@ -422,7 +406,6 @@ def _check_scaler(name: str, registered: RegisteredState, scaler: torch.amp.Grad
 
 
 def _named(given: Any, alone: str) -> dict[str, Any]:
-    """Return objects by name, or by index in the list; a single object has the name `alone`."""
     if isinstance(given, Mapping):
         return dict(given)
     if isinstance(given, Sequence):
@@ -431,7 +414,6 @@ def _named(given: Any, alone: str) -> dict[str, Any]:
 
 
 def _as_given(named: Mapping[str, Any], given: Any) -> Any:
-    """Return objects in the form in which the script passed its own: dict, list or one object."""
     if isinstance(given, Mapping):
         return dict(named)
     return list(named.values()) if isinstance(given, Sequence) else next(iter(named.values()))

@@ -45,12 +45,9 @@ log = structlog.get_logger(__name__)
 
 VALIDATION_SHARE = 0.5
 """Share of the time to accept or reject a roster (`limits.prepare_s`) that validators may use. A
-quarter of that time is for checks of peers, the rest for messages."""
+quarter is for checks of peers, the rest for messages."""
 MAX_FIELD_CHARACTERS = 4096
-"""Limit of a value in a proposal. Longer values, such as the settings of an optimizer with many
-groups, are shortened."""
 _MAY_NOT_RECUR = (RuntimeError, MemoryError, OSError)
-"""Errors that may not recur a second later: no memory, no port, a busy device."""
 
 
 @dataclass
@@ -58,16 +55,14 @@ class CallBetweenSteps:
     """State of shared calls, which all members make together, such as `session.evaluate`."""
 
     may_be_made: bool = False
-    """True if the script has asked for a batch, or begun a step. Before that, the members' scripts
-    may be at different points."""
+    """True once the script has asked for a batch, or begun a step: before that, scripts may be at
+    different points."""
     is_under_way: bool = False
-    """True while the script is in a shared call."""
     has_too_few: bool = False
-    """True if the generation was formed for a shared call, and has fewer members than a step
-    needs."""
+    """True if the generation was formed for a shared call, and has too few members for a step."""
     end_step: int = 0
-    """The step at which the script left its loop over the batches; 0 while it is in the loop. The
-    state may not be rolled back to before this step: without the loop no step is taken again."""
+    """Step at which the script left its loop over the batches; 0 while it is in the loop. The state
+    may not be rolled back to before this step."""
 
     def check_end(self, call: str, step: int) -> None:
         """Raise StateLost if the state was rolled back to before the end of the script's loop."""
@@ -87,22 +82,20 @@ class ProposalDetails:
     """Details of a member's model and batches, besides the fields of its proposal."""
 
     optional_fields: dict[str, str] = field(default_factory=dict)
-    """Values that must be the same on all members that propose them. A member may leave them out.
-    Sent with the proposal."""
+    """Values that must be the same on all members that propose them."""
     listings: dict[str, bytes] = field(default_factory=dict)
-    """Packed entries that a field's value covers, by the name of the field. If members propose
-    different values, the coordinator names the first entry that differs."""
+    """Packed entries that a field's value covers, by the field's name: the coordinator names the
+    first entry that differs."""
     shares: ShareSizes | None = None
-    """Check that rejects planned changes after which shares would be too small for a layer of the
-    model; None if no check is needed. Not sent."""
+    """Check that rejects planned changes after which shares would be too small for a layer; None:
+    no check. Not sent."""
 
 
 class ElasticController:
     """Controller of one member: passes the generations of its membership on to its strategy.
 
     The trainer's thread calls all methods, except `_judge`, `_find_unreachable` and
-    `_find_checkpoints`, which run on the membership's thread that reads the stream of notices, and
-    `_on_break`, which runs on any thread of the membership or on the trainer's.
+    `_find_checkpoints` (the membership's thread that reads notices), and `_on_break` (any thread).
     """
 
     def __init__(
@@ -138,7 +131,7 @@ class ElasticController:
 
     def attend(self) -> None:
         """Join the job. Raises the coordinator's refusal, DeadlineExceeded if no coordinator admits
-        this member in time, or Drained if it was asked to leave before it had joined."""
+        this member in time, or Drained if it was asked to leave meanwhile."""
         with ExitStack() as refused:
             refused.callback(self.job_log.close)
             refused.callback(self._stop_listening)
@@ -200,9 +193,9 @@ class ElasticController:
     def ensure_generation(self, fields: dict[str, str]) -> Generation:
         """Return the generation in which the next step may begin; form or change it if needed.
 
-        Waits as long as the job's limits allow, then raises DeadlineExceeded with the reason. Also
-        raises the coordinator's refusal, errors of a bring-up or of the last step's checkpoint, and
-        Drained if this member was asked to leave and the others no longer need it.
+        Waits as long as the job's limits allow, then raises DeadlineExceeded. Also raises the
+        coordinator's refusal, errors of a bring-up or of the last step's checkpoint, and Drained if
+        this member is to leave now.
         """
         try:
             with drained():
@@ -251,11 +244,8 @@ class ElasticController:
                 return generation
 
     def present_or_next_generation(self, fields: dict[str, str]) -> Generation:
-        """Return the present generation, or form the next one if it has ended. For calls between
-        two steps, during which no planned change takes place.
-
-        Waits and raises what `ensure_generation` raises.
-        """
+        """Return the present generation, or form the next one if it has ended, for calls between
+        two steps. Waits and raises what `ensure_generation` raises."""
         with drained():
             if not self._is_ready:
                 self._form(fields)
@@ -263,9 +253,8 @@ class ElasticController:
         return self.generation
 
     def _finish_last_step(self, strategy: Strategy) -> None:
-        """Finish the latest step, as the script asks for the next one."""
         if strategy.checkpoint_due:
-            # A job that resumes from the checkpoint does not log the values of these steps again.
+            # A job that resumes from the checkpoint does not log these values again.
             self.job_log.flush()
         try:
             strategy.between_steps()
@@ -275,11 +264,9 @@ class ElasticController:
             self._recover(error)
 
     def conclude(self, *, has_batches: bool) -> None:
-        """Finish the latest step, as the script takes no further step. Changes that the script made
-        since belong to that step, for example in a checkpoint that is due. If the script makes its
-        own batches, the last steps are flushed, as no other member would take them again. Raises
-        the errors of the strategy's `between_steps` and `flush`, except those that mean a lost
-        peer."""
+        """Finish the latest step, as the script takes no further one; changes made since belong to
+        that step. Without batches of the session, the last steps are flushed. Raises the errors of
+        the strategy's `between_steps` and `flush`, except those that mean a lost peer."""
         if self._left or not self._is_ready:
             return
         try:
@@ -292,13 +279,11 @@ class ElasticController:
             log.debug("session_end_not_reported", reason=str(error)[:300])
 
     def _hand_over_and_leave(self) -> None:
-        """Hand over to the next generation, which trains without this member."""
         successor = self.membership.successor()
         if successor is not None:
             self._hand_over(successor)
 
     def _hand_over(self, successor: GenerationRecord) -> None:
-        """Copy the state of members that are not in the next generation to members that are."""
         assert self.generation is not None, "a generation is handed over"
         self.job_log.flush()
         stay = {entry.member_id for entry in successor.roster.entries}
@@ -306,7 +291,7 @@ class ElasticController:
         try:
             self.strategy.hand_over(leaving=members - stay)
         except (RuntimeError, RetryError, RejoinError) as error:
-            # A member was lost meanwhile: the next generation starts from the copies that exist.
+            # A member was lost: the next generation starts from the copies that exist.
             log.debug("hand_over_failed", reason=str(error)[:300])
 
     def is_break(self, error: BaseException) -> bool:
@@ -318,19 +303,17 @@ class ElasticController:
         if isinstance(error, RuntimeError):
             is_broken = self.membership.is_broken(self.generation.number)
             return is_broken or self.strategy.is_failure(error)
-        # An aborted collective leaves wrong values, which may fail any check, such as the script's
-        # check of its loss.
+        # An aborted collective leaves wrong values, which may fail a check of the script's.
         is_check = isinstance(error, Exception) and not isinstance(error, ShoalError)
         return (is_check or isinstance(error, MalformedMessage)) and self.strategy.has_leftovers()
 
     def recover(self, error: BaseException) -> None:
         """Roll back to the last committed step after a peer was lost in the generation, and report
-        that step. `ensure_generation` or `present_or_next_generation` then forms the next
-        generation.
+        that step.
 
         If the coordinator does not report the break in time, raises `error` again, or after a hang
         GenerationBroken. Raises InvalidSpec if the members' scripts wait at different points, the
-        coordinator's refusal, such as JobFinished, and Drained as `ensure_generation`.
+        coordinator's refusal, and Drained as `ensure_generation`.
         """
         try:
             with drained():
@@ -341,7 +324,7 @@ class ElasticController:
 
     def _keep_state(self) -> None:
         """Write a checkpoint if this member leaves and no generation continues from its latest
-        step. Only the generation's first remaining member writes, if it holds the whole state."""
+        step. Only the generation's first remaining member writes."""
         generation = self.generation
         if generation is None or self._is_ready or not self.membership.no_generation_follows:
             return
@@ -357,7 +340,7 @@ class ElasticController:
             raise refusal from error
         self._is_ready = False
         started_s = time.perf_counter()
-        # Cut the group first: members that wait for this member see their connections close.
+        # Cut the group first: members that wait see their connections close.
         strategy.cut(generation.number)
         strategy.abandon()
         self._await_break(generation.number, error)
@@ -385,7 +368,7 @@ class ElasticController:
     def pause(self, reason: str, limit_s: float) -> None:
         """Let the other members wait while this member's script does something other than train."""
         if self._strategy is not None and not self._strategy.synchronous:
-            # Members at their staleness bound must not wait for this member's clock.
+            # Members at their staleness bound must not wait for this member.
             self._strategy.rest()
         self.membership.pause(reason, limit_s)
 
@@ -398,7 +381,7 @@ class ElasticController:
         if self._left:
             return
         self._left = True
-        # Each callback runs, from the last to the first, even if another one raises.
+        # Each callback runs, from last to first, even if another one raises.
         with ExitStack() as releases:
             releases.callback(self.job_log.close)
             if self._strategy is not None:
@@ -435,16 +418,14 @@ class ElasticController:
             self._bring_up(record)
 
     def _bring_up(self, record: GenerationRecord) -> None:
-        """Enter an agreed generation. If that fails, report the step for the next one.
-
-        Raises errors that would recur in another attempt, and BringUpFailed if this member is left
-        out after several attempts.
-        """
+        """Enter an agreed generation. If that fails, report the step for the next one. Raises
+        errors that would recur, and BringUpFailed if this member is left out after several
+        attempts."""
         strategy = self.strategy
         generation = Generation(record=record, token=self.membership.token)
         self._newest_number = generation.number
-        # If others receive state from this member, a failure may be theirs. This member tries
-        # again then, as its state would be lost if it left.
+        # A failure may be that of a receiver: this member tries again, as its state would be lost
+        # if it left.
         gives = strategy.has_state and any(
             entry.state == STATE_ACTION_RECEIVE for entry in record.roster.entries
         )
@@ -465,16 +446,14 @@ class ElasticController:
         text = f"{type(error).__name__}: {error}"
         is_own = self._is_own(number, error)
         if is_own:
-            # Logged even if another attempt follows. The trace shows no values of variables:
-            # tokens are among them.
+            # The trace shows no values of variables, as tokens are among them.
             known = isinstance(error, ShoalError)
             trace = {} if known else {"trace": "".join(traceback.format_exception(error))}
             log.error("bring_up_failed", generation=number, reason=text[:300], **trace)
         if is_own and strategy.synchronous:
-            # Reported at once: the others continue without this member, and need not detect its
-            # failure.
+            # At once: the others need not detect this member's failure.
             self.membership.report_broken(text, own=True, state_lost=lost)
-            # The frames hold objects of this attempt: the next attempt may need their memory.
+            # The next attempt may need the memory of this one's objects.
             traceback.clear_frames(error.__traceback__)
         strategy.abandon()
         tries_again = isinstance(error, _MAY_NOT_RECUR) or (gives_state and not lost)
@@ -489,7 +468,6 @@ class ElasticController:
             log.debug("bring_up_broken", generation=number, reason=str(error)[:300])
 
     def _is_own(self, number: int, error: Exception) -> bool:
-        """True if this member itself caused the failure of a bring-up."""
         if isinstance(error, torch.OutOfMemoryError | MemoryError):
             return True
         if isinstance(error, RetryError | RejoinError) or self.membership.is_broken(number):
@@ -497,8 +475,7 @@ class ElasticController:
         return not self.strategy.is_failure(error)
 
     def _follow(self, generation: Generation) -> Generation:
-        """Return the newest generation; enter it if it is new. For asynchronous strategies, which
-        train on during changes."""
+        """Return the newest generation, and enter it if it is new. For asynchronous strategies."""
         token = self.membership.token
         if token.generation > generation.number:
             # The membership's thread has the new record already, as the token has its number.
@@ -536,7 +513,7 @@ class ElasticController:
         expected = self._strategy.refuses(world_size) if self._strategy is not None else ""
         shares = self.details.shares
         if not expected and prepare.roster.planned and shares is not None:
-            # Share sizes reject planned changes only: the others train on without the new member.
+            # Only planned changes: the others train on without the new member.
             expected = shares.refuses(world_size)
         if expected:
             return [Rejection(field="world_size", seen=str(world_size), expected=expected)]
@@ -559,7 +536,7 @@ class ElasticController:
         try:
             self._probe = ProbeListener(member.info.address, member.member_id, member.incarnation)
         except OSError as error:
-            # A host without a free port still trains, but its peers cannot check it.
+            # A host without a free port still trains; its peers cannot check it.
             log.warning("no_probe_port", reason=str(error))
             return
         member.info.probe_port = self._probe.port
@@ -575,7 +552,6 @@ class ElasticController:
 
 
 def _shortened(value: str) -> str:
-    """Return the value for a proposal. A long value is replaced by its beginning and a digest."""
     if len(value) <= MAX_FIELD_CHARACTERS:
         return value
     digest = sha256(value.encode()).hexdigest()

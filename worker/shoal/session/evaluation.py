@@ -1,4 +1,4 @@
-"""An evaluation that the members of a session share."""
+"""Evaluation that the members of a session share."""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -22,11 +22,11 @@ from shoal_proto.numbers_given import as_index
 
 Metrics = Mapping[str, float | int | Tensor]
 Measure = Callable[[Batch], Metrics]
-"""A function that returns sums over the samples of one batch, by name."""
+"""Returns sums over the samples of one batch, by name."""
 
 
 class Evaluation:
-    """An evaluation of one data set, in the data set's own order."""
+    """Evaluation of one data set, in the data set's own order."""
 
     def __init__(
         self,
@@ -36,9 +36,8 @@ class Evaluation:
         batch_size: int | None,
         collate: Collate | None,
     ) -> None:
-        """`batch_size` is per member. If `data` is a DataLoader, its data set is evaluated, and its
-        batch size and collate function are the defaults. Raises InvalidSpec without a batch
-        size."""
+        """`batch_size` is per member. A DataLoader gives its data set, and the default batch size
+        and collate function. Raises InvalidSpec without a batch size."""
         if isinstance(data, DataLoader):
             batch_size = data.batch_size if batch_size is None else batch_size
             collate = collate or own_collate(data)
@@ -61,13 +60,12 @@ class Evaluation:
         strategy: Strategy,
         pausing: Callable[[], AbstractContextManager[None]],
     ) -> dict[str, Any]:
-        """Return the sums over all samples, the same on every member. If a member is lost during
-        the evaluation, the others discard their sums and begin again, with all samples divided
-        among them."""
+        """Return the sums over all samples, the same on every member. If a member is lost
+        meanwhile, the others begin again, with all samples divided among them."""
 
         def attempt(generation: Generation, group: dist.ProcessGroup) -> dict[str, Any]:
             index, count = strategy.data_share(generation)
-            # Shares take different times: the others wait for the slowest member.
+            # Shares take different times: the others wait for the slowest.
             with pausing():
                 sums = self._sums(index, count)
                 strategy.finish_passes()
@@ -86,7 +84,7 @@ class Evaluation:
         sums: dict[str, float | int | Tensor] = {}
         for step in range(order.num_steps):
             batch = loader.synchronous(step, index, count)
-            # Measure a batch without samples, too: a forward pass may need all members.
+            # Also without samples: a forward pass may need all members.
             measured = values_by_name(self._measured(batch))
             if not batch.indices:
                 measured = {name: _zero_like(value) for name, value in measured.items()}
@@ -113,8 +111,6 @@ class Evaluation:
 
 
 def _check_shape(name: str, value: float | int | Tensor, before: float | int | Tensor) -> None:
-    """Raise InvalidSpec unless the values of two batches have the same shape: torch would broadcast
-    a tensor of one element to the size of the other."""
     shapes = [tuple(v.shape) if isinstance(v, Tensor) else () for v in (value, before)]
     if shapes[0] != shapes[1]:
         raise InvalidSpec(

@@ -43,9 +43,8 @@ def join(
     - SHOAL_CHECK_PEERS: "auto" (before a generation, members on different hosts check that they
       reach each other, unless they have trained together), "always" (on one host too) or "never".
     - SHOAL_BACKEND: "gloo", "nccl" or "in-memory"; by default NCCL for a model on CUDA, else Gloo.
-    - SHOAL_RECONFIGURE: with 1, each generation reconfigures the previous generation's process
-      group instead of making a new group. Needs torch 2.14 or newer and Gloo; must be the same on
-      all members.
+    - SHOAL_RECONFIGURE: with 1, each generation reconfigures the previous process group instead of
+      making a new one. Needs torch 2.14 or newer and Gloo; the same on all members.
     - SHOAL_TLS_CA, SHOAL_TLS_CERT and SHOAL_TLS_KEY, or SHOAL_TLS (a folder made by `shoal certs`):
       turn TLS on. Not needed for a cluster that this user has started on this machine.
 
@@ -78,14 +77,14 @@ def join(
 
 
 class _Certificate:
-    """Holder of the certificate that the last session of this process set."""
+    """Certificate that the last session of this process set."""
 
     own: TlsIdentity | None = None
 
 
 def _use_certificate(files: TlsFiles | None) -> None:
-    """Use these files for connections. None drops the certificate that an earlier session set; a
-    certificate that the process has set in another way stays."""
+    """Use these files for connections. None drops only a certificate that an earlier session has
+    set."""
     if files is not None or identity.own() is _Certificate.own:
         identity.use(files)
         _Certificate.own = identity.own()
@@ -105,7 +104,7 @@ def _trackers(given: Iterable[Tracker]) -> tuple[Tracker, ...]:
 
 def _set_log_level(environment: Mapping[str, str]) -> None:
     """Set the log level to SHOAL_LOG_LEVEL, by default info, unless the script has configured
-    structlog itself. Raises InvalidSpec for an unknown level."""
+    structlog. Raises InvalidSpec for an unknown level."""
     name = environment.get("SHOAL_LOG_LEVEL") or "INFO"
     level = logging.getLevelNamesMapping().get(name.upper())
     if level is None:
@@ -122,8 +121,6 @@ def _set_log_level(environment: Mapping[str, str]) -> None:
 
 
 def _check_not_imported_by_a_child() -> None:
-    """Raise InvalidSpec in a process that the trainer has spawned, for example to load batches. The
-    process imports the script, and would join as the trainer's member."""
     # multiprocessing sets this mark while such a process imports the main module.
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise InvalidSpec(

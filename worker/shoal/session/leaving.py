@@ -15,8 +15,8 @@ from shoal.session.step import reason_of, reason_of_end
 from shoal_proto.errors import ShoalError
 
 SILENT_DRAIN_S = 5.0
-"""Time without a sign of work from the loading processes, after which a member that was asked to
-leave stops waiting for a batch."""
+"""Time without a sign of work from loading processes, after which a drained member stops waiting
+for a batch."""
 
 log = structlog.get_logger(__name__)
 
@@ -44,9 +44,9 @@ class SessionEnd:
         self._controller.membership.drain(reason)
 
     def check_drain(self, silent_s: float) -> None:
-        """Raise Drained if this member was asked to leave, and either it trains alone or its
-        loading processes have been silent for SILENT_DRAIN_S. Called while the script waits for a
-        batch. `silent_s`: seconds since the last sign of work from these processes."""
+        """Raise Drained if this member was asked to leave, and either trains alone or its loading
+        processes have been silent for SILENT_DRAIN_S. `silent_s`: seconds since their last sign of
+        work."""
         is_alone = isinstance(self._controller.membership, LoneMember)
         if self._drain_reason and (is_alone or silent_s >= SILENT_DRAIN_S):
             raise Drained(f"{self._drain_reason}; the next batch was not loaded yet")
@@ -57,8 +57,8 @@ class SessionEnd:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Leave at the end of the block; `error`: the exception that ended the block, if any. Used
-        as an `__exit__`."""
+        """Leave at the end of the block, as an `__exit__`; `error`: the exception that ended the
+        block, if any."""
         try:
             if error is None or isinstance(error, SystemExit):
                 self._controller.conclude(has_batches=self._source() is not None)
@@ -76,8 +76,8 @@ class SessionEnd:
             self._leave(reason="left before the last batch")
 
     def leave_on_error(self, error: BaseException) -> None:
-        """Leave because of an error that the caller raises. A failure while leaving is not raised:
-        it is logged, and added to the caller's error as a note."""
+        """Leave because of an error that the caller raises. A failure meanwhile is logged, and
+        added to that error as a note."""
         try:
             self._leave(reason=reason_of(error))
         except Exception as failure:  # noqa: BLE001 - logged, and part of the error that is raised
@@ -88,8 +88,7 @@ class SessionEnd:
 
     def _has_ended(self) -> bool:
         """True if the job is complete. Waits for the others if the script called `session.stop`.
-        Raises the error of the job's last checkpoint, if it failed, and what
-        `Strategy.check_result` raises."""
+        Raises the error of the job's last checkpoint, and what `Strategy.check_result` raises."""
         source = self._source()
         ended = source is None or source.all_trained or source.stop()
         if ended and self._trained.fields:

@@ -1,4 +1,4 @@
-"""The micro-batches of one step, with a check that each has one backward pass."""
+"""Micro-batches of one step, with a check that each has one backward pass."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -25,8 +25,7 @@ from shoal_proto.errors import InvalidSpec
 from shoal_proto.numbers_given import as_index, as_number
 
 NEAR_NODES = 64
-"""A search for means in the graph of a loss ends after about this many nodes, from the loss
-backwards."""
+"""Number of nodes, about, after which a search for means in the graph of a loss ends."""
 
 
 def scaled(loss_function: LossFunction, fraction: float) -> LossFunction:
@@ -38,15 +37,14 @@ def scaled(loss_function: LossFunction, fraction: float) -> LossFunction:
 
 @contextmanager
 def loss_to_backward(loss: Tensor, weight: float) -> Iterator[Tensor]:
-    """Return a context whose value is the loss to call backward on. With weight 0, a backward pass
-    within the context sets all gradients in the loss's graph to 0: the mean over no tokens is NaN,
-    and so are its gradients."""
+    """Yield the loss to call backward on. With weight 0, a backward pass within the context sets
+    all gradients to 0: a mean over no tokens is NaN."""
     if weight:
         yield loss
         return
     loss = loss.nan_to_num()
     nodes = nodes_of(loss)
-    # Except in the graph of gathered rows: other members' losses add gradients there.
+    # Except for gathered rows, where other members' losses add gradients.
     nodes -= nodes_from(before for node in nodes if is_gather(node) for before in _before(node))
     handles = [node.register_prehook(_zeros) for node in nodes]
     try:
@@ -66,7 +64,6 @@ def _before(node: Node) -> Iterable[Node | None]:
 
 
 def _near(loss: Tensor) -> Iterable[Node]:
-    """Return the last operations that computed a loss, about NEAR_NODES of them."""
     nodes = [loss.grad_fn] if loss.grad_fn is not None else []
     for node in nodes:
         new = [before for before, _ in node.next_functions if before not in nodes]
@@ -77,8 +74,8 @@ def _near(loss: Tensor) -> Iterable[Node]:
 
 
 def _is_even(counts: Tensor, num_samples: int) -> bool:
-    """True if all samples have the same sum of these counts, with targets of shape (samples, rest)
-    or (rest, samples)."""
+    """True if all samples have the same sum of counts, for targets of shape (samples, rest) or
+    (rest, samples)."""
     if counts.numel() % num_samples:
         return False
     by_sample = counts.reshape(num_samples, -1).sum(1)
@@ -87,11 +84,9 @@ def _is_even(counts: Tensor, num_samples: int) -> bool:
 
 
 def _check_mean(loss: Tensor, num_samples: int, num_gathered: int = 0) -> None:
-    """Raise InvalidSpec if the loss is a weighted mean over targets (an ignored target has weight
-    0), and the sums of weights differ between the `num_samples` samples: with other shares of the
-    batch this would be another loss. Finds only means that torch's loss functions computed, among
-    the last operations of the loss. A mean over the `num_gathered` rows of all members is
-    allowed."""
+    """Raise InvalidSpec if the loss is a weighted mean over targets, and the sums of weights differ
+    between the samples. Finds only means of torch's loss functions. Allows a mean over the
+    `num_gathered` rows of all members."""
     weights = [counts for counts in map(counted_targets, _near(loss)) if counts is not None]
     if len(weights) >= num_samples > 1:
         return  # The loss is a mean over samples, of a mean for each sample.
@@ -113,9 +108,8 @@ def _check_mean(loss: Tensor, num_samples: int, num_gathered: int = 0) -> None:
 
 
 def _check_sum(loss: Tensor, num_samples: int, num_gathered: int = 0) -> None:
-    """Raise InvalidSpec for a loss that is an undivided sum over `num_samples` samples: it grows
-    with the share, and the weight of the share would scale it a second time. A sum over the
-    `num_gathered` rows of all members is allowed: it is the same on every member."""
+    """Raise InvalidSpec for an undivided sum over `num_samples` samples, which the share's weight
+    would scale again. Allows a sum over the `num_gathered` rows of all members."""
     for shape in plain_sums(loss):
         if num_gathered and shape[0] % num_gathered == 0:
             continue
@@ -134,7 +128,6 @@ def _check_sum(loss: Tensor, num_samples: int, num_gathered: int = 0) -> None:
 
 
 def _in_part(whole: StepContext, start: int, stop: int, *, has_samples: bool) -> StepContext:
-    """Return the present context, restricted to samples [start, stop) of the `whole` share."""
     samples, batchnorm = whole.samples, whole.batchnorm
     if samples is not None:
         samples = replace(samples, first=samples.first + start, count=stop - start)
@@ -144,7 +137,7 @@ def _in_part(whole: StepContext, start: int, stop: int, *, has_samples: bool) ->
 
 
 class MicroBatches:
-    """The parts that one step's batch is cut into, with checks of their backward passes."""
+    """Parts into which one step's batch is cut, with checks of their backward passes."""
 
     def __init__(self, strategy: Strategy, batch: Batch | None, max_parts: int) -> None:
         self._strategy = strategy
@@ -160,10 +153,9 @@ class MicroBatches:
         self._aside: BuffersAside | None = None
         """The model's buffers from before the passes of stand-ins."""
         self.num_gathered = 0
-        """Number of rows that the last `session.gather` returned; 0 if there was no such call."""
+        """Number of rows that the last `session.gather` returned; 0 without a call."""
 
     def _fraction(self) -> float:
-        """Return the present part's fraction of the share; without samples, all parts are equal."""
         if self._part is None or self._batch is None:
             return 1.0
         size = self._batch.num_samples
@@ -181,7 +173,7 @@ class MicroBatches:
             self._check_passed()
             self._restore()
             start, stop = range_of_rank(0, batch.num_samples, index, num_parts)
-            # No pass has an empty batch: an empty part repeats the first sample, with weight 0.
+            # No pass has an empty batch: an empty part repeats a sample, with weight 0.
             rows = (start, stop) if stop > start else (0, 1)
             if stop == start:
                 self.begin_stand_in()
@@ -205,23 +197,20 @@ class MicroBatches:
         set_current(replace(current(), samples=whole.samples, batchnorm=whole.batchnorm))
 
     def begin_stand_in(self) -> None:
-        """Note that the next passes have a stand-in instead of samples. Their changes to the
-        model's buffers are undone after the part, or before the step is committed."""
+        """Note that the next passes have a stand-in: their changes to buffers are undone later."""
         if self._aside is None:
             self._aside = BuffersAside(self._strategy.local_model)
 
     def _restore(self) -> None:
-        # In a step without samples all passes use stand-ins: `check_complete` restores once.
+        # In a step without samples, `check_complete` restores once.
         if self._aside is not None and (self._batch is None or self._batch.num_samples):
             self._aside.restore()
             self._aside = None
 
     def begin_pass(self, *, by_weight: bool = False) -> float:
-        """Begin a backward pass; returns its fraction of this member's share.
-
-        Raises InvalidSpec if the part already had its pass or the loop over parts has ended, or if
-        only some passes of the step have a weight.
-        """
+        """Begin a backward pass; returns its fraction of this member's share. Raises InvalidSpec
+        for a part's second pass, after the loop over parts, and if only some passes of the step
+        have a weight."""
         if self._num_passes and by_weight != self._by_weight:
             raise InvalidSpec(
                 "some losses of a step have a weight, others have none",
@@ -246,8 +235,8 @@ class MicroBatches:
         return self._fraction()
 
     def backward(self, loss: Tensor, fraction: float, counted: float | None) -> None:
-        """Compute gradients of a loss. If `counted` is None, the loss is the mean over this
-        fraction of the share; else it is the mean over `counted` items, such as tokens."""
+        """Compute gradients of a loss: the mean over `counted` items, such as tokens, or, if None,
+        over this fraction of the share."""
         if counted is not None:
             with loss_to_backward(loss, counted) as counts:
                 self._strategy.backward_by_weight(counts, counted)
@@ -256,10 +245,9 @@ class MicroBatches:
             self._strategy.backward(loss if fraction == 1.0 else loss * fraction, weight)
 
     def check_mean(self, loss: Tensor, *, by_weight: bool) -> None:
-        """Raise InvalidSpec for a loss that is a sum over the samples, and for a loss without a
-        weight that is not a mean over them. For a part, raises at once. For a whole batch,
-        `check_complete` raises, and only if the step has no other pass: if a script cuts its batch
-        itself, no pass is over all samples."""
+        """Raise InvalidSpec for a loss that is a sum over the samples, and for one without a weight
+        that is not a mean over them. For a whole batch, `check_complete` raises, if the step has no
+        other pass."""
         present = self._part or self._batch
         if present is None or not present.indices or not self._strategy.cuts_batches:
             return
@@ -273,8 +261,8 @@ class MicroBatches:
             self._refusal = refusal
 
     def check_samples(self) -> None:
-        """Raise InvalidSpec if the batch lacks some of its samples. Called for a loss without a
-        weight, in which the remaining samples would count for more."""
+        """Raise InvalidSpec if the batch lacks some of its samples: in a loss without a weight, the
+        others would count for more."""
         batch = self._batch
         if batch is None or not batch.indices or not self._strategy.cuts_batches:
             return
@@ -294,9 +282,8 @@ class MicroBatches:
             )
 
     def checked(self, loss_function: LossFunction, look: Callable[[Tensor], None]) -> LossFunction:
-        """Return the loss function, extended by checks: each loss must be a mean over the samples
-        in its targets. For strategies that call the loss function several times. `look` is called
-        with each loss."""
+        """Return the loss function with a check, for strategies that call it several times, that
+        each loss is a mean over the samples. `look` is called with each loss."""
 
         def checked(outputs: Any, targets: Any) -> Tensor:
             loss = loss_function(outputs, targets)
@@ -312,10 +299,8 @@ class MicroBatches:
         return checked
 
     def counted(self, weight: float | Tensor) -> float:
-        """Return the weight as a number; 0 if the present part or batch has no samples.
-
-        Raises InvalidSpec if the weight is no finite number, or is negative.
-        """
+        """Return the weight as a number; 0 if the present part or batch has no samples. Raises
+        InvalidSpec for a weight that is negative or no finite number."""
         one = weight.reshape(()) if isinstance(weight, Tensor) and weight.numel() == 1 else weight
         value = as_number("the weight of a loss", one)
         if not math.isfinite(value) or value < 0:
@@ -328,8 +313,8 @@ class MicroBatches:
         return value if present is None or present.indices else 0.0
 
     def check_whole(self) -> None:
-        """Raise InvalidSpec within a loop over several parts: which samples are in the same part
-        depends on the shares, and thus on the number of members."""
+        """Raise InvalidSpec within a loop over several parts: their samples depend on the number of
+        members."""
         if self._part is not None and self._num_parts > 1:
             raise InvalidSpec(
                 "session.gather in a loop over the parts of a batch",

@@ -1,4 +1,4 @@
-"""A series of versions that the members of a session publish together."""
+"""Series of versions that the members of a session publish together."""
 
 from collections.abc import Callable, Mapping
 from types import TracebackType
@@ -24,7 +24,7 @@ from shoal_proto.v1 import weights_pb2
 
 
 class SessionSeries:
-    """A series made by `session.series`. All members make the same calls on it."""
+    """Series made by `session.series`. All members make the same calls on it."""
 
     def __init__(
         self,
@@ -65,26 +65,20 @@ class SessionSeries:
             if step.committed and batch.step % 10 == 0:
                 policy.publish(metadata={"loss": loss.item()})
 
-        Returns once this member's part of the model is copied. First waits for a generation, if
-        there is none. Then waits while two publications are in progress; if a single member
-        publishes (world size 1, or an asynchronous strategy), while one is. The copy is sent,
-        replicated and committed in the background: see `PendingPublication.wait`. If a member is
-        lost before its part is on the servers, the publication fails with PublicationAbandoned, and
-        the next version gets the number that this one would have had. Readers see whole versions
-        only.
+        Returns once this member's part of the model is copied; waits while two publications are in
+        progress (one, if a single member publishes). The copy is sent and committed in the
+        background: see `PendingPublication.wait`. If a member is lost before its part is on the
+        servers, the publication fails with PublicationAbandoned.
 
-        `model`: another module, or tensors by name, the same on all members, such as an average.
-        Each member publishes its own slice of a DTensor. Under an asynchronous strategy the member
-        with rank 0 publishes its present values; on the others the call only waits for a
-        generation, and `wait` of its result returns None at once. A series with `tables` publishes
-        the servers' values, from one cut that includes all pushes acknowledged before the call;
-        only buffers and untrained parameters come from the member with rank 0.
+        `model`: another module, or tensors by name, the same on all members; each publishes its own
+        slice of a DTensor. Under an asynchronous strategy, only the member with rank 0 publishes
+        its values. A series with `tables` publishes the servers' values, from one cut that includes
+        all pushes acknowledged before the call; buffers and untrained parameters are those of rank
+        0.
 
         Raises InvalidSpec within a step, for a model that cannot be published, for `model` if the
         series has tables, and for metadata above 4096 bytes; Overloaded if there is no memory for
-        the copy; and the error that ended the membership. If the generation ends while the call
-        waits for earlier publications, the returned publication has failed with
-        PublicationAbandoned.
+        the copy; and the error that ended the membership.
         """
         self._check_closed("series.publish")
         strategy = self._controller.strategy
@@ -127,8 +121,7 @@ class SessionSeries:
         trace: TracebackType | None,
     ) -> None:
         """Close the series at the end of the session's block, as an `__exit__`. Waits up to 30 s
-        for each publication in progress, unless an error other than SystemExit ends the block. A
-        publication that is still in progress then is abandoned."""
+        for each publication in progress, unless an error other than SystemExit ends the block."""
         self._publications.close(waits=error is None or isinstance(error, SystemExit))
 
 

@@ -1,8 +1,5 @@
-"""Command line and git commit of this process, for the status page.
-
-Others can read the page, so arguments that look like secrets are masked, and no environment
-variable is reported.
-"""
+"""Command line and git commit of this process, for the status page, which others can read: likely
+secrets are masked."""
 
 import os
 import re
@@ -15,7 +12,7 @@ from itertools import pairwise
 from shoal_proto.health import MAX_COMMAND, RunOrigin
 
 GIT_WITHIN_S = 10.0
-"""Longest time for a command of git: a large repository on network storage may take long."""
+"""Limit of a command of git: a large repository on network storage may take long."""
 MASK = "***"
 _STAND_IN = "SHOAL.MASKED"
 """Stands for MASK until the arguments are quoted: MASK would be quoted itself."""
@@ -41,8 +38,8 @@ _SECRET_VALUES = re.compile(
 
 
 def run_origin() -> RunOrigin:
-    """Return the command line and commit of this process. Runs git, for up to GIT_WITHIN_S for each
-    of its commands."""
+    """Return the command line and commit of this process. Runs git, each time for up to
+    GIT_WITHIN_S."""
     script, *arguments = [str(each) for each in sys.argv] or [""]
     commit, is_modified = _commit_of(script)
     main = getattr(sys.modules.get("__main__"), "__spec__", None)
@@ -54,8 +51,8 @@ def run_origin() -> RunOrigin:
 
 
 def command_line(arguments: Sequence[str]) -> str:
-    """Return the arguments, quoted as for a shell, up to MAX_COMMAND characters. Likely secrets are
-    masked."""
+    """Return the arguments, quoted as for a shell, with likely secrets masked, up to MAX_COMMAND
+    characters."""
     shown = shlex.join(_masked(arguments)).replace(_STAND_IN, MASK)
     return shown if len(shown) <= MAX_COMMAND else f"{shown[: MAX_COMMAND - 4]} ..."
 
@@ -79,7 +76,6 @@ def _masked_value(found: re.Match[str]) -> str:
 
 
 def _is_secret(name: str) -> bool:
-    """True if an option of that name is likely to have a secret as its value."""
     words = [word.lower() for word in _WORDS.findall(name)]
     if any(word.endswith(_SECRET_ENDINGS) or word in _SECRET_WORDS for word in words):
         return True
@@ -90,7 +86,7 @@ def _is_secret(name: str) -> bool:
 
 def _commit_of(script: str) -> tuple[str, bool | None]:
     """Return the commit of the working directory (empty if there is none), and True if tracked
-    files differ from it or the script is untracked (None if that is unknown)."""
+    files differ from it or the script is untracked (None if unknown)."""
     status = _git("status", "--porcelain=v2", "--branch", "--untracked-files=no")
     if status is None:
         return (_git("rev-parse", "HEAD") or "").strip(), None
@@ -103,8 +99,7 @@ def _commit_of(script: str) -> tuple[str, bool | None]:
 
 
 def _git(*arguments: str) -> str | None:
-    """Return the output of a command of git; None if it fails or takes longer than GIT_WITHIN_S."""
-    # Take no lock on the repository, and run no program that its configuration names.
+    # No lock on the repository, and no program that its configuration names.
     environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}
     try:
         done = subprocess.run(

@@ -1,11 +1,7 @@
-"""A watch on a script's calls of learning rate schedulers and averaged models in a session.
+"""Watch on a script's calls of learning rate schedulers and averaged models in a session.
 
-A script of plain torch makes these calls after `optimizer.step()`. A session steps the optimizer at
-the end of the `with session.step()` block, so calls within the block are deferred until then.
-
-An object that is not registered counts its own calls: its count begins at 0 on a member that joins,
-and includes failed steps. Members would then train different models without an error, so calls of
-such objects are refused.
+Calls within the `with session.step()` block are deferred to its end. Objects that are not
+registered are refused: their counts would differ on a joiner and after failed steps.
 """
 
 import functools
@@ -33,15 +29,13 @@ log = structlog.get_logger(__name__)
 
 
 class SchedulerWarnings:
-    """Warns of a scheduler that a script steps under an asynchronous strategy. Such a scheduler
-    counts only the steps of its member, not all updates of the job, and begins at 0 when the member
-    is restarted."""
+    """Warns of a scheduler that a script steps under an asynchronous strategy: such a scheduler
+    counts only its member's steps, and from 0 after a restart."""
 
     def __init__(
         self, optimizers: Sequence[Optimizer], given: LRScheduler | None, fix: str
     ) -> None:
-        """`given`: the schedule that the script gave to the strategy, for which no warning is
-        logged; `fix`: the advice in the warning."""
+        """`given`: the strategy's schedule, for which no warning is logged; `fix`: the advice."""
         self._optimizers = optimizers
         self._given = given
         self._fix = fix
@@ -94,9 +88,9 @@ class ScriptCalls:
         _forget(self._owners, self)
 
     def make_call(self, stateful: Any, arguments: tuple[Any, ...], call: Callable[[], Any]) -> Any:
-        """Make the script's call on its object: at once, or, if a step is open, after the
-        optimizer's step. Raises InvalidSpec for an object that is not registered, and for an
-        average of a model that the strategy divides among members."""
+        """Make the script's call on its object; if a step is open, after the optimizer's step.
+        Raises InvalidSpec for an object that is not registered, and for an average of a model that
+        is divided among members."""
         if stateful not in self._registered:
             kind = type(stateful).__name__
             raise InvalidSpec(
@@ -113,7 +107,6 @@ class ScriptCalls:
 
 
 _watching: WeakKeyDictionary[Any, ScriptCalls | SchedulerWarnings] = WeakKeyDictionary()
-"""Watches by optimizer and by model, for all sessions of this process."""
 
 
 def _forget(owners: Sequence[Any], calls: ScriptCalls | SchedulerWarnings) -> None:
@@ -146,9 +139,8 @@ def _model_of_average(_: Any, arguments: tuple[Any, ...]) -> Any:
 
 
 def _check_whole(average: AveragedModel, model: nn.Module) -> None:
-    """Raise InvalidSpec if this member's model has other parameters than the average. torch pairs
-    parameters by order. The parameters of a pipeline stage would be averaged with wrong ones, which
-    would show only when members compare their averages."""
+    """Raise InvalidSpec if this member's model has other parameters than the average: torch pairs
+    parameters by order."""
     averaged, present = _shapes(average.module), _shapes(model)
     if averaged != present:
         raise InvalidSpec(
@@ -165,8 +157,8 @@ def _shapes(module: nn.Module) -> list[tuple[bool, torch.Size]]:
 
 
 def _watch(root: type, method: str, owner_of: Callable[[Any, tuple[Any, ...]], Any]) -> None:
-    """Wrap this method of a class and its present subclasses: calls on an object whose owner is
-    watched go to that watch. Wraps each class once. Without a session the method is unchanged."""
+    """Wrap this method of a class and its present subclasses, once: calls on an object with a
+    watched owner go to that watch."""
     kinds = [root]
     while kinds:
         kind = kinds.pop()
@@ -182,8 +174,7 @@ def _watched(
     @functools.wraps(plain)
     def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
         def call() -> Any:
-            # Nested calls are part of the script's one call: a scheduler steps schedulers within
-            # it, and a subclass calls its base class.
+            # Nested calls, of other schedulers or a base class, are part of the script's one call.
             _depth.calls += 1
             try:
                 return plain(self, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""The session: a training script's interface to its membership in a job."""
+"""Session: a training script's interface to its membership in a job."""
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -60,11 +60,10 @@ Given = TypeVar("Given", bound=Optimizers)
 
 
 PAUSE_S = 1800.0
-"""Default of `limit_s`, the time limit of a pause."""
 
 
 class ScriptPause:
-    """The pause of a session's script, in which the other members wait. One at a time."""
+    """Pause of a session's script, in which the other members wait. One at a time."""
 
     def __init__(self, controller: ElasticController) -> None:
         self._controller = controller
@@ -101,10 +100,10 @@ class Session:
     """Session made by `shoal.join`: a member of the job while its `with` block runs.
 
     If the block ends normally after the last batch, after `stop` or without `batches`, the job is
-    complete. Otherwise, or after an exception, only this member leaves, and the others continue.
+    complete. Otherwise only this member leaves, and the others continue.
 
     While the block runs, SIGTERM asks for a drain (see `drain`), unless the script handles it.
-    After the block another session may follow in the same process.
+    Another session may follow in the same process.
     """
 
     def __init__(
@@ -129,7 +128,6 @@ class Session:
         self._signal = DrainSignal(self.drain)
         self._process = os.getpid()
         self._held = ExitStack()
-        """Resources of the block, released in reverse order however the block ends."""
 
     @property
     def _local_rank(self) -> LocalRank:
@@ -164,16 +162,16 @@ class Session:
         trace: TracebackType | None,
     ) -> None:
         if os.getpid() != self._process:
-            # The script forked this process within the block: it is no member of the job.
+            # A fork of the script's is no member of the job.
             return
         self._held.__exit__(kind, error, trace)
 
     def leave(self, *, reason: str, completed: bool = False) -> None:
         """End the membership; `completed` ends the job for all members. Later calls do nothing."""
         reports, self._reports = self._reports, None
-        # Each callback runs, from the last to the first, even if another one raises.
+        # Each callback runs, from last to first, even if another one raises.
         with ExitStack() as releases:
-            # After a failure the others wait for this member to leave, so reports are sent later.
+            # After a failure the others wait for this member to leave: reports come later.
             if reports is not None and not completed:
                 releases.callback(reports.close, completed=False)
             releases.callback(self._controller.leave, completed=completed, reason=reason)
@@ -184,12 +182,11 @@ class Session:
             releases.callback(self._trained.release)
 
     def drain(self, reason: str) -> None:
-        """Ask to leave in good order, as SIGTERM does. For scripts that are notified in another way
-        that their process will be ended. Any thread may call this, also within a signal handler.
+        """Ask to leave in good order, as SIGTERM does. Any thread may call this, also within a
+        signal handler.
 
-        Returns at once. The step in progress is finished, and the members agree on a step from
-        which the others train without this member. At that step the batches end with
-        `shoal.Drained`, a SystemExit with code 143. No generation breaks.
+        Returns at once. The members agree on a step at which this member's batches end with
+        `shoal.Drained`, a SystemExit with code 143.
         """
         self._leaving.drain(reason)
 
@@ -227,20 +224,18 @@ class Session:
     ) -> tuple[Any, Any]:
         """Return the model and optimizer to train with; they stay valid when members change.
 
-        With `checkpoints`, the state is written to storage every `checkpoints.every_steps` steps
-        while training continues, and a job in which no member has state resumes from the newest
-        checkpoint. With `keyed_dropout`, the masks of Dropout modules under a synchronous strategy
-        depend on seed, step and sample, not on the number of members. With `sync_batchnorm`,
-        BatchNorm uses the statistics of all members' samples, as torch's SyncBatchNorm modules
-        always do.
+        With `checkpoints`, the state is written to storage every `checkpoints.every_steps` steps,
+        and a job in which no member has state resumes from the newest checkpoint. With
+        `keyed_dropout`, the masks of Dropout modules under a synchronous strategy depend on seed,
+        step and sample, not on the number of members. With `sync_batchnorm`, BatchNorm uses the
+        statistics of all members' samples, as torch's SyncBatchNorm modules always do.
 
-        Several models or optimizers are given by name or in lists, and returned in the same form.
-        The argument `optimizer` of `backward`, `update` and `clip_grad_norm` then chooses among
-        them. See docs/models.md.
+        Several models or optimizers are given by name or in lists, and returned in the same form:
+        see docs/models.md.
 
-        `fit` trains a compiled Keras model that is given with its own optimizer: see
-        `shoal.integrations.keras_session`. A model on the meta device is filled by the
-        `reset_parameters` methods of its modules.
+        A compiled Keras model, given with its own optimizer, is trained by `fit`: see
+        `shoal.integrations.keras_session`. A model on the meta device is filled by its modules'
+        `reset_parameters`.
 
         Raises UnknownStrategy, InvalidSpec for a second call or one outside the block, or the
         strategy's refusal of the model or optimizer.
@@ -268,18 +263,15 @@ class Session:
         return self._trained.distribute(model, optimizer, find_strategy(strategy), options)
 
     def register(self, name: str, stateful: S) -> S:
-        """Make the state of a script's object part of the trained state; returns the object. Any
-        object with `state_dict()` and `load_state_dict(state)` will do, such as a learning rate
-        scheduler, an `AveragedModel`, a sampler or a metric. All members register the same objects,
-        before the first batch.
+        """Make the state of a script's object part of the trained state; returns the object, which
+        has `state_dict()` and `load_state_dict(state)`, such as a learning rate scheduler. All
+        members register the same objects, before the first batch.
 
             schedule = session.register("schedule", CosineAnnealingLR(optimizer, 10_000))
 
-        The state is committed with each step, including changes made before the next batch is
-        asked for. It is rolled back if a step fails, sent to members that join, written to
-        checkpoints and read from them. It must be the same on all members: they compare it in each
-        new generation, before each checkpoint and at the end, and RegisteredStateDiffers names a
-        difference.
+        The state is committed with each step, including changes made before the next batch is asked
+        for; it is rolled back, sent to members that join, and part of checkpoints. It must be the
+        same on all members: RegisteredStateDiffers names a difference.
 
         `scheduler.step()` and `AveragedModel.update_parameters()` of registered objects, called
         within `session.step()`, run once the optimizer has stepped, if the step is committed.
@@ -303,15 +295,14 @@ class Session:
     ) -> Batches:
         """Iterate over this member's share of every batch, from the job's present step to its last.
 
-        Train on each share within `session.step()`. After the loss of a peer the batch of the
-        failed step is handed out again, divided among the remaining members. Under asynchronous
-        strategies each member gets whole batches of `global_batch_size`.
+        Train on each share within `session.step()`. A failed step's batch is handed out again,
+        divided among the remaining members. Under asynchronous strategies, each member gets whole
+        batches of `global_batch_size`.
 
-        Samples are shuffled by default, with seed 0. `loading`: num_workers, prefetch_factor,
-        pin_memory, persistent_workers, worker_init_fn and others, as in torch's DataLoader. A
-        DataLoader may be given instead of a data set: its settings are the defaults, and its
-        batch_size is the global one. Raises InvalidSpec before `distribute`, for a second call, and
-        for settings that are missing or out of range. See docs/data.md.
+        Samples are shuffled by default, with seed 0. `loading`: num_workers and other arguments of
+        torch's DataLoader. A DataLoader may be given instead of a data set: its settings are the
+        defaults, and its batch_size is the global one. Raises InvalidSpec before `distribute`, for
+        a second call, and for settings that are missing or out of range. See docs/data.md.
         """
         strategy = self._controller.strategy
         if self._source is not None:
@@ -339,10 +330,10 @@ class Session:
         """Return one optimizer step, a context: it zeroes gradients at its start; at its end it
         applies them and commits the step.
 
-        The step is rolled back without an error if a peer is lost in the block, if a script has
-        called `stop` before the step, or if servers have refused its gradients as stale:
-        `committed` of the returned object stays False. After any other error in the block the
-        member leaves, and the error, or an InvalidSpec that explains it, is raised.
+        The step is rolled back without an error, and `committed` stays False, if a peer is lost in
+        the block, if a script has called `stop` before the step, or if servers have refused its
+        gradients as stale. After any other error in the block the member leaves, and the error, or
+        an InvalidSpec that explains it, is raised.
         """
         return self._steps.new(
             source=self._source, reports=self._reports, leave=self._leaving.leave_on_error
@@ -358,32 +349,29 @@ class Session:
         """Compute gradients of `loss`, the mean over the samples of the batch, or of a part within
         a loop over `batch.parts`.
 
-        With `weight`, the loss is a mean over `weight` items other than samples, for example tokens
-        that are not padding. The step's gradients are then those of the mean over all such items of
-        the global batch. Give a weight for every pass of a step on every member, or for none.
+        With `weight`, the loss is a mean over `weight` items other than samples, such as tokens,
+        and the step's gradients are those of the mean over all such items of the global batch. Give
+        a weight for every pass of a step on every member, or for none.
 
         With several optimizers, `optimizer` is one of them or a list: the loss trains their
         parameters, and gradients of all other parameters stay unchanged. `weight` is refused then.
 
-        Raises InvalidSpec outside a step, and for a loss that is not one number with a gradient.
-        Also raises it, in a member's first 10 steps, for a loss that is recognised as a sum, or as
-        a mean over something else: with another number of members the job would train a different
-        loss.
+        Raises InvalidSpec outside a step, for a loss that is not one number with a gradient, and,
+        in a member's first 10 steps, for a loss that is recognised as a sum, or as a mean over
+        something else.
         """
         self._steps.backward(loss, weight, optimizer)
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """Return the rows of all members' shares of the batch, in the order of a single process.
-        For losses over pairs of samples; gradients flow back to the members that computed the rows.
+        """Return the rows of all members' shares of the batch, in the order of a single process,
+        for losses over pairs of samples. Gradients flow back to the members that computed the rows.
 
             features = session.gather(model(batch.inputs))
             session.backward(contrastive(features))
 
-        `tensor` has a row for each sample of the share; shares may differ in size. The model trains
-        as with one process in two cases: all members compute the same loss from all rows; or each
-        member's loss is a mean over its own rows, which begin at `batch.first`, each compared with
-        all rows. All members make the same calls in a step, in the same order. See
-        docs/contrastive.md.
+        `tensor` has a row for each sample of the share. All members must compute the same loss from
+        all rows, or each a mean over its own rows, which begin at `batch.first`, compared with all
+        rows. All members make the same calls in a step, in the same order. See docs/contrastive.md.
 
         Raises InvalidSpec outside a step, in a loop over several `batch.parts`, under strategies
         that gather no rows, and on all members if their tensors do not fit together.
@@ -392,31 +380,27 @@ class Session:
 
     def update(self, optimizer: Optimizer | Sequence[Optimizer]) -> None:
         """Step one of several optimizers now, before the end of the step: later passes of the step
-        use the changed weights. Example: a generator's loss after the discriminator's update.
+        use the changed weights.
 
-        Without this call, an optimizer with gradients is stepped at the end of the step. If the
-        step fails, the update is undone: a copy of the changed tensors is kept until the step ends.
-        All members call it at the same point. Raises InvalidSpec outside a step, and if
+        All members call it at the same point. If the step fails, the update is undone: a copy of
+        the changed tensors is kept until the step ends. Raises InvalidSpec outside a step, and if
         `distribute` got one model and one optimizer, not in lists or by name.
         """
         self._steps.update(optimizer)
 
     def pause(self, reason: str, *, limit_s: float = PAUSE_S) -> AbstractContextManager[None]:
-        """Let the others wait while this member runs the `with` block, between two steps or
-        before the first batch:
+        """Let the others wait while this member runs the `with` block, between two steps or before
+        the first batch:
 
             if session.rank == 0:
                 with session.pause("validation"):
                     evaluate(model)
 
-        Meanwhile hang detection is suspended: no member is expelled, no collective times out.
-        Members that join or leave wait. Lost members are detected as usual. After `limit_s`
-        seconds, by default half an hour, this member counts as hung: the others continue without
-        it, and its next step raises DeadlineExceeded. Several members may pause at a time.
-        `shoal why` shows `reason`. Entering the block raises InvalidSpec within another pause,
-        without a reason, and unless `limit_s` is above 0 and at most a day.
-
-        Asynchronous strategies wait for no member, paused or not.
+        Meanwhile no member is expelled as hung, no collective times out, and members that join or
+        leave wait; lost members are detected. After `limit_s` seconds, this member counts as hung:
+        the others continue without it, and its next step raises DeadlineExceeded. Several members
+        may pause at a time. `shoal why` shows `reason`. Entering the block raises InvalidSpec
+        within another pause, without a reason, and unless `limit_s` is above 0 and at most a day.
         """
         check_entered(self._reports, "session.pause")
         return self._pause.hold(reason, limit_s)
@@ -450,12 +434,11 @@ class Session:
 
             accuracy = session.evaluate(test_set, measure, batch_size=64)["correct"] / len(test_set)
 
-        All members call it after the same step; no gradients are computed, and each sample counts
-        once. If a member is lost meanwhile, the others begin again in the next generation, with the
-        model of `step_number` at that time. Each member may take `limit_s` seconds for its share,
-        as in a `pause`. `batch_size` is per member; a DataLoader gives its data set and the default
-        batch size and collate function. Raises what `all_reduce` raises, and InvalidSpec without a
-        batch size, or if `measure` does not return sums by name.
+        All members call it after the same step. If a member is lost meanwhile, the others begin
+        again, with the model of `step_number` at that time. Each member may take `limit_s` seconds
+        for its share, as in a `pause`. `batch_size` is per member; a DataLoader gives its data set
+        and the default batch size and collate function. Raises what `all_reduce` raises, and
+        InvalidSpec without a batch size, or if `measure` does not return sums by name.
         """
         self._steps.check_closed("session.evaluate")
         evaluation = Evaluation(data, measure, batch_size=batch_size, collate=collate)
@@ -469,10 +452,10 @@ class Session:
         """Return the "sum", "mean", "max" or "min" of all members' values: a number, a tensor, or
         several by name. All members call it after the same step.
 
-        If a member is lost meanwhile, the others reduce their values in the next generation. Raises
-        InvalidSpec within a step, before the first batch or step, under asynchronous strategies,
-        and on all members if their calls or values differ; StateLost if the script has left its
-        loop over the batches, and the members no longer hold the state of the loop's last step.
+        Raises InvalidSpec within a step, before the first batch or step, under asynchronous
+        strategies, and on all members if their calls or values differ; StateLost if the script has
+        left its loop over the batches, and the members no longer hold the state of the loop's last
+        step.
         """
         self._steps.check_closed("session.all_reduce")
         return SharedCalls(self._controller, self._trained.fields).all_reduce(value, op)
@@ -486,8 +469,8 @@ class Session:
         dtype: torch.dtype | None = None,
         tables: bool = False,
     ) -> SessionSeries:
-        """Return a series of versions of the model, `JOB/name`, which readers outside of the job
-        fetch: rollout engines, evaluators, serving replicas. See docs/weights.md.
+        """Return a series of versions of the model, `JOB/name`, for readers outside of the job,
+        such as rollout engines. See docs/weights.md.
 
             policy = session.series("policy", dtype=torch.bfloat16)
             for batch in session.batches(...):
@@ -496,11 +479,11 @@ class Session:
                 if step.committed:
                     policy.publish()
 
-        The newest `keep` versions are kept, each on `copies` parameter servers (all, if there are
-        fewer). Floating point values are published in `dtype`, if it is given. With `tables`, under
-        a strategy that trains embedding tables, a version has the tables' rows too, from the same
-        cut as the parameters. Raises InvalidSpec outside the block, for options out of range, for
-        `dtype` with `tables`, and in a session without a cluster.
+        The newest `keep` versions are kept, each on `copies` parameter servers. Floating point
+        values are published in `dtype`, if given. With `tables`, under a strategy that trains
+        embedding tables, a version has the tables' rows too, from the same cut. Raises InvalidSpec
+        outside the block, for options out of range, for `dtype` with `tables`, and in a session
+        without a cluster.
         """
         check_entered(self._reports, "session.series")
         options = SeriesOptions(keep=keep, copies=copies, dtype=dtype, tables=tables)
@@ -513,10 +496,10 @@ class Session:
         """Log numbers by name, `{"loss": loss}`, to the status page, the metrics and the
         `trackers`: once for each step, even if members are lost or join.
 
-        Of the values given within a step, the last value of each name is logged, once the step is
+        Of the values given within a step, the last of each name is logged, once the step is
         committed. Values given between two steps belong to the step before, unless it has a value
-        of that name. All members call it; the values of one member are shown. Within a step, a
-        member without samples logs nothing: see `Batch.is_stand_in`. Raises InvalidSpec before
+        of that name. All members call it; one member's values are shown. Within a step, a member
+        without samples logs nothing: see `Batch.is_stand_in`. Raises InvalidSpec before
         `distribute`, for a value that is not one number, and for an invalid name.
         """
         in_step, step = self._steps.in_step, self._controller.strategy.step
@@ -527,11 +510,10 @@ class Session:
     def stop(self, reason: str) -> None:
         """Finish the job on all members before its samples end: early stopping.
 
-        One member may call it, or several. The job's last step is the step in which the call is
-        made, or, between two steps, the last committed one. The batches then end on all members.
-        Continue with the loop, which ends by itself, or leave it on all members. `reason`, up to
-        200 characters, is shown as the reason for the job's end. Under local SGD the job ends when
-        the present round ends. Raises InvalidSpec without `batches`, and under asynchronous
+        One member may call it, or several. The job's last step is the one of the call, or, between
+        two steps, the last committed one; under local SGD, the last of the round. The batches then
+        end on all members. Continue with the loop, or leave it on all members. `reason` is shown,
+        up to 200 characters. Raises InvalidSpec without `batches`, and under asynchronous
         strategies.
         """
         stop(self._controller, reason, has_batches=bool(self._source), in_step=self._steps.in_step)
@@ -542,20 +524,18 @@ class Session:
         """Scale gradients to a common 2-norm of at most `max_norm`; return the norm before that.
 
         All members call it in the step, after the last backward pass. The norm covers the gradients
-        of the whole model, however they are sharded; with several optimizers, only those of the
-        parameters of `optimizer`. Raises InvalidSpec outside a step, and if there are several
-        optimizers and `optimizer` is not given.
+        of the whole model; with several optimizers, those of the parameters of `optimizer`. Raises
+        InvalidSpec outside a step, and if there are several optimizers and `optimizer` is not
+        given.
         """
         return self._steps.clip_grad_norm(max_norm, optimizer)
 
     def state_dict(self) -> Mapping[str, Tensor]:
-        """Return the whole model's tensors by name, on the host. The names are the keys of the
-        undistributed model.
+        """Return the whole model's tensors on the host, by the keys of the undistributed model.
 
-        Under strategies that shard parameters, all members must call it after the same step:
-        between two batches, or after the last one within the `with` block. If a member is lost
-        meanwhile, the others begin again in the next generation, with the model of `step_number`
-        at that time. Raises what `all_reduce` raises under these strategies.
+        Under strategies that shard parameters, all members must call it after the same step, within
+        the `with` block. If a member is lost meanwhile, the others begin again, with the model of
+        `step_number` at that time. Raises what `all_reduce` raises under these strategies.
         """
         strategy = self._controller.strategy
         if not strategy.state_is_spread:
@@ -576,7 +556,7 @@ class Session:
 
     @property
     def strategy(self) -> Strategy:
-        """The strategy of `distribute`. Raises InvalidSpec before that call."""
+        """Strategy of `distribute`. Raises InvalidSpec before that call."""
         return self._controller.strategy
 
     @property
@@ -592,8 +572,8 @@ class Session:
 
     @property
     def is_first(self) -> bool:
-        """True if this member has rank 0: for work that is done once, such as logging. If the
-        member with rank 0 is lost, another member gets rank 0. Waits as `rank` does."""
+        """True if this member has rank 0: for work that is done once, such as logging. If that
+        member is lost, another gets rank 0. Waits as `rank` does."""
         return self._present().rank == 0
 
     @property

@@ -25,7 +25,6 @@ from shoal_proto.numbers_given import plain_number
 
 T = TypeVar("T")
 Value = float | int | Tensor | Mapping[str, float | int | Tensor]
-"""A number, a tensor, or several by name."""
 Reduction = Literal["sum", "mean", "max", "min"]
 MAX_BYTES = 1 << 30
 """Limit of the bytes reduced in one call, which is meant for metrics, not for state."""
@@ -34,14 +33,12 @@ _HALVES = (torch.float16, torch.bfloat16)
 _COMPLEX = (torch.complex64, torch.complex128)
 _COUNTS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _DTYPES = (*_HALVES, torch.float32, torch.float64, *_COMPLEX, *_COUNTS)
-"""Dtypes of tensors that members can reduce."""
 _EXTREMES = {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
 class SharedCalls:
-    """The shared calls of one session. A call returns once all members have its result. If a member
-    is lost while they confirm this, the call still returns its result, which other members may
-    lack: the next call then begins with a new generation."""
+    """Shared calls of one session. A call returns once all members have its result. If a member is
+    lost while they confirm this, the next call begins with a new generation."""
 
     def __init__(self, controller: ElasticController, fields: dict[str, str]) -> None:
         """`fields`: the proposal's fields."""
@@ -49,18 +46,16 @@ class SharedCalls:
         self._fields = fields
 
     def run(self, call: str, attempt: Callable[[Generation, dist.ProcessGroup], T]) -> T:
-        """Return the result of `attempt`, repeated until no member is lost during the attempt.
-
-        `call` describes the call and must be the same on all members.
-        """
+        """Return the result of `attempt`, repeated until no member is lost meanwhile. `call`
+        describes the call and must be the same on all members."""
         strategy = self._strategy(call)
         position = strategy.position
         self._controller.call.check_end(call, strategy.step)
-        # No member may join until the call returns: its script would be at another point.
+        # A member that joins now would be at another point of its script.
         self._controller.call.is_under_way = True
         try:
             if position.unconfirmed:
-                # A member was lost at the end of the last call: some members may lack its result.
+                # Some members may lack the last call's result.
                 self._recover(GenerationBroken("a member was lost after a call between two steps"))
                 self._controller.present_or_next_generation(self._fields)
             position.in_call = True
@@ -82,8 +77,8 @@ class SharedCalls:
             position.set_wait_point("")
 
     def confirm(self, group: dist.ProcessGroup) -> bool:
-        """Wait until all members have the result. Return False if a member is lost meanwhile: some
-        members may lack the result then."""
+        """Wait until all members have the result; False if a member is lost meanwhile: some may
+        lack it."""
         try:
             barrier(group)
         except RuntimeError as error:
@@ -107,7 +102,7 @@ class SharedCalls:
     def _recover(self, error: Exception) -> None:
         if not self._controller.is_break(error):
             raise error
-        # The frames hold the wrapped model, and with it the group that must be freed.
+        # The frames hold the wrapped model, and so the group that must be freed.
         traceback.clear_frames(error.__traceback__)
         self._controller.recover(error)
 
@@ -188,11 +183,9 @@ def note_loss(error: BaseException, controller: ElasticController) -> None:
 
 
 def values_by_name(value: Value, op: Reduction = "sum") -> dict[str, float | int | Tensor]:
-    """Return values by name, in the form in which they are reduced. A single value has the name "".
-
-    Tensors of booleans and integers become int64, so that sums do not wrap; NumPy scalars become
-    Python numbers. Raises InvalidSpec for values that cannot be reduced.
-    """
+    """Return values by name, in the form in which they are reduced; a single value has the name "".
+    Booleans and integers become int64, so that sums do not wrap. Raises InvalidSpec for values that
+    cannot be reduced."""
     given = dict(value) if isinstance(value, Mapping) else {"": value}
     values = {name: _reducible(name, each, op) for name, each in given.items()}
     num_bytes = sum(each.nbytes if isinstance(each, Tensor) else 8 for each in values.values())
@@ -243,11 +236,9 @@ def reduce(
     generation: Generation,
     part: int | None = None,
 ) -> dict[str, Any]:
-    """Reduce the values of all members, by a collective. `part`, which only sums support: of the
-    members with the same `part` the first counts. If `part` is None, all members count.
-
-    Raises InvalidSpec on all members if their values differ in name, shape or dtype.
-    """
+    """Reduce the values of all members, by a collective. `part`, only for sums: of the members with
+    the same `part` the first counts; None: all count. Raises InvalidSpec on all members if their
+    values differ in name, shape or dtype."""
     own = {name: _outline(each) for name, each in values.items()}
     messages = [json.loads(message) for message in gather(json.dumps([part, own]).encode(), group)]
     outlines = [{name: each[0] for name, each in row.items()} for _, row in messages]
@@ -301,9 +292,8 @@ def _reduced(
 
 
 def _extreme(host: Tensor, op: Reduction, group: dist.ProcessGroup) -> Tensor:
-    """Return the largest or smallest values, and NaN where any member has NaN. Gloo itself compares
-    in pairs, and may return the number or the NaN of a pair. Collective. Overwrites `host` and
-    returns it."""
+    """Overwrite `host` with the largest or smallest values, and NaN where any member has NaN;
+    return it. Gloo itself may ignore a NaN. Collective."""
     nan = host.isnan() if host.is_floating_point() else None
     if nan is not None:
         host.masked_fill_(nan, -math.inf if op == "max" else math.inf)

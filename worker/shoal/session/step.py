@@ -1,4 +1,4 @@
-"""The steps of a session: their start, commit or failure, and the script's calls within a step."""
+"""Steps of a session: their start, commit or failure, and the script's calls within a step."""
 
 import math
 import time
@@ -43,7 +43,7 @@ from shoal_proto.errors import InvalidSpec
 from shoal_proto.numbers_given import as_number
 
 ForOptimizers = Optimizer | Sequence[Optimizer] | None
-"""The optimizers that a call is for, if there are several."""
+"""Optimizers that a call is for, if there are several."""
 
 
 class Step:
@@ -69,18 +69,14 @@ class Step:
         self._leave = leave
         self._started_s = 0.0
         self._waited_s = 0.0
-        """`waiting.seconds` at the start of the step."""
         self.is_open = False
-        """True from the start of the step to its end."""
         self.committed = False
         """True if the step was committed: set when its block ends."""
         self.loss: Tensor | None = None
-        """The mean of this member's losses so far; None before the first, NaN without samples."""
+        """Mean of this member's losses so far; None before the first, NaN without samples."""
         self._weight = 0.0
         self._rows: RowGathers | None = None
-        """The step's row exchange; made by its first gather."""
         self._opened = ExitStack()
-        """Undoes `_open` when the step ends."""
 
     def __enter__(self) -> Self:
         self._started_s, self._waited_s = time.perf_counter(), waiting.seconds
@@ -120,7 +116,6 @@ class Step:
             self.micro_batches.begin_stand_in()
 
     def _close(self) -> None:
-        """Undo `_open`, even if it failed half-way."""
         self.is_open = False
         set_current(NO_STEP)
         if self._rows is not None:
@@ -151,18 +146,17 @@ class Step:
 
     @property
     def batch(self) -> Batch | None:
-        """The batch of the step; None if the session hands out no batches."""
+        """Batch of the step; None if the session hands out no batches."""
         return self._source.batch if self._source is not None else None
 
     @property
     def _is_uneven(self) -> bool:
-        """True if the members' shares of the batch differ in size."""
         batch = self.batch
         return batch is not None and batch.weight != 1.0
 
     def note_loss(self, loss: Tensor, weight: float) -> None:
-        """Add the mean loss of a pass, with its weight, to the step's mean loss. The weight of a
-        pass without samples is 0."""
+        """Add the mean loss of a pass, with its weight (0 without samples), to the step's mean
+        loss."""
         self._weight += weight
         loss = loss.detach()
         if not weight:
@@ -209,8 +203,8 @@ class Step:
         return self._rows
 
     def _samples(self, batch: Batch | None) -> PresentSamples | None:
-        """Seed torch for this member's share of the batch, so that a repeated step draws the same
-        random numbers; return the share's samples. A stand-in repeats sample 0 of the batch."""
+        """Seed torch for this member's share of the batch; return the share's samples. A stand-in
+        repeats sample 0."""
         if batch is None:
             return None
         seed, first = int(self._fields["seed"]), 0 if batch.is_stand_in else batch.first
@@ -245,10 +239,9 @@ class Step:
             self._reports.step_done(controller.strategy, loss, times, num_samples)
 
     def _recovers(self, error: BaseException) -> bool:
-        """Return True if the step is rolled back and the script goes on: this member takes the step
-        again (after the loss of a peer, in the next generation), or no member takes it, because a
-        script has called `session.stop` before it. After other errors the member leaves: raises the
-        session's error for this case if there is one, else returns False."""
+        """Return True if the step is rolled back and the script goes on. After other errors the
+        member leaves: raises the session's error for this case, if there is one, else returns
+        False."""
         strategy = self._controller.strategy
         if strategy.redoes(error):
             return True
@@ -256,7 +249,7 @@ class Step:
             strategy.withdraw_step()
             return True
         if self._controller.is_break(error):
-            # The frames hold the wrapped model, and with it the group that must be freed.
+            # The frames hold the wrapped model, and so the group that must be freed.
             traceback.clear_frames(error.__traceback__)
             try:
                 self._controller.recover(error)
@@ -265,7 +258,7 @@ class Step:
                 raise
             return True
         refused = refusal_of(error, self._state())
-        # Leave at once, so that the others need not wait until they detect the failure.
+        # At once: the others need not detect the failure.
         self._leave(refused or error)
         if refused is not None:
             raise refused from error
@@ -284,13 +277,8 @@ class Step:
 def _check_script_gather(
     tensor_list: Any, tensor: Any, group: Any = None, async_op: bool = False
 ) -> None:
-    """Check the script's own `torch.distributed.all_gather`, if the members' shares differ in size.
-
-    If a rank passes a tensor of a size that the others do not expect, Gloo aborts a process or
-    waits until the collective times out, in each generation again. So members whose shares differ
-    in size exchange the sizes of their tensors first. `torch.distributed.nn.all_gather` makes this
-    call too, and so do the layers of SimCLR and CLIP scripts.
-    """
+    """Check the script's own `torch.distributed.all_gather`, if the members' shares differ in size:
+    Gloo would abort or hang. `torch.distributed.nn.all_gather` makes this call too."""
     # Shoal's own calls name a group.
     if group is None and (check := current().check_gather) is not None:
         check(tensor_list, tensor)
@@ -308,8 +296,8 @@ class Steps:
         before_calls(dist, "all_gather", _check_script_gather)
 
     def release(self) -> None:
-        """Close a step that is still open, and restore torch's generators to their states before
-        the first step. Called when the session ends; may be called twice."""
+        """Close an open step, and restore torch's generators to their first states, when the
+        session ends. May be called twice."""
         if self._newest is not None:
             self._newest.release()
         states, self._generators = self._generators, ()
@@ -415,7 +403,6 @@ class Steps:
 
 
 def _check_loss(loss: object) -> None:
-    """Raise InvalidSpec if the object is not a scalar tensor with a gradient."""
     seen = ""
     if not isinstance(loss, Tensor):
         seen = type(loss).__name__

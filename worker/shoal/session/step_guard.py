@@ -1,13 +1,11 @@
-"""A guard against loops for plain torch that do the session's work in a step.
+"""Guard against loops for plain torch that do the session's work in a step.
 
-A session steps the optimizer itself when a step is committed. A loop that was written for plain
-torch may also do the following in a step. The guard refuses each, as it would change the result
-without an error:
+The guard refuses such calls, as no error would show that
 
-- step the optimizer: every gradient would be applied twice;
-- scale the loss for fp16 by a scaler that is not registered: the gradients would stay scaled;
-- drop the gradients after the backward pass: the session would step without gradients;
-- add parameters to the optimizer: members that join later would not have them.
+- a step of the optimizer applies every gradient twice;
+- a scaler that is not registered leaves the gradients scaled;
+- gradients dropped after the backward pass are missing in the session's step;
+- parameters added to the optimizer are missing on members that join later.
 """
 
 import functools
@@ -47,9 +45,8 @@ _MARK = "_shoal_watched"
 
 
 class _Within:
-    """Context manager that calls `set_active` with True and False around a block, and `after` if
-    the block raised nothing. A class: a generator, entered several times in each step, takes ten
-    times as long."""
+    """Calls `set_active` with True and False around a block, and `after` if the block raised
+    nothing. A class: a generator takes ten times as long."""
 
     def __init__(
         self, set_active: Callable[[bool], None], after: Callable[[], None] = lambda: None
@@ -92,15 +89,13 @@ class StepGuard:
         self._first_step: int | None = None
         """Number of committed steps before this member's first step."""
         self._last_checked = 0
-        """Number of committed steps before the last step whose losses' graphs are checked."""
+        """Number of committed steps before the last step with checks of the losses' graphs."""
         self._group_parameters: list[list[Tensor]] = []
-        """The parameters of each group at the time when `_modules` was set."""
         self._modules: list[nn.Module] = []
         self.modes = ScriptModes()
         self._emptied: list[tuple[Optimizer, bool]] = []
         """Optimizers of which the script has dropped all gradients in this step, each with True if
-        the gradients were set to None, False if to zeros. A later pass removes entries with
-        False."""
+        they were set to None, False if to zeros."""
         self._optimizers = list(optimizers)
         self._others = OtherParameters(
             trained.parameters,
@@ -126,8 +121,6 @@ class StepGuard:
         self._check_groups(self._trained.check(step))
 
     def _check_groups(self, modules: list[nn.Module]) -> None:
-        """Raise InvalidSpec if the optimizers' groups have changed since the model got its present
-        `modules`."""
         groups = [group["params"] for each in self._optimizers for group in each.param_groups]
         if modules is not self._modules:
             self._group_parameters, self._modules = list(map(list, groups)), modules
@@ -143,8 +136,7 @@ class StepGuard:
         self.modes.note()
 
     def release(self) -> None:
-        """Remove the guard's hooks from the optimizers, when the session ends. May be called
-        twice."""
+        """Remove the guard's hooks when the session ends. May be called twice."""
         self._others.release()
         for hook in self._hooks:
             hook.remove()
@@ -156,15 +148,14 @@ class StepGuard:
         return _Within(self._set_commits)
 
     def computing(self) -> AbstractContextManager[None]:
-        """Return a context in which the session computes gradients. If a scaler is registered, the
-        context raises InvalidSpec after the pass of a loss that the scaler did not scale."""
+        """Return a context in which the session computes gradients. Raises InvalidSpec at its end
+        if a registered scaler did not scale the loss."""
         return _Within(self._set_computes, self._check_scaled)
 
     def check_loss_graph(self, loss: Tensor) -> None:
-        """Check the graph of a loss before its backward pass, in the member's first step and after
-        the first step of each optimizer that was not distributed: graphs may be large, and other
-        losses are similar. Raises InvalidSpec for functions that train differently on several
-        members; `refuse_layers` finds only layers of that kind."""
+        """Check the graph of a loss before its backward pass, in the first step of this member and
+        of each optimizer that was not distributed. Raises InvalidSpec for functions that train
+        differently on several members."""
         if self._step() <= self._last_checked:
             self._others.note_loss(loss)
             strategy = self._strategy
@@ -212,9 +203,8 @@ class StepGuard:
                 self._emptied.append((optimizer, to_none))
 
     def check_gradients(self) -> None:
-        """Raise InvalidSpec before the commit if the script has dropped all gradients of an
-        optimizer, and no later pass computed any. A loop for plain torch drops them at this point,
-        after its optimizer.step()."""
+        """Raise InvalidSpec if the script has dropped all gradients of an optimizer, and no later
+        pass computed any."""
         for optimizer, to_none in self._emptied:
             if not to_none or next(iter(_with_gradient(optimizer)), None) is None:
                 raise InvalidSpec(
@@ -227,9 +217,8 @@ class StepGuard:
                 )
 
     def check_weight_rescaling(self, weight: Tensor) -> None:
-        """Check a forward pass that rescales those rows of a weight that its samples use
-        (`max_norm` of an embedding). Raises InvalidSpec if members would get different weights, as
-        `refuse_layers` does for layers."""
+        """Raise InvalidSpec for a pass that rescales those rows of a weight that its samples use
+        (`max_norm`), if members would get different weights."""
         strategy = self._strategy
         if strategy.synchronous and strategy.passes_meet and self._trained.has_any([weight]):
             raise scaled_down(strategy.name, f"a parameter of shape {tuple(weight.shape)}")
@@ -244,8 +233,8 @@ class StepGuard:
         return _Within(self._set_clips)
 
     def check_clipping(self, parameters: Sequence[Tensor], max_norm: float) -> None:
-        """Check a call of torch's `clip_grad_norm_` on these parameters. Raises InvalidSpec if this
-        member has only a part of the gradients, or scaled ones: their norm would be wrong."""
+        """Raise InvalidSpec for torch's `clip_grad_norm_` of these parameters if this member has
+        only a part of the gradients, or scaled ones."""
         if self._clips:
             return
         is_ours = self._trained.has_any(parameters)
@@ -260,16 +249,14 @@ class StepGuard:
                 " model's gradients",
             )
         if is_ours and not self._commits and not math.isinf(max_norm):
-            # A script that clips to infinity wants only the norm, perhaps for one member's log.
+            # A script that clips to infinity wants only the norm.
             self._note_norm(max_norm)
 
     def _note_norm(self, max_norm: float) -> None:
-        """Note the norm for the vote, in which all members must have clipped to the same norm."""
         if isinstance(self._strategy, SynchronousStrategy):
             self._strategy.position.norms.append(float(max_norm))
 
     def _step(self) -> int:
-        """Number of committed steps."""
         return self._strategy.step
 
     def _before_step(self, *_: Any) -> None:
@@ -295,8 +282,8 @@ class StepGuard:
         )
 
     def watch(self, scaled: Any, scaler: object) -> None:
-        """Watch backward passes through tensors that `scaler` has scaled. A pass of the session
-        raises InvalidSpec if the scaler is not the registered one."""
+        """Make the session's backward passes through tensors that `scaler` has scaled raise
+        InvalidSpec, unless it is the registered one."""
         through = partial(self._through_scaled, scaler)
         for tensor in pytree.tree_leaves(scaled):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
@@ -343,7 +330,6 @@ def _look_at_scaling_down(weight: Tensor) -> None:
 
 
 def _look_at_wrapping(module: nn.Module) -> None:
-    """Raise InvalidSpec for a wrapper that averages gradients, which the session does already."""
     guard = _guard()
     if isinstance(module, ModuleProxy) or (guard is not None and guard.trains(module)):
         raise InvalidSpec(
@@ -357,20 +343,18 @@ def _look_at_wrapping(module: nn.Module) -> None:
 
 
 def _with_gradient(optimizer: Optimizer) -> Iterator[Tensor]:
-    """Yield the parameters of an optimizer that have a gradient at present."""
     groups = optimizer.param_groups
     return (each for group in groups for each in group["params"] if each.grad is not None)
 
 
 def _guard() -> StepGuard | None:
-    """Return the guard of the session whose step is open on this thread; None outside of steps."""
     guard = current().guard
     return guard if isinstance(guard, StepGuard) else None
 
 
 def _watch_scalers() -> None:
-    """Wrap the methods of GradScaler and its subclasses, so that they report to the guard of the
-    thread's open step. Wraps once in a process. Without a session they work as before."""
+    """Wrap the methods of GradScaler and its subclasses, once, to report to the guard of the
+    thread's open step."""
     kinds: list[type] = [torch.amp.GradScaler]
     while kinds:
         kind = kinds.pop()
@@ -385,8 +369,8 @@ def _watch_scalers() -> None:
 
 
 def _watch_zeroing() -> None:
-    """Wrap `zero_grad` of optimizers and modules, so that it reports to the guard of the thread's
-    open step. Wraps once in a process. Without a session it works as before."""
+    """Wrap `zero_grad` of optimizers and modules, once, to report to the guard of the thread's open
+    step."""
     if not hasattr(Optimizer.zero_grad, _MARK):
         Optimizer.zero_grad = _watched_zeroing(Optimizer.zero_grad, _parameters_of)  # type: ignore[method-assign]
         nn.Module.zero_grad = _watched_zeroing(  # type: ignore[method-assign]

@@ -39,7 +39,7 @@ def check_entered(reports: "StepReports | None", call: str) -> None:
 
 
 USUAL_OF = 16
-"""Number of the newest steps whose median is the usual time of a step."""
+"""Number of the newest steps: their median is the usual time of a step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +68,8 @@ class InterruptionMeter:
         self._gaps_s: deque[float] = deque(maxlen=USUAL_OF)
 
     def note_commit(self, generation: int, step: int, now_s: float) -> Interruption | None:
-        """Note that `step` is committed in that generation. Returns the interruption before the
-        step if it is the generation's first step and not this member's first; else None."""
+        """Note that `step` is committed in that generation. Returns the interruption before it if
+        it is the generation's first step and not this member's first; else None."""
         before, last_step, gap_s = self._generation, self._step, now_s - self._committed_s
         self._generation, self._step, self._committed_s = generation, step, now_s
         if before == 0:
@@ -90,7 +90,7 @@ class StepTimes(NamedTuple):
 
     step_s: float
     exchange_s: float
-    """The part of `step_s` in which the trainer waited for other members or for servers."""
+    """Part of `step_s` in which the trainer waited for other members or for servers."""
     loading_s: float | None
     """Time that this member has waited for batches in all steps so far; None if the script loads
     them."""
@@ -101,7 +101,6 @@ class StepPartsMeter:
     """Averages of the parts of a step, from report to report."""
 
     _since_s: float | None = None
-    """Time of the last report, or of the first step."""
     _loading_s: float = 0.0
     _step_s: float = 0.0
     _exchange_s: float = 0.0
@@ -160,12 +159,12 @@ class StepReports:
         self._origin_reader: threading.Thread | None = None
 
     def trains_on(self, source: BatchSource) -> None:
-        """Set the source of the job's batches, whose number of steps is reported."""
+        """Set the source of the job's batches: its number of steps is reported."""
         self._source = source
 
     def step_begins(self) -> None:
         """Note that a step begins. At its first step, the member that reports for the job begins to
-        read its command line and commit on another thread: git may take long."""
+        read its command line and commit, on another thread."""
         controller = self._controller
         reports = controller.job_log.is_writer and controller.member.coordinators
         if self._origin_reader is None and reports:
@@ -177,7 +176,7 @@ class StepReports:
     def _read_origin(self) -> None:
         self._origin = run_origin()
         if self._strategy is None:
-            # Report it before the first step is committed: the step may take long, or fail.
+            # Before the first step is committed, which may take long.
             self._health.update(HealthFigures(course=CourseFigures(run=self._origin)))
 
     def step_done(
@@ -214,7 +213,7 @@ class StepReports:
             )
         )
         if generation.rank == 0:
-            # Only one member logs, so that there is one line per change.
+            # Only one member logs: one line per change.
             waits_for = self._controller.membership.waiting_for
             named = f"generation {interruption.generation}"
             log.info(f"{waits_for if waits_for.startswith(named) else named}; {interruption}")
@@ -246,8 +245,7 @@ class StepReports:
     def _course(self, strategy: Strategy) -> CourseFigures:
         job_log, written = self._controller.job_log, strategy.written_checkpoint
         return CourseFigures(
-            # Read each time: if the job resumes from a checkpoint of another batch size, the number
-            # changes at the first batch.
+            # A job that resumes with another batch size changes the number.
             num_steps=self._source.num_steps if self._source else None,
             checkpoint_step=written.step if written else None,
             checkpoint_bytes=written.num_bytes if written else None,
@@ -257,10 +255,10 @@ class StepReports:
         )
 
     def close(self, *, completed: bool) -> None:
-        """Send the last report, and wait up to 3 s until it is sent. If the job is complete, it
-        includes the last step's loss."""
+        """Send the last report, with the last step's loss if the job is complete, and wait up to 3
+        s."""
         if completed:
-            # Not after a failure: reading a loss from a failed device might never return.
+            # Not after a failure: reading from a failed device might never return.
             self._report()
         if self._origin_reader is not None:
             self._origin_reader.join(ORIGIN_WITHIN_S)

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 _PORT_WORD_BYTES = 4
-"""The counters of InfiniBand ports count words of this many bytes."""
+"""Unit of the counters of InfiniBand ports."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,6 @@ class Usage:
     """Use over one interval."""
 
     cpu_cores: float
-    """Processors that this process used on average."""
     received_bytes_per_s: float
     sent_bytes_per_s: float
 
@@ -46,7 +45,7 @@ class UsageMeter:
         seconds = self._read_s - before_s
         if seconds <= 0:
             return None
-        # The host's counts fall if an interface is removed: the rates are then 0.
+        # Counts fall if an interface is removed: the rates are then 0.
         return Usage(
             cpu_cores=(self._cpu_s - cpu_s) / seconds,
             received_bytes_per_s=max(0, self._traffic.received - traffic.received) / seconds,
@@ -55,8 +54,8 @@ class UsageMeter:
 
 
 def memory_bytes() -> int:
-    """Return the bytes that torch has reserved on this process's GPU, or the resident memory of the
-    process if it uses none."""
+    """Return the bytes that torch has reserved on this process's GPU, or the process' resident
+    memory if there are none."""
     is_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     if is_used and (held := torch.cuda.memory_reserved()):
         return held
@@ -67,8 +66,7 @@ def memory_bytes() -> int:
 def host_traffic(root: Path) -> TrafficCounts:
     """Return the bytes that the host's network devices, InfiniBand included, have counted.
 
-    Bridges, tunnels and bonds pass on the bytes of devices, and are not counted again. In a
-    container, which sees no device, all interfaces but loopback and IP over InfiniBand count.
+    Bridges, tunnels and bonds count only if no device is seen, as in a container.
     """
     received, sent = 0, 0
     for interface in _counting_interfaces(root):

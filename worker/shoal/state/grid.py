@@ -10,9 +10,8 @@ from shoal.state.shards import Chunk
 
 
 class Grid:
-    """Cells of a tensor, cut wherever a held chunk begins or ends: a held chunk contains whole
-    cells. Only cells that a rank holds are stored: one for each chunk if the tensor is cut by rows
-    or by columns, one for each rank if it is cut by both, over a mesh."""
+    """Cells of a tensor, cut wherever a held chunk begins or ends. Only cells that a rank holds are
+    stored."""
 
     def __init__(self, shape: tuple[int, ...], chunks: Sequence[Chunk]) -> None:
         self._cuts: list[list[int]] = []
@@ -29,7 +28,6 @@ class Grid:
     def cells(self, chunk: Chunk) -> Sequence[tuple[Chunk, tuple[int, ...]]]:
         """Return the parts of `chunk`, each with the indexes of the held chunks that contain it."""
         if chunk not in self._cells:
-            # Cached: many tensors are cut in the same way, and a rank needs the same chunk of each.
             self._cells[chunk] = list(self._cut(chunk))
         return self._cells[chunk]
 
@@ -59,5 +57,4 @@ class Grid:
 
 @lru_cache(maxsize=1024)
 def grid_of(shape: tuple[int, ...], chunks: tuple[Chunk, ...]) -> Grid:
-    # Cached: parameters, their optimizer state and equal layers are cut in the same way.
     return Grid(shape, chunks)

@@ -26,12 +26,9 @@ class HostBuffer:
         sources: Sequence[Tensor] = (),
     ) -> tuple[Mapping[str, TensorShard], Tensor]:
         """Return a shard for each included name of the inventory's one listing, in the order of
-        names, and the memory they lie in. The caller overwrites their contents.
-
-        The same inventory object gets the same shards again; the caller includes the same names
-        then. Allocates new memory only if the size differs; that memory is page-locked if some of
-        the `sources` lie on a GPU.
-        """
+        names, and their memory, to be overwritten. The same inventory object gets the same shards
+        again, and must come with the same names. New memory is page-locked if some of the `sources`
+        lie on a GPU."""
         if inventory is not self._inventory:
             # Free the old memory before new memory is allocated.
             self._shards, self._inventory = {}, None
@@ -66,8 +63,8 @@ class HostBuffer:
 
 
 class StepCopies:
-    """Copies that one rank keeps of one step: its own copy, and the copies received from peers.
-    One thread at a time may write; any thread may call `complete_copies`."""
+    """Copies that one rank keeps of one step: its own, and those received from peers. One thread at
+    a time may write; any thread may call `complete_copies`."""
 
     def __init__(self) -> None:
         self.step: int | None = None
@@ -95,10 +92,9 @@ class StepCopies:
     def begin_own_copy(
         self, state_shard: StateShard, inventory: Inventory, travels: Callable[[str], bool]
     ) -> None:
-        """Begin a snapshot of the state shard, whose tensors may change once this returns. A GPU
-        may still be writing the snapshot then: call `wait` before reading it. `inventory`: of the
-        state shard; memory is arranged anew only for another object. `travels`: True for the name
-        of a tensor that is sent to peers."""
+        """Begin a snapshot of the state shard: its tensors may change once this returns. Call
+        `wait` before reading the snapshot. Memory is arranged anew only for another `inventory`
+        object. `travels`: True for the name of a tensor that is sent to peers."""
         self.inventory = inventory
         held = state_shard.shards
         tensors = [shard.tensor for shard in held.values()]
@@ -140,13 +136,8 @@ class StepCopies:
         self._peers = {**self._peers, peer: state_shard}
 
     def complete_copies(self) -> list[StateShard]:
-        """Return all complete copies.
-
-        This rank's own copy is among them only once it names the tensors that other ranks hold.
-        Without these names it could seem to be the whole state, although a lost rank held tensors
-        that no remaining rank can name. Step 0 is exempt: before the first step there is only the
-        model.
-        """
+        """Return all complete copies. This rank's own copy is left out until it names the tensors
+        that other ranks hold: else it could seem to be the whole state. Step 0 is exempt."""
         own_copy, peers = self.own_copy, self._peers
         known = own_copy is not None and (own_copy.step == 0 or bool(own_copy.elsewhere))
         if known:

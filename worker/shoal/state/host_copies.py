@@ -1,8 +1,5 @@
-"""Copies of tensors in host memory, which a GPU writes asynchronously.
-
-A copy from a GPU is asynchronous, and runs at the full speed of the bus, only if its target is
-page-locked memory. For tensors on a CPU the same functions copy at once, into ordinary memory.
-"""
+"""Copies of tensors in host memory. A GPU writes asynchronously, and as fast as the bus, only into
+page-locked memory."""
 
 import copy
 import ctypes
@@ -19,11 +16,8 @@ from shoal.torch_private.tensors import foreach_copy_
 log = structlog.get_logger(__name__)
 
 ALIGNMENT_BYTES, MESSAGE_ALIGNMENT_BYTES = 64, 16
-"""Alignment of adjacent tensors, in memory and in a message. A message does not contain the
-positions of its tensors: sender and receiver both compute them."""
 BATCH_BYTES = 64 * 1024 * 1024
-"""Size of each of the two page-locked buffers of `copy_staged`. A power of two: torch caches blocks
-of such sizes for the next call."""
+"""Size of each page-locked buffer of `copy_staged`: torch caches blocks of powers of two."""
 
 
 class CopyUnderWay:
@@ -46,8 +40,8 @@ class CopyUnderWay:
 
 @torch.no_grad()
 def copy_to_host(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> CopyUnderWay:
-    """Begin to copy each source into the target of the same index, which is in host memory. The
-    sources may change once this returns: later work on the caller's stream runs after the copy."""
+    """Begin to copy each source into the target of the same index, in host memory. The sources may
+    change once this returns."""
     foreach_copy_(list(targets), list(sources), non_blocking=True)
     return queued_work(sources)
 
@@ -62,12 +56,9 @@ def _gpus(tensors: Sequence[Tensor]) -> list[torch.device]:
 
 
 def host_memory(num_bytes: int, sources: Sequence[Tensor]) -> Tensor:
-    """Return uninitialized bytes, page-locked if some of these sources lie on a GPU. If the CUDA
-    runtime refuses, logs a warning and returns ordinary memory.
-
-    Allocates exactly `num_bytes`: torch would round pinned memory up to a power of two. The memory
-    is unlocked when the last tensor that views it is freed.
-    """
+    """Return `num_bytes` of uninitialized memory, page-locked if some of these sources lie on a
+    GPU, until its last view is freed. If the CUDA runtime refuses, logs a warning and returns
+    ordinary memory. torch's own pinned memory would be rounded up to a power of two."""
     memory = torch.empty(num_bytes, dtype=torch.uint8)
     if not num_bytes or not (devices := _gpus(sources)):
         return memory
@@ -90,7 +81,7 @@ def page_locked(memory: Tensor, cudart: Any) -> Tensor | None:
     pointer, num_bytes = memory.data_ptr(), memory.numel()
     if int(cudart.cudaHostRegister(pointer, num_bytes, 0)):
         return None
-    # A tensor made by torch.frombuffer keeps its buffer alive, and so do all views of the tensor.
+    # A tensor made by torch.frombuffer and all its views keep the buffer alive.
     buffer = (ctypes.c_char * num_bytes).from_address(pointer)
     weakref.finalize(buffer, _unlock, memory, cudart).atexit = False
     return torch.frombuffer(buffer, dtype=torch.uint8)
@@ -101,7 +92,7 @@ def _unlock(memory: Tensor, cudart: Any) -> None:
 
 
 def _take_error(device: torch.device) -> None:
-    """Clear the CUDA error that the refusal has set: else the next kernel would seem to fail."""
+    """Clear the CUDA error of the refusal: else the next kernel would seem to fail."""
     try:
         torch.zeros(1, device=device)
     except RuntimeError as error:
@@ -109,8 +100,7 @@ def _take_error(device: torch.device) -> None:
 
 
 def on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors as contiguous tensors in host memory, copied only if needed. Tensors on
-    GPUs are copied into one block of page-locked memory, which torch caches."""
+    """Return the tensors as contiguous tensors in host memory, copied only if needed."""
     moved = {name: tensor for name, tensor in tensors.items() if not tensor.is_cpu}
     copies = {}
     if moved:
@@ -141,12 +131,8 @@ def side_by_side(tensors: Sequence[Tensor], *, pinned: bool) -> list[Tensor]:
 def copy_staged(
     targets: Sequence[Tensor], sources: Sequence[Tensor], *, batch_bytes: int = BATCH_BYTES
 ) -> None:
-    """Copy each source into the target of the same index, which is contiguous and on the host.
-
-    Returns when all copies are complete. Tensors on a GPU pass through two page-locked buffers:
-    while the GPU writes one, the host empties the other. For targets that are used only once, so
-    that locking their own memory would not pay.
-    """
+    """Copy each source into the target of the same index, on the host, through page-locked buffers.
+    For targets that are used only once. Returns when all copies are complete."""
     host_pairs = [(t, s) for t, s in zip(targets, sources, strict=True) if not s.is_cuda]
     for target, source in host_pairs:
         target.copy_(source.detach())
@@ -179,7 +165,6 @@ def _empty_buffer(full: tuple[Sequence[Tensor], Sequence[Tensor], CopyUnderWay] 
 def _batches(
     pairs: Sequence[tuple[Tensor, Tensor]], batch_bytes: int
 ) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """Yield runs of the pairs, as bytes, cut so that each run fits into one buffer."""
     batch: list[tuple[Tensor, Tensor]] = []
     free_bytes = batch_bytes
     for target, source in pairs:

@@ -1,9 +1,5 @@
-"""Inventories: descriptions of the state that each rank holds, which ranks exchange. They have
-names, chunks and values, but no tensors.
-
-Inventories are sent as JSON, compressed because names repeat. The receiver checks all sizes and
-numbers in them.
-"""
+"""Inventories: descriptions of the state that each rank holds, without contents of tensors. Ranks
+exchange them as compressed JSON, and check all sizes and numbers."""
 
 import json
 import zlib
@@ -23,7 +19,7 @@ MAX_TEXT_BYTES = 64 * 1024 * 1024
 """Limit of one message after decompression; a thousand tensors take about 100 KiB."""
 MAX_DIMENSIONS = 64
 MAX_PICKED = 4096
-"""Number of groups of tensors that a table caches; ranks send a few each, mostly the same ones."""
+"""Number of groups of tensors that a table caches."""
 _LENGTH_BYTES = 4
 
 
@@ -32,7 +28,6 @@ class Meta:
     """Shape and dtype of one tensor of the state, the same on all ranks."""
 
     shape: tuple[int, ...]
-    """Shape of the whole tensor."""
     dtype: torch.dtype
 
 
@@ -52,14 +47,13 @@ class Inventory:
     """Description of everything that one rank holds."""
 
     metas: Mapping[str, Meta]
-    """Shape and dtype of every name in the listings."""
     listings: Sequence[ShardListing]
 
 
 def inventory_of(held: Sequence[StateShard]) -> Inventory:
-    """Return the inventory of these state shards, which may be of different steps. Raises
-    ShapeMismatch or DtypeMismatch if they contradict each other, and UnsupportedOptimizer for a
-    dtype that cannot be sent."""
+    """Return the inventory of these state shards, of any steps. Raises ShapeMismatch or
+    DtypeMismatch if they contradict each other, and UnsupportedOptimizer for a dtype that cannot be
+    sent."""
     metas: dict[str, Meta] = {}
     listings = []
     for state_shard in held:
@@ -126,7 +120,7 @@ def malformed(rank: int, seen: str) -> MalformedMessage:
 
 def to_message(inventory: Inventory) -> bytes:
     """Encode the inventory as a message. The table of names is compressed separately: ranks with
-    the same table send the same bytes, which the receiver decodes once."""
+    the same table send the same bytes, decoded once."""
     table, listings = _to_json(inventory)
     head = zlib.compress(table.encode(), 1)
     return len(head).to_bytes(_LENGTH_BYTES, "big") + head + pack(listings)
@@ -150,8 +144,8 @@ def _packed_table(head: bytes) -> "TensorTable":
 
 
 def to_json(inventory: Inventory) -> Json:
-    """Convert the inventory to lists that refer to tensors by number, and a table of their names.
-    The table is a JSON text of its own: most ranks send the same one, so it is parsed once."""
+    """Convert the inventory to lists that refer to tensors by number, and a table of their names, a
+    JSON text of its own."""
     return list[Json](_to_json(inventory))
 
 

@@ -1,12 +1,10 @@
 """State that an optimizer keeps for its parameters, and the settings of its groups, by name.
 
-A tensor is a shard of the state, named `optim.<parameter>/<key>`. Everything else is a plain value.
-It is stored without loss in the `values` of a state, under `SLOTS`. A tensor within a plain value
-is a shard of its own, and the value contains its name.
+A tensor is a shard of the state, named `optim.<parameter>/<key>`. Everything else is a plain value
+in the `values` of a state, under `SLOTS`; a tensor within one is a shard of its own.
 
-Each rank reports the values of the parameters that it steps, and `merged` combines the reports. A
-mark (`mark_of`) is a shard of one byte. The rank with the mark of a parameter has the parameter's
-plain values. If that rank is lost, the missing mark shows that the values are missing.
+Each rank reports the plain values of the parameters that it steps, with a mark (`mark_of`) for
+each, a shard of one byte: a missing mark shows that values are missing.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -42,12 +40,11 @@ class Slots:
     tensors: Mapping[str, Tensor]
     """Tensors by key; for a tensor within a plain value, `INNER` and the dotted path to it."""
     values: Mapping[str, Json]
-    """Plain values by key."""
 
 
 def take_slots(state: Mapping[Any, Any], parameter: str, optimizer: Optimizer) -> Slots:
     """Return the state that the optimizer keeps for this parameter, not copied. Raises
-    UnsupportedOptimizer, with the key, for state that cannot be sent to another member."""
+    UnsupportedOptimizer for state that cannot be sent to another member."""
 
     def refused(path: tuple[str, ...], seen: str, expected: str) -> ShoalError:
         return cannot_carry(optimizer, f"state {'.'.join(path)!r} of {parameter}: {seen}", expected)
@@ -84,8 +81,8 @@ def put_slots(slots: Slots) -> dict[str, Any]:
 
 def take_settings(optimizer: Optimizer, *, with_tensors: bool = True) -> list[dict[str, Json]]:
     """Return the settings of the optimizer's groups, without their parameters. `with_tensors`:
-    include settings that are tensors; reading their numbers waits for the GPU. Raises
-    UnsupportedOptimizer, naming the setting, if one cannot be sent to another member."""
+    include settings that are tensors; reading them waits for the GPU. Raises UnsupportedOptimizer
+    if one cannot be sent to another member."""
 
     def refused(path: tuple[str, ...], seen: str, expected: str) -> ShoalError:
         index, setting, *_ = path
@@ -125,9 +122,8 @@ def put_settings(optimizer: Optimizer, values: Mapping[str, Any]) -> None:
 def set_settings(optimizer: Optimizer, settings: Iterable[Mapping[str, Any]]) -> None:
     """Set the settings of the optimizer's groups, other than parameters, to copies of the values.
 
-    A tensor is overwritten in place if shape and dtype fit: the script, a scheduler or a captured
-    graph may hold it, and the device is the optimizer's choice. Groups that share a tensor and get
-    different values share it no longer.
+    A tensor is overwritten in place if shape and dtype fit: a scheduler or a captured graph may
+    hold it. Groups that share a tensor and get different values share it no longer.
     """
     written: set[int] = set()
     for group, own in zip(optimizer.param_groups, settings, strict=False):
@@ -231,14 +227,14 @@ def is_mark(name: str) -> bool:
 
 
 def is_of_value(name: str) -> bool:
-    """True for the name of a mark or of a tensor within a plain value. Such a tensor may exist at
-    one step and not at the next."""
+    """True for the name of a mark or of a tensor within a plain value, which may be missing at the
+    next step."""
     return name.startswith(OPTIM) and name.rpartition("/")[2].startswith(INNER)
 
 
 def merged(by_rank: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge the plain values of all parameters. `by_rank`: the `values` of each rank's state, in
-    the order of ranks. If several ranks report a parameter, the lowest rank wins."""
+    """Merge the plain values of all parameters. `by_rank`: the `values` of each rank's state. If
+    several ranks report a parameter, the lowest rank wins."""
     found: dict[str, Any] = {}
     for values in by_rank:
         found = {**(values.get(SLOTS) or {}), **found}
@@ -246,7 +242,6 @@ def merged(by_rank: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _is_small(value: object) -> bool:
-    """True for None, a string, a float, a bool or an int below 2**63: each is stored unchanged."""
     if type(value) is int:
         return abs(value) < _SMALL
     return value is None or type(value) in (bool, float, str)

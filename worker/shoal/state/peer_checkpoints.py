@@ -14,16 +14,14 @@ from shoal_proto.numbers_given import as_index
 log = structlog.get_logger(__name__)
 
 CLOSE_S = 5.0
-"""Time for which `close` waits for a copy in progress; a copy whose group was cut ends at once."""
+"""Time for which `close` waits for a copy in progress; a copy with a cut group ends at once."""
 
 
 class PeerCheckpoints:
-    """The live state of the previous generation, and copies of this member's and its peers' state.
+    """Live state of the previous generation, and copies of this member's and its peers' state.
 
-    A member's live state is a part of the whole. The next generation can use it only with the other
-    members' parts, and only if the names of all tensors are known: otherwise a missing part would
-    go unnoticed. Each copy updates these names. After a copy an optimizer may begin to keep more
-    tensors: with the first gradient of a layer, or after a change of a hyperparameter.
+    The next generation can use a live state, a part of the whole, only if the names of all tensors
+    are known: otherwise a missing part would go unnoticed. Each copy updates these names.
     """
 
     def __init__(self, *, copies: int, every_steps: int | None) -> None:
@@ -41,14 +39,13 @@ class PeerCheckpoints:
         self._copies: PeerCopies | None = None
         self._live: StateShard | None = None
         self._alone: StateShard | None = None
-        """The whole state as of the time when this member was alone; kept until peers have
-        copies."""
+        """Whole state from when this member was alone; kept until peers have copies."""
         self._names: frozenset[str] = frozenset()
         self._since: frozenset[str] = frozenset()
         """Names of tensors that only other members hold, and that did not exist when `_names` was
         recorded."""
         self._half: StateShard | None = None
-        """A state shard without contents: it names tensors that an interrupted update destroyed."""
+        """State shard without contents: names tensors that an interrupted update destroyed."""
         self._members: frozenset[str] = frozenset()
         self._uncopied = False
 
@@ -58,7 +55,7 @@ class PeerCheckpoints:
         held = list(self._copies.held()) if self._copies is not None else []
         live = self._live
         if live is not None and (self._names or self._members <= keeping):
-            # If all members of the previous generation keep their state, each reports its names.
+            # All members of the previous generation keep their state, and report its names.
             since = frozenset() if self._members <= keeping else self._since
             held.append(replace(live, elsewhere=(self._names | since) - live.shards.keys()))
         if self._half is not None:
@@ -75,23 +72,22 @@ class PeerCheckpoints:
         travels: Callable[[str], bool],
         hosts: Sequence[str] = (),
     ) -> None:
-        """Begin a generation with this state shard. The state shards of all `members` make up a
-        whole state. At step 0, waits for the first copy. `travels`: see `PeerCopies`. `hosts`: the
-        host of each member, by rank; empty if all members are on one host."""
+        """Begin a generation with this state shard, one of those of all `members`, which make up a
+        whole state. At step 0, waits for the first copy. `travels`, `hosts`: see `PeerCopies`."""
         if len(members) == 1:
             self._alone = None
         elif len(self._members) == 1 and self._live is not None and self._num_copies:
-            # Until the first copy is complete, the loss of a new member would lose its part, too.
+            # Until the first copy is complete, a new member's loss would lose its part.
             self._alone = replace(self._live, elsewhere=frozenset())
         self._members = members
-        # Before the first step an optimizer has no state yet: the names are not complete.
+        # Before the first step, the names of optimizer state are not complete.
         self._names = (
             state_shard.elsewhere | state_shard.shards.keys() if state_shard.step else frozenset()
         )
         num_copies = min(self._num_copies, len(members) - 1)
         self._copies = (
             PeerCopies(
-                # Made at the first copy, so that bring-up does not wait for its connections.
+                # Made at the first copy: bring-up does not wait for its connections.
                 DeferredGroup(new_group),
                 copies=num_copies,
                 every_steps=self._every_steps,
@@ -103,11 +99,10 @@ class PeerCheckpoints:
             else None
         )
         self._live = self._half = None
-        # No copy of this generation exists yet. The first is made after the next step, which it
-        # would delay if it were made at once.
+        # The first copy follows the next step, which it would delay now.
         self._uncopied = bool(state_shard.step)
         if self._copies is not None and not self._uncopied:
-            # At step 0 no earlier copy exists either: a loss in the first step would end the job.
+            # At step 0 no earlier copy exists: a loss in the first step would end the job.
             self._copies.offer(state_shard)
             self._copies.flush()
 
@@ -115,7 +110,7 @@ class PeerCheckpoints:
         """True if the state after `step` steps is to be offered for a copy."""
         if self._copies is None:
             return False
-        # After the first step an optimizer has state, whose names must be recorded.
+        # After the first step an optimizer has state: its names must be recorded.
         return self._uncopied or step == 1 or self._copies.is_due(step)
 
     def offer(self, state_shard: StateShard) -> None:
@@ -128,12 +123,8 @@ class PeerCheckpoints:
                 self._alone = None
 
     def hand_over(self, state_shard: StateShard, *, leaving: Collection[int] = ()) -> None:
-        """Copy the state to peers as `offer` does, and wait until all members have completed it.
-
-        If a member is lost before the next generation's first copy, the job can continue from this
-        copy. `leaving`: the ranks that leave, the same on all members; only ranks that stay receive
-        copies.
-        """
+        """Copy the state to peers as `offer` does, and wait until all members have completed the
+        copy. `leaving`: the ranks that leave, and receive no copies; the same on all members."""
         if self._copies is not None:
             self._copies.offer(state_shard, leaving=leaving)
             self._copies.flush()
@@ -153,8 +144,8 @@ class PeerCheckpoints:
     def stop(
         self, collect: Callable[[], StateShard], *, stepped_by_others: Collection[str] = ()
     ) -> None:
-        """End the generation, and keep this member's part of the state, which `collect` returns.
-        If `collect` raises RefusedError, no live state is kept. `stepped_by_others`: see
+        """End the generation, and keep this member's part of the state, which `collect` returns, or
+        none if it raises RefusedError. `stepped_by_others`: see
         `Layout.names_stepped_elsewhere`."""
         live: StateShard | None = None
         try:
@@ -170,8 +161,7 @@ class PeerCheckpoints:
 
     def drop_live_state(self, step: int, names: frozenset[str]) -> None:
         """End the generation without a live state: an interrupted update destroyed this member's
-        part of the state after `step` steps. `names`: names of the optimizer state in that part; a
-        model's tensors are known anyway."""
+        part of the state after `step` steps. `names`: the optimizer state in that part."""
         self._live = None
         if names:
             self._half = StateShard(step=step, shards={}, elsewhere=names)
@@ -188,8 +178,7 @@ class PeerCheckpoints:
         self, live: StateShard, stepped_by_others: Collection[str]
     ) -> frozenset[str]:
         """Return the names of tensors that other members' optimizers may have begun to keep since
-        the names were recorded. A parameter of theirs that had no state then may have every key
-        that is kept for any other parameter."""
+        the names were recorded: for a parameter without state, every key of other parameters."""
         known = [each for each in self._names | live.shards.keys() if each.startswith(OPTIM)]
         parts = [each.removeprefix(OPTIM).rpartition("/") for each in known]
         new = set(stepped_by_others) - {parameter for parameter, _, _ in parts}

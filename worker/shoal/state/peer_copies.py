@@ -1,8 +1,4 @@
-"""Copies of the state in the host memory of peers, so that it survives the loss of members.
-
-Every few steps each rank copies its part of the state, keeps the copy, and sends it to peers while
-training continues.
-"""
+"""Copies of the state in the host memory of peers, so that it survives the loss of members."""
 
 import json
 import math
@@ -40,29 +36,25 @@ from shoal_proto.errors import GenerationBroken, InternalError
 log = structlog.get_logger(__name__)
 
 MAX_SWAPPED_RANKS = 64
-"""Greatest world size at which ranks swap targets. The search for swaps takes up to 0.5 s at this
-size, and more than ten times as long at four times the size."""
+"""Greatest world size at which ranks swap targets: the search takes up to 0.5 s then."""
 COPYING_SHARE, FIRST_INTERVAL, MAX_INTERVAL = 0.05, 2, 10
 """Share of the time during which a copy may be in progress; steps between the first two copies of a
-generation, when no copy has been timed yet; greatest number of steps between two copies."""
+generation; greatest number of steps between two copies."""
 
 
 def targets_of(hosts: Sequence[str], copies: int, leaving: Collection[int] = ()) -> list[list[int]]:
     """Return, for each rank, the ranks that get its copies; `hosts` is the host of each rank. Pure.
 
-    If no rank leaves, a rank receives as many copies as it sends. Ranks form a ring, sorted by
-    host, and each copy goes a fixed distance ahead in the ring, the same for all ranks. If some
-    copies then stay on the sender's own host, or go to a host that already has a copy of this
-    sender, pairs of ranks swap targets. A swap must reduce the number of copies on the sender's own
-    host, or keep it and reduce the number of repeated hosts. There is no swap above
-    MAX_SWAPPED_RANKS ranks. In each result, targets on other hosts come first.
+    Ranks form a ring, sorted by host, and each copy goes a fixed distance ahead in the ring. Up to
+    MAX_SWAPPED_RANKS ranks, pairs of ranks then swap targets if that moves copies to further hosts.
+    Targets on other hosts come first. If no rank leaves, a rank receives as many copies as it
+    sends.
 
     All copies of a rank are on different hosts, none on its own, if (`copies` + 1) x (ranks on the
-    largest host) is at most the number of all ranks: otherwise that is impossible. The first copy
-    goes to another host, unless one host has more than half of the ranks.
+    largest host) is at most the number of all ranks. The first copy goes to another host, unless
+    one host has more than half of the ranks.
 
-    If ranks are `leaving`, only ranks that stay receive copies. A leaving rank sends one copy more,
-    as its own snapshot is lost with it.
+    Ranks that are `leaving` receive no copies, and send one more, as their own snapshot is lost.
     """
     ring, distances, chosen = _choose(tuple(hosts), copies)
     index_in_ring = {rank: number for number, rank in enumerate(ring)}
@@ -79,7 +71,6 @@ def targets_of(hosts: Sequence[str], copies: int, leaving: Collection[int] = ())
 def _choose(
     hosts: tuple[str, ...], copies: int
 ) -> tuple[list[int], list[int], Sequence[Sequence[int]]]:
-    """Return the ring, all distances in it, and the targets of each rank if no rank leaves."""
     world_size = len(hosts)
     ring = sorted(range(world_size), key=lambda rank: (hosts[rank], rank))
     distances = _distances(tuple(hosts[rank] for rank in ring), copies)
@@ -96,8 +87,8 @@ def _choose(
 
 
 def _swap(hosts: Sequence[str], chosen: list[list[int]], rank: int) -> bool:
-    """Swap a target of this rank with a target of the first peer for which the sum of both costs
-    falls. Return True if there is such a peer."""
+    """Swap a target of this rank with one of the first peer for which the sum of both costs falls;
+    True if there is such a peer."""
 
     def cost(sender: int, targets: Sequence[int]) -> int:
         """Return the number of repeated hosts, plus a weight for each copy on the sender's host."""
@@ -122,9 +113,8 @@ def _swap(hosts: Sequence[str], chosen: list[list[int]], rank: int) -> bool:
 
 
 def _distances(hosts: Sequence[str], copies: int) -> list[int]:
-    """Return all distances in a ring of these hosts. The distances of the copies come first: they
-    send the fewest copies to a rank's own host and, if several distances are equal in that, the
-    fewest to a host that already has a copy."""
+    """Return all distances in a ring of these hosts. The distances of the copies come first: with
+    the fewest copies on a rank's own host, and then on a host that already has a copy."""
     world_size, sizes = len(hosts), Counter(hosts).values()
     holders = [{host} for host in hosts]
 
@@ -134,7 +124,6 @@ def _distances(hosts: Sequence[str], copies: int) -> list[int]:
         return sum(max(size - step, 0) for size in sizes for step in steps)
 
     def num_repeated(distance: int) -> int:
-        """Return the number of ranks for which the host at this distance already has a copy."""
         return sum(map(contains, holders, chain(hosts[distance:], hosts[:distance])))
 
     others = sorted(range(1, world_size), key=num_own)
@@ -151,8 +140,8 @@ def _distances(hosts: Sequence[str], copies: int) -> list[int]:
 
 
 def interval_of(copy_in_steps: float) -> int:
-    """Return the number of steps between two copies if a copy takes as long as `copy_in_steps`
-    steps: the smallest one that keeps COPYING_SHARE, at most MAX_INTERVAL."""
+    """Return the number of steps between two copies that each take as long as `copy_in_steps`
+    steps: the smallest one that keeps COPYING_SHARE."""
     if not copy_in_steps <= COPYING_SHARE * MAX_INTERVAL:
         return MAX_INTERVAL
     return max(1, math.ceil(copy_in_steps / COPYING_SHARE))
@@ -160,8 +149,6 @@ def interval_of(copy_in_steps: float) -> int:
 
 @dataclass(frozen=True)
 class _Ring:
-    """Position of one rank in the exchange of copies: its targets and its sources."""
-
     rank: int
     hosts: Sequence[str]
     copies: int
@@ -171,8 +158,6 @@ class _Ring:
         return bool(self.copies) and len(self.hosts) > 1
 
     def peers(self, leaving: Collection[int]) -> tuple[Sequence[int], Sequence[int]]:
-        """Return the ranks to which this rank sends copies, and the ranks from which it receives
-        copies, if the `leaving` ranks leave."""
         targets = targets_of(self.hosts, self.copies, leaving)
         sources = [
             (each.index(self.rank), rank) for rank, each in enumerate(targets) if self.rank in each
@@ -198,29 +183,24 @@ class PeerCopies:
 
     Each rank keeps a snapshot of its own state shard and, for `copies` other ranks, the part of
     their state that would be lost with them (`targets_of`). After losses the remaining ranks hold a
-    whole step if each rank, or one of its targets, remains. So a host may be lost with all its
-    ranks, unless it has more than half of all ranks.
+    whole step if each rank, or one of its targets, remains.
 
-    The copies of two steps are kept. The next copy overwrites the older one, but only once the
-    newer one is complete on every rank. So once the first copy is complete, there is always a step
-    that is complete on all ranks. Until then the copies of the previous generation are kept.
+    The copies of two steps are kept. The next copy overwrites the older one, once the newer one is
+    complete on every rank. Until the first copy is complete, those of the previous generation are
+    kept.
 
-    **Interval.** Without `every_steps` the ranks agree on it: with each copy they exchange how many
-    steps it took, and `interval_of` the largest number is the interval from the next copy on. A
-    copy takes the trainer's time for the snapshot, and the time of the messages: from when all
-    ranks have begun, as a rank that waits for others to begin is not slowed down by that.
+    **Interval.** Without `every_steps`, ranks exchange with each copy how many steps it took;
+    `interval_of` the largest number is the next interval.
 
     **Age.** If a copy is offered every K steps, the state after a loss is at most 2 K steps older
-    than the newest step that any rank has committed, as a copy must end before the next offer. It
-    is at most K steps older if the last copy was complete.
+    than the newest committed step; at most K, if the last copy was complete.
 
     **Memory**, on the host: 2 x (this rank's state shard + the part sent by each of the `copies`
-    ranks whose copies it has), and the copies of members that have left. Until a generation's
-    first copy is complete: its own copy in progress, and up to three copies of earlier generations
-    (four, if several generations in a row ended before their first copy).
+    ranks), and the copies of members that have left. Until a generation's first copy is complete:
+    its own copy in progress, and up to three copies of earlier generations (four, if several
+    generations in a row ended before their first copy).
 
-    The group must have no other use: a thread uses it while the trainer uses other groups. Names,
-    shapes, chunks and values are sent only if they have changed.
+    The group must have no other use: a thread uses it while the trainer uses other groups.
     """
 
     def __init__(
@@ -235,26 +215,21 @@ class PeerCopies:
         hosts: Sequence[str] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Set up the copies. `hosts`: the host of each rank; empty if all are on one host.
-        `travels`: True for the name of a tensor that is sent, as it would be lost with its rank;
-        the same on all ranks.
-
-        A message that takes longer than `limit_s` fails the copy. None: the group's own limit. In a
-        session that is a day, because hang detection ends a generation whose copy hangs.
-        """
+        """`hosts`: the host of each rank; empty if all are on one host. `travels`: True for the
+        name of a tensor that is sent, as it would be lost with its rank; the same on all ranks.
+        `limit_s`: time limit of a message; None: the group's own."""
         rank, world_size = group.rank(), group.size()
         self._ring = _Ring(rank, hosts or [""] * world_size, copies)
         self._every_steps = every_steps
         self._clock = clock
         self._interval, self._next_step = FIRST_INTERVAL, 0
         self._offered: tuple[int, float] | None = None
-        """Step and time of the last offer."""
         self._travels = travels
         self._earlier_copies: tuple[StepCopies, ...] = (
             before._copies_to_keep() if before is not None else ()
         )
         self._slots = (StepCopies(), StepCopies())
-        """Slots of the two copies, the older one first."""
+        """Two copies, the older one first."""
         self._changed = threading.Condition()
         self.num_moved = 0
         """Number of completed messages. Thread-safe."""
@@ -270,8 +245,8 @@ class PeerCopies:
             self._start(group)
 
     def _start(self, group: dist.ProcessGroup) -> None:
-        # Only this thread may hold the group: a thread that drops the last reference waits for the
-        # group's own threads, and must not be the trainer.
+        # Only this thread may hold the group: dropping the last reference waits for the group's
+        # threads.
         self._thread = threading.Thread(
             target=self._serve, args=(group,), name="peer-copies", daemon=True
         )
@@ -286,14 +261,11 @@ class PeerCopies:
         return self._ring.has_peers and step % self._every_steps == 0
 
     def offer(self, state_shard: StateShard, *, leaving: Collection[int] = ()) -> None:
-        """Copy this rank's state shard. Its tensors may change once this returns: a GPU copies them
-        before later work on the trainer's stream. All ranks offer the same steps, with the same
-        ranks `leaving` after the step.
+        """Copy this rank's state shard to peers, in the background. Its tensors may change once
+        this returns. All ranks offer the same steps, with the same ranks `leaving` after the step.
 
-        Copies are sent to peers in the background. First waits until the previous copy is complete
-        on all ranks; the time limits of its messages bound this wait. Raises the previous copy's
-        error, as a collective of the group would, and GenerationBroken after `close`. Without peers
-        it only drops the copies of the previous generation, which no member needs any more.
+        First waits for the previous copy on all ranks, and raises its error; GenerationBroken after
+        `close`. Without peers it drops the previous generation's copies.
         """
         if not self._ring.has_peers:
             self._earlier_copies = ()
@@ -315,8 +287,8 @@ class PeerCopies:
         self._queue.put((slot, leaving, timing))
 
     def _step_s(self, step: int) -> float:
-        """Return the mean time of the steps since the last offer; infinity at the first one, whose
-        copy also opens the group's connections."""
+        """Return the mean time of the steps since the last offer; infinity at the first one, as its
+        copy also opens connections."""
         now_s, before = self._clock(), self._offered
         self._offered = step, now_s
         if before is None or step <= before[0]:
@@ -333,9 +305,8 @@ class PeerCopies:
                 raise GenerationBroken("the copies of this generation have ended")
 
     def held(self) -> Sequence[StateShard]:
-        """Return all state shards that this rank can give: its own snapshots and its peers' copies.
-        Thread-safe. Excludes copies that are still being received. The result is valid until the
-        next `offer`, also after `close`."""
+        """Return all state shards that this rank can give: its own snapshots and its peers'
+        complete copies. Thread-safe. Valid until the next `offer`, also after `close`."""
         return [
             state_shard
             for slot in (*self._earlier_copies, *self._slots)
@@ -363,9 +334,8 @@ class PeerCopies:
         return sum(slot.num_bytes for slot in (*self._earlier_copies, *self._slots))
 
     def close(self) -> None:
-        """End copying. Does not block; may be called twice. A copy in progress continues, as peers
-        may still take part in it, until it is complete or its group is cut. Complete copies are
-        kept."""
+        """End copying. Does not block; may be called twice. A copy in progress, in which peers may
+        take part, continues until it is complete or its group is cut. Complete copies are kept."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -380,9 +350,8 @@ class PeerCopies:
         """Return the copies that the next generation is to hold.
 
         If a copy of this generation is known to be complete on all ranks, this generation's copies
-        suffice. Otherwise returns three kinds: inherited copies known to be complete on all ranks;
-        the newest inherited copy that is complete on this rank, as it may be the only one that all
-        ranks have kept; and the copies that this generation has begun.
+        suffice. Otherwise adds the inherited copies known to be complete on all ranks, and the
+        newest one that is complete on this rank: it may be the only one that all ranks have kept.
         """
         own = tuple(slot for slot in self._slots if slot.step is not None)
         if any(slot.is_complete_everywhere for slot in own):
@@ -419,8 +388,8 @@ class PeerCopies:
     def _copy(
         self, slot: StepCopies, leaving_ranks: Collection[int], group: dist.ProcessGroup
     ) -> float:
-        """Send this rank's snapshot in the slot to peers, and receive the peers' snapshots. Returns
-        the seconds that this took, without the wait for other ranks to begin."""
+        """Send this rank's snapshot in the slot to peers, and receive theirs. Returns the seconds
+        that this took, without the wait for others to begin."""
         began_s = self._clock()
         own = slot.own_copy
         assert own is not None
@@ -451,8 +420,8 @@ class PeerCopies:
         return self._clock() - began_s - waited_s
 
     def _agreed_interval(self, timing: "_Timing", moved_s: float, group: dist.ProcessGroup) -> int:
-        """Return the interval for the slowest rank. After this call all ranks have received all
-        their copies of this step."""
+        """Return the interval for the slowest rank. Afterwards all ranks have received all their
+        copies of this step."""
         steps = torch.zeros(1, dtype=torch.float64)
         if timing.step_s > 0:
             steps[0] = (timing.taken_s + moved_s) / timing.step_s
@@ -468,8 +437,6 @@ class PeerCopies:
 
 @dataclass(frozen=True)
 class _Timing:
-    """Time in which the trainer has made a snapshot, and the mean time of the steps before it."""
-
     taken_s: float
     step_s: float
 
@@ -478,11 +445,10 @@ _Orders = queue.SimpleQueue[tuple[StepCopies, Collection[int], _Timing] | None]
 
 
 class Catalogue:
-    """The inventory and the values that each rank announced last."""
+    """Inventory and values that each rank announced last."""
 
     def __init__(self, world_size: int) -> None:
         self.names: frozenset[str] = frozenset()
-        """Names of all tensors on any rank."""
         self._outline: Mapping[str, object] | None = None
         self._own = self._announced = inventory_of([])
         self._values = ""
@@ -491,8 +457,7 @@ class Catalogue:
 
     def inventory_of(self, own: StateShard) -> Inventory:
         """Return the inventory of this rank's state shard, without step and values: the same object
-        as last time if the tensors are the same. What depends on names, shapes and chunks only is
-        computed once for each such object."""
+        as last time if the tensors are the same."""
         outline = {
             name: (shard.shape, shard.chunk, shard.tensor.dtype)
             for name, shard in own.shards.items()
@@ -532,7 +497,6 @@ class Catalogue:
         return self._all_values
 
     def _note(self, rank: int, message: Any) -> tuple[Any, bool]:
-        """Note what a rank has announced. Return its step, and True if its inventory is new."""
         try:
             step, values, inventory = message
             if values is not None:

@@ -16,14 +16,12 @@ from shoal.layouts.pipeline.stages import Stage
 from shoal.torch_private.tensors import pytree
 
 REPEATS = 5
-"""Number of passes, of which the fastest counts: other load on the machine only adds time."""
+"""Number of passes; the fastest counts, as other load on the machine only adds time."""
 
 
 class LayerProfiler:
-    """Times of segments on an example input; each outline is measured once.
-
-    All ranks must cut the model alike, so they use the first rank's figures.
-    """
+    """Times of segments on an example input, measured once on the first rank: all ranks must cut
+    the model alike."""
 
     def __init__(self, example: Any) -> None:
         self._example = example
@@ -46,8 +44,8 @@ class LayerProfiler:
 
 
 def measured(model: nn.Module, outline: Outline, example: Any, device: torch.device) -> list[int]:
-    """Measure the nanoseconds of each segment. Only the segment that is being measured has memory,
-    with small random parameters; the model itself, on meta, is not changed."""
+    """Measure the nanoseconds of each segment. Only the measured segment has memory; the model
+    itself is not changed."""
     order = range(len(outline.segments))
     activations: list[Tensor] = []
     costs = []

@@ -25,7 +25,6 @@ from shoal.model.module_proxy import proxy_of
 from shoal_proto.errors import InvalidSpec
 
 MAX_SHAPES = 8
-"""Number of batch shapes for which schedules are kept; each schedule has receive buffers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +33,8 @@ class ScheduleSpec:
 
     schedule: str = "1f1b"
     microbatches: int = 4
-    """Number of parts of a batch; if it does not divide the batch, the next smaller number that
-    does is used."""
+    """Largest number of parts of a batch: the largest divisor of its size up to this number is
+    used."""
 
 
 class PipelineLayout(Layout):
@@ -55,8 +54,8 @@ class PipelineLayout(Layout):
         group: dist.ProcessGroup | None = None,
         prepare: Callable[[nn.Module], None] | None = None,
     ) -> None:
-        """`cut`: an outline of the model and the stage of each of its segments. `prepare` may
-        split the stage's parameters, still on meta, over further ranks."""
+        """`cut`: an outline of the model and the stage of each of its segments. `prepare` may split
+        the stage's parameters, on meta, over further ranks."""
         self.world = world
         self._near = Neighbours(world.group if group is None else group, world.device)
         connect_neighbours(self._near.group, world.group, world.device)
@@ -81,8 +80,7 @@ class PipelineLayout(Layout):
 
     @property
     def plain(self) -> nn.Module:
-        """Layers of this stage under the user's names, in a module that runs the whole pipeline
-        when called."""
+        """Layers of this stage under the user's names; a call runs the whole pipeline."""
         return self._shown
 
     @property
@@ -140,8 +138,8 @@ class PipelineLayout(Layout):
         return loss
 
     def _broadcast_loss(self, loss: Tensor, runner: PipelineRunner) -> Tensor:
-        """Broadcast the last stage's loss. Through shared memory this is also a barrier: all ranks
-        have then completed the pass."""
+        """Broadcast the last stage's loss; through shared memory, also a barrier at the end of a
+        pass."""
         words, self._num_passes = self._words, self._num_passes + 1
         if self._num_passes > 1 and words.may_share:
             self._share(runner)
@@ -152,8 +150,6 @@ class PipelineLayout(Layout):
         return torch.tensor(number_of(words.receive_values()[-1][0]), dtype=torch.float64)
 
     def _share(self, runner: PipelineRunner) -> None:
-        """Switch to shared memory for losses and messages, if all ranks are on one machine.
-        Collective."""
         num_bytes = lanes_bytes(self._sent_bytes(runner))
         self._words.enable_shared_memory(num_bytes)
         memory = self._words.memory
@@ -161,13 +157,12 @@ class PipelineLayout(Layout):
             self._lanes = SharedLanes(memory, self._words.beside)
 
     def _sent_bytes(self, runner: PipelineRunner) -> list[int]:
-        """Exchange the number of bytes that each rank sends forward in a pass. Collective."""
         self._words.send_values([runner.sent_bytes])
         return [row[0] for row in self._words.receive_values()]
 
     def _transport_of(self, runner: PipelineRunner) -> AbortableP2P | StageLanes:
-        """Choose the transport of the pass that begins: shared memory or point to point. Collective
-        in a runner's first pass after shared memory was set up."""
+        """Choose the transport of the pass that begins. Collective in a runner's first pass after
+        shared memory was set up."""
         if self._lanes is None:
             return self._near.p2p
         if runner.p2p is None:
@@ -194,24 +189,21 @@ class PipelineLayout(Layout):
             runner = PipelineRunner(
                 self.stage, self._near, self._schedule.schedule, step_inputs, count
             )
-        # Least recently used first, in the same order on every rank.
+        # Least recently used first: the same order on every rank.
         self._runners[key] = runner
         if len(self._runners) > MAX_SHAPES:
             self._runners.pop(next(iter(self._runners))).release()
         return runner
 
     def _report_refusal(self, refusal: InvalidSpec) -> None:
-        """Send a refusal to the other stages, which wait for this stage and do not know of it."""
         self.world.exchanges.report_refusal(refusal)
 
     def _tied(self) -> dict[str, nn.Parameter]:
-        """Return the parameters that this stage trains and other stages use too."""
         shared = (name for name, stages in self.stage.holders.items() if len(stages) > 1)
         held = {n: self._parameters[n] for n in shared if n in self._parameters}
         return {name: each for name, each in held.items() if each.requires_grad}
 
     def _complete(self) -> None:
-        """Sum the gradients of parameters that several stages use, among those stages."""
         self.world.exchanges.note_missing_gradients()
         self.non_finite_check.check_after_pass(self._parameters)
         for name, parameter in self._tied().items():
@@ -224,8 +216,8 @@ class PipelineLayout(Layout):
         return self._has_passed
 
     def release(self) -> None:
-        # Modules, schedules and this layout form reference cycles. Drop every reference to the
-        # group explicitly: otherwise it would live until Python's next collection of cycles.
+        # Without this, reference cycles would keep the group until Python's next collection of
+        # cycles.
         self._forget_runners()
         self._words.close()
         self._lanes = None
@@ -256,8 +248,6 @@ class PipelineLayout(Layout):
 
 
 class _Whole(nn.Module):
-    """Module that the script calls in place of the user's model."""
-
     def __init__(self, layout: PipelineLayout) -> None:
         super().__init__()
         self.stage = layout.stage.model
@@ -293,7 +283,7 @@ def _sum_among(parameter: nn.Parameter, stages: Sequence[int], near: Neighbours)
     near.p2p.exchange(
         [(packed, stage) for stage, _ in others], [(part, stage) for stage, part in others]
     )
-    # Summed in the order of the stages, so that all ranks get the same bits.
+    # In the order of the stages: all ranks get the same bits.
     total = torch.stack(list(parts.values())).sum(dim=0)
     if not total[-1]:
         parameter.grad = None

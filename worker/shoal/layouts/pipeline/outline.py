@@ -1,13 +1,11 @@
 """A model's forward pass as a chain of layers, cut into stages.
 
-The forward pass is traced with torch.fx down to the layers and no further: a layer runs the user's
-own code at each call, with its actual shapes, modes and random numbers. No example input is needed,
-and one trace serves every world size.
+The pass is traced with torch.fx down to the layers, once for every world size and without an
+example input.
 
-A trace has three kinds of values. *Inputs* are known to every stage, as all stages get the same
-samples. Values that follow from inputs, parameters and shapes alone are *repeatable*: each stage
-computes those that it needs. Every other value is computed by one stage and sent on from stage to
-stage up to its last user.
+*Inputs* are known to every stage. *Repeatable* values follow from inputs, parameters and shapes
+alone: each stage computes those that it needs. Every other value is computed by one stage and sent
+from stage to stage up to its last user.
 """
 
 import operator
@@ -32,19 +30,16 @@ _IN_PLACE = frozenset(
 @dataclass(frozen=True, kw_only=True)
 class ModelSegment:
     """Smallest part of a stage: one call of a layer with parameters, and the operations up to the
-    next such call."""
+    next one."""
 
     name: str
-    """The layer's name in the model. Its second call in a pass is "NAME@2", and so on."""
+    """Name of the layer in the model; "NAME@2" for its second call in a pass."""
     num_bytes: int
-    """Size of the parameters that the segment uses."""
 
 
 class Outline:
-    """The forward pass of a model in training and in evaluation, cut into the same segments.
-
-    `opened`: modules that are traced into. Raises InvalidSpec if the model cannot be traced.
-    """
+    """Forward pass of a model in training and in evaluation, cut into the same segments. `opened`:
+    modules that are traced into. Raises InvalidSpec if the model cannot be traced."""
 
     def __init__(self, model: nn.Module, opened: Collection[str] = ()) -> None:
         self.opened = frozenset(opened)
@@ -63,20 +58,14 @@ class Outline:
         )
 
     def graph(self, training: bool, stage_of: Sequence[int], stage: int) -> fx.Graph:
-        """Build the graph of one stage; `stage_of` gives the stage of each segment.
-
-        The graph takes the model's inputs, then the values from the previous stage. It returns a
-        tuple of the values for the next stage; the last stage's graph returns the model's outputs.
-        """
+        """Build the graph of one stage; `stage_of` gives the stage of each segment. Arguments: the
+        model's inputs, then the previous stage's values. Result: a tuple for the next stage, or the
+        model's outputs."""
         return self._flows[training].cut(stage_of, stage)
 
     def function(self, training: bool, stage_of: Sequence[int], stage: int) -> Callable[..., Any]:
         """Return the graph as a function of the module and its inputs; the same object each time,
-        so that torch.compile finds its compiled code again.
-
-        The function looks up the module's parts as it runs, so parts may be replaced. fx's
-        interpreter does the same, but takes ten times as long for each layer.
-        """
+        for torch.compile. (fx's interpreter takes ten times as long.)"""
         key = training, tuple(stage_of), stage
         if key not in self._functions:
             code = self.graph(training, stage_of, stage).python_code("self")
@@ -126,7 +115,6 @@ class SegmentTrace:
                 segment = len(used) - 1
             else:
                 continue
-            # Repeatable nodes count for each segment that needs them.
             needed = [node]
             while needed:
                 each = needed.pop()
@@ -171,13 +159,10 @@ def uses_of(graph: fx.Graph) -> set[str]:
 def _crossing(
     at: Mapping[fx.Node, int], last_use: Mapping[fx.Node, int], stage: int
 ) -> list[fx.Node]:
-    """List, in trace order, the values that earlier stages compute and that this or a later stage
-    uses."""
     return [node for node, node_stage in at.items() if node_stage < stage <= last_use.get(node, -1)]
 
 
 def _copy(into: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> None:
-    """Copy a node with all its dependencies; without recursion, as chains may be long."""
     needed = [node]
     while needed:
         each = needed[-1]
@@ -211,7 +196,6 @@ def _has_parameters(model: nn.Module, name: str) -> bool:
 
 
 def _num_bytes(model: nn.Module, uses: Sequence[Collection[str]]) -> list[int]:
-    """Return the bytes of the parameters that each segment uses."""
     used_by: dict[str, list[int]] = {}
     for index, names in enumerate(uses):
         for name in names:
@@ -225,8 +209,8 @@ def _num_bytes(model: nn.Module, uses: Sequence[Collection[str]]) -> list[int]:
 
 
 def is_used(tensor: str, uses: Collection[str]) -> bool:
-    """True if the tensor of that name, or a module that contains it, is among `uses`: the names of
-    modules and tensors that a segment or a stage uses."""
+    """True if `uses`, names of modules and tensors, has this tensor or a module that contains
+    it."""
     return any(path in uses for path in paths_of(tensor))
 
 

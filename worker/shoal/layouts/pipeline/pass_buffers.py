@@ -1,9 +1,7 @@
 """Buffers that a forward pass changes, in a stage that runs the pass once for each micro-batch.
 
-One process changes such buffers once per pass. So each micro-batch begins with the values from
-before the pass. If all micro-batches compute the same new values, as power iterations of weights do
-(spectral norm), one process computes them too. If the values depend on the samples, or on their
-number, no order of micro-batches gives the values of one process, and the pass is refused.
+Each micro-batch begins with the values from before the pass, as one process does. If the new values
+then depend on the samples or their number, the pass is refused.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,11 +17,9 @@ from shoal.torch_private.tensors import all_writes, num_writes
 from shoal_proto.errors import InvalidSpec
 
 FORWARD, BACKWARD = "forward", "backward"
-"""Operations of a micro-batch; in a backward, activation checkpointing recomputes layers."""
 
 _T = TypeVar("_T")
 _Values = Mapping[int, Tensor]
-"""Values of the buffers that were changed, by index."""
 
 
 class PassBuffers:
@@ -44,20 +40,17 @@ class PassBuffers:
         self._keys = [key for _, _, key in entries]
         self._buffers: list[Tensor | None] = [None] * len(entries)
         self._copies: list[Tensor] = []
-        """The value of each buffer when the pass began."""
         self._writes: list[int] = [-1] * len(entries)
-        """Number of writes to each buffer at the last `begin`."""
         self._counted: list[Tensor] = []
         self._num_writes: list[int] = []
-        """Number of writes to each of `_counted`, the buffers whose writes torch counts: a quick
-        check."""
+        """Number of writes to each of `_counted`, the buffers with writes that torch counts: a
+        quick check."""
         self._changing: set[int] = set()
-        """Indices of buffers that passes are known to change, even if no write was counted."""
+        """Indices of buffers that passes change, even if no write was counted."""
         self._first_values: dict[str, _Values] = {}
-        """Values after each operation of the first micro-batch of the pass."""
         self._at: str | None = None
-        """The operation of the first micro-batch after which buffers had their present values;
-        None: they have the values from before the pass."""
+        """Operation of the first micro-batch that left the present values; None: they are from
+        before the pass."""
 
     def begin(self) -> None:
         """Save the values of the buffers when a pass begins."""
@@ -80,8 +73,8 @@ class PassBuffers:
 
     @contextmanager
     def of_micro_batch(self, pass_kind: str) -> Iterator[None]:
-        """Return a context for a forward or backward of one micro-batch. Raises InvalidSpec if the
-        micro-batch leaves buffers with other values than the first one of the pass did."""
+        """Return a context for a forward or backward of one micro-batch. Raises InvalidSpec if it
+        leaves other values than the pass' first micro-batch did."""
         if not self._keys:
             yield
             return
@@ -90,7 +83,7 @@ class PassBuffers:
         values, first = self._changed(), self._first_values.get(pass_kind)
         if first is None:
             passed = self._first_values.get(FORWARD)
-            # A backward without recomputation leaves the forward's values: nothing to restore.
+            # A backward without recomputation leaves the forward's values.
             first = values if passed is None or self._differing(passed, values) else passed
             self._first_values[pass_kind] = first
         else:
@@ -98,9 +91,8 @@ class PassBuffers:
         self._at = FORWARD if first is self._first_values[FORWARD] else pass_kind
 
     def probe(self, run_one: Callable[[], _T], run_two: Callable[[], object]) -> _T:
-        """Find the buffers that a pass over one micro-batch changes; return the pass' result.
-        Raises InvalidSpec if a pass over two micro-batches at once leaves other values. Changes are
-        not undone."""
+        """Find the buffers that a pass over one micro-batch changes; return its result. Raises
+        InvalidSpec if a pass over two micro-batches at once leaves other values. Changes stay."""
         self.begin()
         returned = run_one()
         values = self._changed(closely=True)
@@ -121,8 +113,6 @@ class PassBuffers:
         return returned
 
     def _restore(self, pass_kind: str | None) -> None:
-        """Restore the values that this operation left in the first micro-batch; None: those from
-        before the pass."""
         if self._at != pass_kind:
             self._overwrite({} if pass_kind is None else self._first_values[pass_kind])
             self._at = pass_kind
@@ -131,9 +121,8 @@ class PassBuffers:
         return list(map(dict.get, self._tables, self._keys))
 
     def _are_as_begun(self, present: list[Tensor | None]) -> bool:
-        """True if no buffer was written since the pass began. Always False once a buffer is known
-        to change, as writes to it may not be counted. Quick for most stages, which have only
-        constant buffers such as masks."""
+        """True if no buffer was written since the pass began; False once one is known to change, as
+        writes may not be counted."""
         return (
             not self._changing
             and all(map(is_, present, self._buffers))
@@ -141,8 +130,8 @@ class PassBuffers:
         )
 
     def _changed(self, *, closely: bool = False) -> _Values:
-        """Return the values that differ from those at the beginning of the pass; `closely`: also
-        find writes that torch does not count."""
+        """Return the values that the pass has changed; `closely`: also find writes that torch does
+        not count."""
         changed: dict[int, Tensor] = {}
         present = self._present()
         if not closely and self._are_as_begun(present):
@@ -162,7 +151,6 @@ class PassBuffers:
 
     @torch.no_grad()
     def _overwrite(self, values: _Values) -> None:
-        """Write these values into their buffers, and values from before the pass into the rest."""
         present = self._present()
         if not values and self._are_as_begun(present):
             return

@@ -22,7 +22,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 class Neighbours:
-    """The ranks of one pipeline, in the order of its stages."""
+    """Ranks of one pipeline, in the order of its stages."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group, self.device = group, device
@@ -30,8 +30,7 @@ class Neighbours:
         self.p2p = AbortableP2P(group, device)
 
     def release(self) -> None:
-        """Drop the references to the group; nothing can be sent afterwards. May be called
-        twice."""
+        """Drop the references to the group. May be called twice."""
         self.p2p.close()
         for holder in (self, self.p2p):
             vars(holder).pop("group", None)
@@ -41,13 +40,12 @@ class Neighbours:
         described = [[name_of(t.dtype), list(t.shape), t.requires_grad] for t in tensors]
         length, text = _text(described, self.device)
         contents = [tensor.detach().contiguous() for tensor in tensors] if values else []
-        # One message after the other: the receiver learns the size of each from the one before it.
         for each in (length, text, *contents):
             self.p2p.exchange([(each, to)])
 
     def receive(self, *, source: int, values: bool) -> list[Tensor]:
-        """Receive the tensors that rank `source` sends; without `values`, return zeros of the same
-        shapes. Raises MalformedMessage for a description of impossible size or content."""
+        """Receive the tensors that rank `source` sends; without `values`, zeros of the same shapes.
+        Raises MalformedMessage for a bad description."""
         length = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.p2p.exchange([], [(length, source)])
         text = _text_buffer(length, source)
@@ -67,8 +65,8 @@ class Neighbours:
 
     def broadcast(self, outputs: Any, *, source: int) -> Any:
         """Send a value of rank `source` to all ranks: tensors, numbers and text, in tuples, lists
-        and dicts. Raises InvalidSpec on rank `source` for anything else, and on the other ranks
-        the errors of `receive`."""
+        and dicts. Raises InvalidSpec on rank `source` for anything else, and the errors of
+        `receive` on the others."""
         leaves: list[Any] = []
         if self.rank == source:
             leaves, spec = pytree.tree_flatten(outputs)
@@ -100,8 +98,6 @@ class Neighbours:
 
 
 class _Meta(NamedTuple):
-    """Dtype and shape of a tensor that is to be received."""
-
     dtype: torch.dtype
     shape: tuple[int, ...]
 
@@ -113,7 +109,6 @@ def _meta(dtype: str, shape: Sequence[int]) -> _Meta:
 
 
 def _leaf(described: Any) -> Any:
-    """Return a value of the output, or the `_Meta` of a tensor."""
     return described["value"] if "value" in described else _meta(*described["tensor"])
 
 
@@ -131,8 +126,6 @@ def _described(leaf: Any) -> dict[str, Any]:
 
 @contextmanager
 def _reading(source: int) -> Iterator[None]:
-    """Raise MalformedMessage instead of the error that a bad description of stage `source`
-    causes."""
     try:
         yield
     # NotImplementedError: torch's, for an unknown kind of container.

@@ -38,7 +38,7 @@ class StepInputs:
 
     @cached_property
     def num_samples(self) -> int:
-        """Number of samples. Raises InvalidSpec if the inputs have no tensor with samples."""
+        """Number of samples. Raises InvalidSpec if there is no tensor with samples."""
         for leaf in pytree.tree_leaves(dict(self.inputs)):
             if isinstance(leaf, Tensor) and leaf.ndim:
                 return leaf.shape[0]
@@ -55,8 +55,8 @@ class StepInputs:
         return part(tree) if isinstance(tree, Tensor) else pytree.tree_map(part, tree)
 
     def key(self) -> str:
-        """Return a key of the inputs' structure, shapes and dtypes. One schedule serves all inputs
-        with the same key."""
+        """Return a key of the inputs' structure, shapes and dtypes, for which one schedule
+        serves."""
         leaves, spec = pytree.tree_flatten(dict(self.inputs))
         kinds = [(str(x.dtype), tuple(x.shape)) if isinstance(x, Tensor) else x for x in leaves]
         return f"{spec} {kinds}"
@@ -84,10 +84,10 @@ class PipelineRunner:
         on_host = near.device.type == "cpu"
         sent = [] if self.is_last else returned
         self.sent_bytes = bytes_of(sent, count) if on_host else MAX_BYTES
-        """Bytes that this stage sends to the next one in a pass. If tensors are not on the host:
-        `MAX_BYTES`, which is too many for shared memory."""
+        """Bytes that this stage sends to the next one in a pass; `MAX_BYTES`, too many for shared
+        memory, for tensors on a device."""
         self.p2p: AbortableP2P | StageLanes | None = None
-        """The transport of messages, once the ranks have agreed on it."""
+        """Transport of messages, once the ranks have agreed on it."""
         kind = SCHEDULES[name] if count >= stage.num_stages else ScheduleGPipe
         torch_stage = _PlacedStage(
             _Part(self),
@@ -100,14 +100,14 @@ class PipelineRunner:
         )
         torch_stage.runner, torch_stage.p2p = self, near.p2p
         self._torch_stage: Any = torch_stage
-        # The loss is scaled instead: gradients of earlier passes must not be scaled again.
+        # The loss is scaled instead: earlier gradients must not be scaled again.
         self._schedule = pipelining.schedule(
             kind, torch_stage, count, loss_fn=_identity, scale_grads=False
         )
 
     def forward_backward(self, step_inputs: StepInputs, p2p: AbortableP2P | StageLanes) -> Tensor:
         """Add this stage's gradients, with messages over `p2p`. Returns the mean loss on the last
-        stage, 0 on the others. Errors of the user's code or of the group are raised unwrapped."""
+        stage, 0 on the others. Raises errors of the user's code or of the group unwrapped."""
         self._step_inputs = step_inputs
         self._torch_stage.p2p = p2p
         self._losses.clear()
@@ -118,7 +118,6 @@ class PipelineRunner:
         try:
             pipelining.run(self._schedule, rows=rows, target=target)
         except RuntimeError as error:
-            # torch raises the error of a stage as the cause of a RuntimeError.
             wrapped = error.__cause__
             if wrapped is None:
                 raise
@@ -154,7 +153,7 @@ class PipelineRunner:
         return tuple(output.contiguous() for output in outputs)
 
     def micro_batch(self, pass_kind: str) -> AbstractContextManager[None]:
-        """Return a context for a forward or backward of one micro-batch of a pass."""
+        """Return a context for a forward or backward of one micro-batch."""
         return self._buffers.of_micro_batch(pass_kind) if self._count > 1 else nullcontext()
 
     def rows_of(self, microbatch: int) -> tuple[int, int]:
@@ -162,7 +161,7 @@ class PipelineRunner:
         return microbatch * size, (microbatch + 1) * size
 
     def loss_of(self, outputs: Any, start: int, stop: int) -> Tensor:
-        """Compute this micro-batch's part of the loss that backward begins with."""
+        """Compute the part of the loss with which this micro-batch's backward begins."""
         step_inputs = self._step_inputs
         assert step_inputs.loss_function is not None
         loss = step_inputs.loss_function(
@@ -173,10 +172,7 @@ class PipelineRunner:
 
     def _probe(self) -> tuple[list[Tensor], Sequence[Tensor]]:
         """Return tensors of the shapes that the stage receives and sends, found by a forward pass
-        (two if it changes buffers). Stages after the first run it on zeros.
-
-        Side effects of the pass (statistics in buffers, random numbers drawn) are undone.
-        """
+        with its side effects undone."""
         stage, near = self._stage, self._near
         given: list[Tensor] = []
         if stage.index:
@@ -199,8 +195,7 @@ class PipelineRunner:
 
 class _PlacedStage(pipelining.UncheckedStage):
     """Stage of torch's pipelining with abortable messages. For activation checkpointing, a backward
-    draws the random numbers of its micro-batch's own forward again, although forwards of later
-    micro-batches have drawn others meanwhile."""
+    draws its own forward's random numbers again."""
 
     runner: PipelineRunner
     p2p: AbortableP2P | StageLanes
@@ -218,7 +213,7 @@ class _PlacedStage(pipelining.UncheckedStage):
         return self._abortable(super().get_bwd_send_ops(*args, **kwargs))
 
     def _abortable(self, ops: list[dist.P2POp]) -> list[dist.P2POp]:
-        # NCCL runs a batch of operations as one, but torch batches only for its own groups.
+        # NCCL runs a batch as one, but torch batches only for its own groups.
         if not self.p2p.takes_batches:
             for op in ops:
                 op.group = cast("dist.ProcessGroup", self.p2p)
@@ -231,10 +226,8 @@ class _PlacedStage(pipelining.UncheckedStage):
 
 
 class _Part(nn.Module):
-    """Stage module for torch's schedule: called with activations and a micro-batch's row numbers.
-
-    The last stage returns its loss, so that the model's outputs may have any type.
-    """
+    """Stage module for torch's schedule. The last stage returns its loss: the model's outputs may
+    have any type."""
 
     def __init__(self, runner: PipelineRunner) -> None:
         super().__init__()
@@ -253,7 +246,6 @@ def _identity(loss: Tensor, rows: Tensor) -> Tensor:
 
 
 def _twice(tensor: Tensor, num_samples: int) -> Tensor:
-    """Repeat the activations, so that they are of twice as many samples."""
     of_samples = tensor.ndim and tensor.shape[0] == num_samples
     return torch.cat([tensor, tensor]) if of_samples else tensor
 

@@ -1,10 +1,5 @@
-"""Messages between the stages of a pipeline in a pass, through shared memory.
-
-Over Gloo a message goes through the kernel, and through a further thread at each end. Here a stage
-copies it into memory that its neighbour reads, and posts a semaphore. The memory is large enough
-for all messages of a pass, and a barrier follows each pass: so no stage waits for free memory, and
-a message is overwritten only after it was read.
-"""
+"""Messages between the stages of a pipeline in a pass, through shared memory: quicker than Gloo. A
+barrier follows each pass: no message is overwritten before it is read."""
 
 import ctypes
 from collections.abc import Iterable, Sequence
@@ -19,10 +14,9 @@ from shoal.backends.shared_memory.semaphores import SEMAPHORE_BYTES, Semaphore
 from shoal_proto.errors import InternalError
 
 MAX_BYTES = 64 * 1024**2
-"""Limit for all messages of a pass together; above it they go over Gloo."""
+"""Limit for all messages of a pass together; above it, messages go over Gloo."""
 _ALIGNMENT_BYTES = 64
 _HEAD_BYTES = _ALIGNMENT_BYTES
-"""Size of the header of each message, which holds its number of bytes."""
 _WORD_BYTES = 8
 
 
@@ -32,15 +26,14 @@ def bytes_of(tensors: Iterable[Tensor], count: int) -> int:
 
 
 def lanes_bytes(sent_bytes: Sequence[int]) -> int:
-    """Return the bytes needed for a pass in which each stage sends `sent_bytes` to the next, and
-    as much back; 0 if more than `MAX_BYTES`."""
+    """Return the bytes needed for a pass in which each stage sends `sent_bytes` to the next, and as
+    much back; 0 if more than `MAX_BYTES`."""
     lanes = 2 * sum(sent_bytes)
     return _head_bytes(len(sent_bytes)) + lanes if lanes <= MAX_BYTES else 0
 
 
 class SharedLanes:
-    """View of the shared memory on one rank. It is divided into lanes, each for the messages in one
-    direction between two neighbours."""
+    """Shared memory as one rank sees it: one lane for each direction between two neighbours."""
 
     def __init__(self, memory: SharedMemory, buffer: memoryview) -> None:
         """Collective. `buffer`: the part of the memory to use."""
@@ -51,8 +44,6 @@ class SharedLanes:
         self._semaphores = [
             Semaphore(start + number * SEMAPHORE_BYTES) for number in range(2 * memory.world_size)
         ]
-        """Two for each rank: the first is posted for each message from the previous stage, the
-        second for each message from the next stage."""
         if memory.rank == 0:
             for semaphore in self._semaphores:
                 semaphore.initialise()
@@ -61,8 +52,8 @@ class SharedLanes:
         memory.gather_words()
 
     def lanes(self, sent_bytes: Sequence[int]) -> "StageLanes | None":
-        """Make lanes for passes in which each stage sends `sent_bytes` forward; None, on all
-        ranks, if the memory is too small."""
+        """Make lanes for passes in which each stage sends `sent_bytes` forward; None, on all ranks,
+        if the memory is too small."""
         needed = lanes_bytes(sent_bytes)
         if not 0 < needed <= len(self._bytes):
             return None
@@ -72,7 +63,6 @@ class SharedLanes:
         )
         sends, receives = {}, {}
         for stage in (rank - 1, rank):
-            # Between this stage and the next one: the forward lane, then the backward lane.
             if not 0 <= stage < memory.world_size - 1:
                 continue
             middle = starts[stage] + sent_bytes[stage]
@@ -92,13 +82,11 @@ class SharedLanes:
 
     @property
     def words(self) -> memoryview:
-        """View of the whole memory in words of 64 bits."""
+        """View of the memory in words of 64 bits."""
         return self._words
 
 
 class _Lane:
-    """Messages in one direction between two neighbours in a pass."""
-
     def __init__(self, lanes: SharedLanes, span: tuple[int, int], semaphore: Semaphore) -> None:
         self._lanes, self._semaphore = lanes, semaphore
         self._start, self._stop = span
@@ -106,7 +94,6 @@ class _Lane:
         self.begin()
 
     def begin(self) -> None:
-        """Begin a pass; all messages of the previous pass have been received."""
         self._next = self._start
         self._num_awaited = self._num_arrived = 0
 
@@ -117,7 +104,6 @@ class _Lane:
         self._semaphore.post()
 
     def receive(self, tensor: Tensor) -> P2PMessage:
-        """Begin to receive the next message into `tensor`. Returns the message, to be awaited."""
         at, view = self._advance(tensor)
         self._num_awaited += 1
         return _Awaited(self, (at, view), self._num_awaited, tensor)
@@ -138,7 +124,6 @@ class _Lane:
         tensor.detach().copy_(view)
 
     def _advance(self, like: Tensor) -> tuple[int, Tensor]:
-        """Advance to the next message; return the offset of its header, and its content."""
         at = self._next
         self._next = at + _HEAD_BYTES + _aligned(like.nbytes)
         if self._next > self._stop:
@@ -155,8 +140,6 @@ class _Lane:
 
 
 class _Awaited:
-    """A message to this rank that has not been received yet."""
-
     def __init__(self, lane: _Lane, slot: tuple[int, Tensor], number: int, tensor: Tensor) -> None:
         self._lane, self._slot, self._number, self._tensor = lane, slot, number, tensor
 
@@ -165,8 +148,6 @@ class _Awaited:
 
 
 class _Sent:
-    """A message that was sent: it stays in memory until its receiver reads it."""
-
     def wait(self) -> None:
         """Return at once: the message is in memory already."""
 
@@ -175,8 +156,7 @@ _SENT = _Sent()
 
 
 class StageLanes:
-    """Lanes of one rank for the passes of one schedule. Like `AbortableP2P`, the object replaces
-    the process group through which torch's pipelining sends and receives."""
+    """Lanes of one rank for the passes of one schedule, in place of torch's process group."""
 
     group_name = "shared memory"
     """Identifies a destination in torch's pipelining (since 2.14)."""
@@ -184,7 +164,7 @@ class StageLanes:
     """Batches are not needed: no message waits for another."""
 
     def __init__(self, sends: dict[int, _Lane], receives: dict[int, _Lane]) -> None:
-        """`sends`, `receives`: lanes by the rank that messages go to, or come from."""
+        """`sends`, `receives`: lanes by the other rank."""
         self._sends, self._receives = sends, receives
 
     def begin(self) -> None:

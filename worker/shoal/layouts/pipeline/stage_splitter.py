@@ -1,8 +1,5 @@
-"""Cut of a model into stages that cost nearly the same.
-
-Every rank computes the cut by itself, and all must get the same one: so each choice depends only on
-the model, the number of stages and the costs.
-"""
+"""Cut of a model into stages that cost nearly the same, by the model, the number of stages and the
+costs only: every rank computes it."""
 
 from bisect import bisect_right
 from collections.abc import Collection, Sequence
@@ -14,15 +11,13 @@ from shoal_proto.errors import InvalidSpec
 from shoal_proto.short_lists import short_list
 
 MAX_NAMED = 12
-"""Number of layers that a message names."""
 
 
 def balanced(costs: Sequence[int], num_stages: int) -> list[int]:
     """Return the stage of each layer, with the costliest stage as cheap as possible.
 
     A stage is a run of consecutive layers; none is empty. `costs`: a non-negative integer for each
-    layer; there are at least as many layers as stages. Among equal solutions, earlier stages get
-    more layers.
+    layer, at least one for each stage. Among equal solutions, earlier stages get more layers.
     """
     low, high = max(costs), sum(costs)
     while low < high:
@@ -54,9 +49,8 @@ def _num_runs(costs: Sequence[int], at_most: int) -> int:
 class StageSplitter:
     """Splitter of a model into any number of stages; keeps the traces for all generations.
 
-    `split_at` names the layers before which the model may be cut. None: it may be cut before any
-    layer, and if there are fewer layers than stages, the largest layers are traced into, one after
-    the other.
+    `split_at`: layers before which the model may be cut. None: before any layer; if these are too
+    few, the largest are traced into.
     """
 
     def __init__(self, split_at: Sequence[str] | None = None) -> None:
@@ -66,8 +60,7 @@ class StageSplitter:
 
     def outline(self, model: nn.Module, num_stages: int) -> Outline:
         """Return the coarsest outline with a part for each stage. Raises InvalidSpec if there is
-        none, if the model cannot be traced, or if `split_at` names a layer that it does not have.
-        """
+        none, if the model cannot be traced, or if it lacks a layer of `split_at`."""
         if not self._outlines:
             self._outlines.append(Outline(model, _opened_first(model, self._split_at or ())))
         for outline in self._outlines:
@@ -120,8 +113,8 @@ class StageSplitter:
         return len(self._starts(outline))
 
     def _opened_once_more(self, model: nn.Module, outline: Outline) -> Outline | None:
-        """Return an outline that also traces into the largest layer possible; None if there is no
-        such layer."""
+        """Return an outline that also traces into the largest layer possible; None if there is
+        none."""
         names = {segment.name.partition("@")[0]: segment for segment in outline.segments}
         by_size = sorted(names.items(), key=lambda item: -item[1].num_bytes)
         for name, _ in by_size:
@@ -151,8 +144,6 @@ class StageSplitter:
 
 
 def _opened_first(model: nn.Module, split_at: Collection[str]) -> set[str]:
-    """Name the modules to trace into from the start: containers, modules with a ModuleList, and
-    modules that contain a layer named in `split_at`."""
     opened: set[str] = set()
     for name, part in model.named_modules():
         parent = name.rpartition(".")[0]
@@ -166,7 +157,6 @@ def _opened_first(model: nn.Module, split_at: Collection[str]) -> set[str]:
 
 
 def _has_layers(part: nn.Module) -> bool:
-    """True for nn.Sequential, and a user's module whose children have parameters."""
     if type(part).__module__.startswith("torch.nn"):
         return isinstance(part, nn.Sequential)
     return any(next(child.parameters(), None) is not None for child in part.children())

@@ -1,4 +1,4 @@
-"""The stage of a model that one rank of a pipeline holds and runs."""
+"""Stage of a model that one rank of a pipeline holds and runs."""
 
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -24,7 +24,8 @@ from shoal_proto.errors import InvalidSpec
 
 
 class Stage:
-    """A stage: the user's module without the other stages' parts, and functions that run it."""
+    """Stage of a model: the user's module without the other stages' parts, and functions to run
+    it."""
 
     pass_buffers: PassBuffers
     """Set once the module has its memory."""
@@ -41,8 +42,7 @@ class Stage:
         """Take ownership of the model, and delete the parts that this stage does not need.
 
         The first stage keeps the parts that no stage uses. Raises InvalidSpec if the stage
-        `is_trained` and two stages would hold the same persistent buffer, whether both call one
-        module or two modules share the buffer: its copies would diverge.
+        `is_trained` and two stages would hold the same persistent buffer.
         """
         self.index, self.num_stages = index, stage_of[-1] + 1
         self.model = model
@@ -50,7 +50,6 @@ class Stage:
         self._functions = {mode: outline.function(mode, stage_of, index) for mode in modes}
         self._called = {mode: _called(outline.graph(mode, stage_of, index)) for mode in modes}
         self._runs: dict[tuple[bool, Any], Callable[..., Any]] = {}
-        """Functions to call, by (is training, compiled call of the user's model)."""
         self._inputs = outline.parameters
         self._signature = inspect.signature(model.forward)
         uses = [
@@ -59,8 +58,7 @@ class Stage:
             for stage in range(self.num_stages)
         ]
         self.holders = _holders(model, uses)
-        """The stages that hold a parameter or persistent buffer, by its name in the user's
-        model."""
+        """Stages that hold a parameter or persistent buffer, by its name."""
         if is_trained:
             _refuse_shared_buffers(model, uses)
         own = uses[index] | (_unused(model, uses) if index == 0 else set())
@@ -69,7 +67,7 @@ class Stage:
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Current parameters of this stage, by their names in the user's model."""
+        """Parameters of this stage, by their names in the user's model."""
         return {
             self.names[name]: parameter
             for name, parameter in self.model.named_parameters(remove_duplicate=False)
@@ -89,17 +87,14 @@ class Stage:
         return self._runs[key](self.model, *inputs.values(), *activations)
 
     def _function(self, mode: bool) -> Callable[..., Any]:
-        """Return the stage's function, compiled as the user has compiled the model."""
         _compile_called(self.model, self._called[mode])
         function = self._functions[mode]
         return compiled_alike(self.model, function) if compiled_call(self.model) else function
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Bind the arguments of a call of the model to names, as `run` takes them. The trace fixes
-        each input after the first to its default, if the input has one. Raises InvalidSpec for any
-        other value of such an input, and for any value that `*args` or `**kwargs` would get: the
-        trace has no inputs for these.
-        """
+        """Bind the arguments of a call of the model to names, as `run` takes them. Raises
+        InvalidSpec for inputs that the trace lacks: values other than the defaults it has fixed,
+        and values of `*args` and `**kwargs`."""
         bound = self._signature.bind(*args, **kwargs).arguments
         given = {}
         for name, default in self._inputs.items():
@@ -131,8 +126,8 @@ def _called(graph: fx.Graph) -> set[str]:
 
 
 def _compile_called(model: nn.Module, names: Collection[str]) -> None:
-    """Compile the modules called inside a module that the user has compiled, if the trace enters
-    it: the outer module itself is never called."""
+    """Compile the modules within a compiled module that the trace enters: that module is never
+    called."""
     for name in names:
         called = model.get_submodule(name)
         above = [model.get_submodule(path) for path in paths_of(name)][:-1]
@@ -142,7 +137,6 @@ def _compile_called(model: nn.Module, names: Collection[str]) -> None:
 
 
 def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """List parameters and buffers, tied ones under each of their names."""
     return [
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),
@@ -168,7 +162,6 @@ def _unused(model: nn.Module, uses: Sequence[Collection[str]]) -> set[str]:
 
 
 def _canonical(model: nn.Module) -> dict[str, str]:
-    """Map each name of a tensor to its name in a state."""
     further = tied(model)
     return {name: further.get(name, name) for name, _ in _tensors(model)}
 
@@ -186,7 +179,6 @@ def _refuse_shared_buffers(model: nn.Module, uses: Sequence[Collection[str]]) ->
             if name not in canonical or buffer in transient_buffers(part):
                 continue
             first, stages = keepers.setdefault(canonical[name], (name, set()))
-            # The stage calls this module, or a layer that contains it.
             stages.update(_stages_of(path, uses))
             if len(stages) > 1:
                 raise _kept_by_several(first, name)

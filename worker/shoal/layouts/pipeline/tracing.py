@@ -21,8 +21,7 @@ _tracing = threading.Lock()
 _TRACER_ATTRIBUTES = re.compile(
     r"_(tensor_constant|torchbind_obj|opaque_obj|script_object|\w+_constant_)"
 )
-"""Prefixes of the attributes that fx's tracer adds to the model, for constants of the graph."""
-# Functions that take sizes, not tensors: torch does not dispatch to a proxy among their arguments.
+# torch does not dispatch these to a proxy among their arguments, which are sizes.
 _CREATORS = ("arange", "empty", "full", "ones", "zeros")
 
 
@@ -39,7 +38,6 @@ def trace(model: nn.Module, opened: Collection[str], training: bool) -> fx.Graph
         except InvalidSpec:
             raise
         except Exception as error:
-            # The user's code, which has computed with proxies, may raise any class.
             raise InvalidSpec(
                 f"the forward pass of {type(model).__name__} cannot be cut into stages",
                 seen=f"{type(error).__name__}: {error}",
@@ -58,7 +56,7 @@ class _Tracer(fx.Tracer):
         self._opened = opened
         self._thread = threading.get_ident()
         self._names: dict[int, tuple[str, Tensor]] = {}
-        """Names of the model's tensors, by id: fx would search all tensors for each one."""
+        """Tensors by id: fx would search all of them for each one."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return module_qualified_name not in self._opened
@@ -93,7 +91,6 @@ class _Tracer(fx.Tracer):
         return lambda: root_fn(self.root, *args, **given), []
 
     def to_bool(self, obj: fx.Proxy) -> bool:
-        # Frames: this method, Proxy.__bool__, the asserting code.
         frame = sys._getframe(2)
         if _is_assertion(frame.f_code, frame.f_lasti):
             return True
@@ -107,9 +104,8 @@ def _is_assertion(code: Any, offset: int) -> bool:
 
 
 def signature(model: nn.Module) -> dict[str, Any]:
-    """Return the model's inputs by name, each with the value that the trace fixes it to, or
-    `inspect.Parameter.empty`. Every input but the first is fixed to its default, if it has one: a
-    trace follows only one branch of `if mask is not None`."""
+    """Return the model's inputs by name, each with its default, to which the trace fixes it. The
+    first input and those without a default have `inspect.Parameter.empty`."""
     inputs: dict[str, Any] = {}
     for parameter in inspect.signature(model.forward).parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
@@ -126,9 +122,8 @@ def _positional(model: nn.Module) -> list[str]:
 
 @contextmanager
 def _creators_traced() -> Iterator[None]:
-    """Record calls such as torch.zeros(size of an input) in the trace."""
-    # `with torch.device(...)` collects these functions, by identity, at its first use in the
-    # process. Force that use now: later it would collect the replacements made below.
+    # At its first use in the process, `with torch.device(...)` collects these functions: not their
+    # replacements, if it is used now.
     with torch.device("cpu"):
         torch.empty(0)
     originals = {name: getattr(torch, name) for name in _CREATORS}
@@ -138,7 +133,6 @@ def _creators_traced() -> Iterator[None]:
             proxies = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, fx.Proxy)]
             if not proxies:
                 return original(*args, **kwargs)
-            # Use the proxy's own tracer: another thread may be tracing too.
             return proxies[0].tracer.create_proxy("call_function", original, args, kwargs)
 
         return create
@@ -155,8 +149,7 @@ def _creators_traced() -> Iterator[None]:
 @contextmanager
 def _assignments_refused(model: nn.Module) -> Iterator[None]:
     """Undo assignments of the traced forward pass to attributes of modules. Raises InvalidSpec if
-    there were any: passes of a stage would not repeat them.
-    """
+    there were any: a stage's passes would not repeat them."""
     tables = ("_parameters", "_buffers", "_modules")
     before = [
         (f"{name}." if name else "", table, dict(table))

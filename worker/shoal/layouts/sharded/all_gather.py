@@ -18,20 +18,18 @@ class SharedMemoryAllGather(DefaultAllGather):
     """All-gather in shared slots; torch's own if there are no slots or they are too small."""
 
     def __init__(self, slots: SharedSlots | None, number: int = 0) -> None:
-        """`number`: index of the group of parameters in the model."""
+        """`number`: index of the parameter group."""
         self._slots, self._number = slots, number
         self.order: LayerOrder | RecordedOrder | None = None
         """Order check for ranks that gather over Gloo or on a device."""
 
     def release(self) -> None:
-        """Drop the slots; later gathers are torch's own. Reference cycles of modules would keep the
-        memory until Python's next collection of cycles."""
+        """Drop the slots, which reference cycles would keep. Later gathers are torch's own."""
         self._slots = self.order = None
 
     def finish(self) -> None:
-        """End the forward passes. Over Gloo the call is collective, and raises InvalidSpec on all
-        ranks if one of them begins another layer instead. In shared memory and on a device the call
-        does nothing."""
+        """End the forward passes. Over Gloo, a collective call: raises InvalidSpec on all ranks if
+        one begins another layer instead."""
         if self.order is not None:
             self.order.check(PASSES_END)
 
@@ -50,11 +48,10 @@ class SharedMemoryAllGather(DefaultAllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> Any:
-        # `input_tensor` is this rank's part of `output_tensor`.
         slots = self._slots
         gathering = slots.gather(output_tensor, self._number) if slots is not None else None
         if gathering is not None:
-            # Ignores `async_op`: torch waits for the work before it copies from the output.
+            # `async_op` is ignored: torch waits for the work before it copies from the output.
             return gathering
         if self.order is not None:
             self.order.check(gather_number(self._number))

@@ -1,10 +1,7 @@
 """Times at which a group of several modules gathers and reduces in backward.
 
-torch's fully_shard assumes that a list of modules is a chain: in backward it gathers when the last
-module begins, and reduces when the first one ends. But branches may run side by side, and a module
-may run twice. Then torch frees weights that other modules still need, and does not reduce gradients
-that come later. Here the group gathers when any of its modules begins, and reduces when all of them
-have ended.
+torch's fully_shard assumes a chain of modules. Here branches may run side by side, and modules
+twice: the group gathers when any module begins, and reduces when all have ended.
 """
 
 from typing import Any
@@ -36,21 +33,19 @@ class GroupPasses:
             module.register_forward_hook(self._leave)
 
     def begin(self) -> None:
-        """Begin a step: discard calls without a backward, such as those with unused outputs."""
+        """Begin a step: discard calls without a backward."""
         self._num_open = 0
         self._blind = False  # True after a call that was not counted
 
     def ended(self) -> None:
         """Note that backward has passed through one call of a module of the group."""
         self._num_open -= 1
-        # If blind, more gradients may come unnoticed: torch's callback at the end of backward
-        # reduces them.
+        # If blind, torch's callback at the end of backward reduces gradients that come unnoticed.
         if not self._num_open and not self._blind:
             self._group.post_backward()
 
     @property
     def _recomputes(self) -> bool:
-        """True in a forward pass that activation checkpointing repeats within backward."""
         return is_in_backward(self._state)
 
     @eager
@@ -78,8 +73,6 @@ class GroupPasses:
 
 
 class _Begin(torch.autograd.Function):
-    """Identity on a module's inputs; its backward runs once all their gradients are known."""
-
     @staticmethod
     def forward(ctx: Any, passes: GroupPasses, *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.passes = passes

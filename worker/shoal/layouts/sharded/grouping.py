@@ -1,9 +1,5 @@
-"""Groups of modules whose parameters are gathered together: several small modules, or one block, or
-one large layer.
-
-A group's parameters travel in one collective, so a thousand small layers must not be a thousand
-groups, and a large model must not be one group. Groups depend only on the module tree and sizes.
-"""
+"""Groups of modules with parameters that are gathered together, in one collective: several small
+modules, one block, or one large layer. Groups depend only on the module tree and sizes."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -15,13 +11,11 @@ from shoal_proto.errors import InvalidSpec
 
 MIN_GROUP_BYTES = 1 << 20
 MOST_FULL_GROUPS = 24
-"""Number of groups of minimum size that would hold the whole model: the minimum size grows with the
-model, up to `LARGE_BYTES`. The last group under a parent may have half that size. So below that
-limit there are at most 48 groups and the rest."""
+"""Number of groups of minimum size that would hold a model, up to `LARGE_BYTES` for each group."""
 LARGE_BYTES = 32 << 20
-"""Limit of the minimum size: groups of this size are worth a collective, however many there are."""
+"""Limit of the minimum size: a group of this size is always worth a collective."""
 
-# These read the weights of their children, so a child cannot be a group of its own.
+# These modules read the weights of their children.
 _INDIVISIBLE = (
     nn.MultiheadAttention,
     nn.TransformerEncoderLayer,
@@ -36,7 +30,6 @@ class ModuleGroup:
     modules: tuple[str, ...]
     """Paths, in the order of registration; "" is the model itself."""
     parameters: tuple[str, ...]
-    """Names of the parameters, each once."""
     num_bytes: int
 
     @property
@@ -52,24 +45,24 @@ class Grouping:
 
     groups: tuple[ModuleGroup, ...]
     rest: ModuleGroup
-    """Parameters of no other group, such as those that several modules share: gathered with the
-    model itself, at the beginning of its forward pass. May be empty."""
+    """Parameters of no other group, such as shared ones: gathered when the model's forward pass
+    begins. May be empty."""
 
     def __iter__(self) -> Iterator[ModuleGroup]:
-        """Iterate over the rest, if it has parameters, and then over the groups."""
         return iter((self.rest, *self.groups) if self.rest.parameters else self.groups)
 
 
 def group_modules(model: nn.Module, min_group_bytes: int | None = None) -> Grouping:
     """Partition the model into groups of at least `min_group_bytes` bytes; the last group under a
-    parent may have half as many. Parameters in no group are the rest.
+    parent may have half as many.
 
-    Small modules are joined with their neighbours under the same parent. A module that is large
-    enough is divided further, unless it is one of several blocks of the same class in a list. If
-    `min_group_bytes` is None, it is 1/24 of the model, but at least 1 MiB and at most 32 MiB. If it
-    is 0, every module that has parameters itself is a group, except in torch's attention and
-    transformer layers. Raises InvalidSpec if `min_group_bytes` is negative, or if trained
-    parameters of a group have several dtypes.
+    Small modules are joined with their neighbours under the same parent. A large module is divided
+    further, unless it is one of several blocks of the same class in a list.
+
+    `min_group_bytes`: None is 1/24 of the model, at least 1 MiB and at most 32 MiB. With 0, every
+    module with parameters of its own is a group, except in torch's attention and transformer
+    layers. Raises InvalidSpec if it is negative, or if trained parameters of a group have several
+    dtypes.
     """
     if min_group_bytes is not None and min_group_bytes < 0:
         raise InvalidSpec(
@@ -79,7 +72,7 @@ def group_modules(model: nn.Module, min_group_bytes: int | None = None) -> Group
         total = sum(parameter.nbytes for parameter in model.parameters())
         min_group_bytes = max(MIN_GROUP_BYTES, min(total // MOST_FULL_GROUPS, LARGE_BYTES))
     cut = _Cut(model, min_group_bytes)
-    # From the inside out: a module's own group has the parameters that its parts' groups left.
+    # From the inside out: a module's group has what its parts' groups left.
     groups = tuple(cut.group(paths) for paths in cut.groups())
     grouping = Grouping(groups=groups, rest=cut.group([""]))
     parameters = dict(model.named_parameters())
@@ -89,8 +82,6 @@ def group_modules(model: nn.Module, min_group_bytes: int | None = None) -> Group
 
 
 class _Cut:
-    """Walk over a module tree that forms groups."""
-
     def __init__(self, model: nn.Module, least_bytes: int) -> None:
         self._model = model
         self._least_bytes = least_bytes
@@ -102,11 +93,9 @@ class _Cut:
         self._shared = {key: found for key, found in paths.items() if len(found) > 1}
 
     def groups(self) -> list[list[str]]:
-        """Return the paths of each group's modules."""
         return self._cut("", self._model)
 
     def group(self, paths: list[str]) -> ModuleGroup:
-        """Make a group of these modules' parameters that are in no earlier group."""
         names, num_bytes = [], 0
         for path in paths:
             for parameter in self._model.get_submodule(path).parameters():
@@ -117,7 +106,6 @@ class _Cut:
         return ModuleGroup(modules=tuple(paths), parameters=tuple(names), num_bytes=num_bytes)
 
     def _cut(self, path: str, module: nn.Module) -> list[list[str]]:
-        """Find groups below the module; parameters in none of them go to the rest."""
         if self._stays_whole(module):
             return []
         groups: list[list[str]] = []
@@ -127,7 +115,7 @@ class _Cut:
             if not num_bytes:
                 continue
             if not self._is_closed(child_path, child):
-                # A parameter of the child is also used elsewhere, so it has to go to the rest.
+                # A parameter of the child is also used elsewhere: it goes to the rest.
                 groups += self._close(run) + self._cut(child_path, child)
                 run = []
             elif num_bytes < self._least_bytes:
@@ -146,13 +134,10 @@ class _Cut:
         own = sum(parameter.nbytes for parameter in module.parameters(recurse=False))
         grouped = sum(self._size_of(paths) for paths in below)
         rest_bytes = self._num_bytes(module) - grouped
-        # The remaining parameters get a group of their own if they are large enough.
         worth = rest_bytes >= self._least_bytes if self._least_bytes else own > 0
         return [*below, [path]] if worth else below
 
     def _close(self, run: list[str]) -> list[list[str]]:
-        """Close a run of small modules: a group if it has half the minimum size; else its
-        parameters go to the rest."""
         return [run] if run and 2 * self._size_of(run) >= self._least_bytes else []
 
     def _parts(self, path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
@@ -169,7 +154,6 @@ class _Cut:
             yield child_path, child, in_list and composite and kinds.count(type(child)) > 1
 
     def _is_closed(self, path: str, module: nn.Module) -> bool:
-        """True if no parameter of the module is also used outside it."""
         return all(
             shared_path.startswith(f"{path}.")
             for parameter in module.parameters()
@@ -193,7 +177,6 @@ def _can_be_called(module: nn.Module) -> bool:
 
 
 def _check_dtypes(group: ModuleGroup, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Raise InvalidSpec unless gradients that are reduced in one collective have one dtype."""
     dtypes: dict[torch.dtype, str] = {}
     for name in group.parameters:
         if parameters[name].requires_grad:

@@ -1,10 +1,6 @@
-"""Checks that all ranks run the same all-gathers and reductions: over Gloo before each of them, on
-a device once a rank has waited for long.
-
-A message does not name the layer whose rows it carries. If a rank skips a layer, the others' next
-all-gather receives rows of another layer, and Gloo ends the process (SIGABRT) of a rank that is
-sent more than it expects.
-"""
+"""Checks that all ranks run the same all-gathers and reductions: over Gloo before each operation,
+on a device once a rank has waited for long. Otherwise ranks would receive rows of another layer, or
+end (SIGABRT)."""
 
 from collections.abc import Callable, Sequence
 
@@ -18,12 +14,12 @@ from shoal_proto.errors import InvalidSpec
 
 
 def gather_number(number: int) -> int:
-    """Return the number of the operation that gathers this parameter group's weights."""
+    """Number of the operation that gathers this group's weights."""
     return 2 * number
 
 
 def sum_number(number: int) -> int:
-    """Return the number of the operation that sums this parameter group's gradients."""
+    """Number of the operation that sums this group's gradients."""
     return 2 * number + 1
 
 
@@ -41,11 +37,8 @@ class LayerOrder:
         self._group, self._names, self._report_refusal = group, names, report_refusal
 
     def check(self, exchange: int) -> None:
-        """Raise InvalidSpec, on all ranks, unless all are about to run this operation. Collective.
-
-        Each rank sends its operation to every other rank, which takes the latency of one message; a
-        ring would take one latency for each rank.
-        """
+        """Raise InvalidSpec, on all ranks, unless all are about to run this operation.
+        Collective."""
         own = torch.full((self._group.size(),), exchange, dtype=torch.int64)
         exchanged = torch.empty_like(own)
         work = dist.all_to_all_single(exchanged, own, group=self._group, async_op=True)
@@ -61,8 +54,7 @@ class LayerOrder:
 
 class RecordedOrder:
     """Order check by records, for devices: a message before each collective would stall the
-    device's stream. A rank that has waited for long compares the records.
-    """
+    device's stream."""
 
     def __init__(self, exchanges: LayerExchanges, names: Sequence[str]) -> None:
         """`names`: names of the parameter groups, by number."""
@@ -71,7 +63,7 @@ class RecordedOrder:
     def check(self, exchange: int) -> None:
         """Record that the rank is about to run this operation."""
         if exchange == PASSES_END:
-            return  # `LayerExchanges` records it
+            return  # recorded by `LayerExchanges`
         number, is_sum = divmod(exchange, 2)
         site = self._sites[number]
         if is_sum:
@@ -83,8 +75,8 @@ class RecordedOrder:
 def different_operations(
     ranks: Sequence[int], operations: Sequence[int], names: Sequence[str]
 ) -> InvalidSpec:
-    """Build the refusal of ranks whose operations differ. `operations`: each rank's next or last
-    operation."""
+    """Build the refusal for ranks with different operations. `operations`: each rank's next or last
+    one."""
     by_rank = zip(ranks, operations, strict=True)
     return InvalidSpec(
         "the members computed with different layers at the same time",

@@ -1,6 +1,5 @@
 """Layout that shards parameters, gradients and optimizer state by rows, on torch's fully_shard:
-over all ranks, or over groups of ranks that each hold a copy (HSDP).
-"""
+over all ranks, or over groups of ranks that each hold a copy (HSDP)."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -71,8 +70,8 @@ class ShardedOptions:
     reduce_dtype: torch.dtype | None = None
     """Dtype in which gradients are summed over ranks; None: see `reduces_in`."""
     cpu_offload: bool = False
-    """Parameters, gradients and optimizer state are on the host between the passes of their layers,
-    and the optimizer steps there. No effect on a model that computes on a CPU."""
+    """Keep parameters, gradients and optimizer state on the host between passes, and step there. No
+    effect on a model that computes on a CPU."""
     shard: int | None = None
     """Minimum number of ranks over which a copy of the model is sharded; None: all. See
     `ranks_of_copy`."""
@@ -82,8 +81,8 @@ class ShardedOptions:
 
     @property
     def reduces_as_stored(self) -> bool:
-        """True if gradients are summed in the stored dtype, not in `param_dtype`, because this
-        release of torch does so by default: then all members need such a release."""
+        """True if gradients are summed in the stored dtype, not in `param_dtype`, by default of
+        this torch: all members need such a release."""
         return REDUCES_AS_STORED and self.param_dtype is not None and self.reduce_dtype is None
 
     def reduces_in(self, stored: torch.dtype) -> torch.dtype:
@@ -93,9 +92,8 @@ class ShardedOptions:
 
 
 def ranks_of_copy(world_size: int, shard: int | None) -> int:
-    """Number of ranks that share a copy of the model: all ranks if `shard` is None or larger than
-    `world_size`, else the smallest divisor of `world_size` that is at least `shard`, so that no
-    rank holds more than 1/shard of the model."""
+    """Number of ranks that share a copy of the model: the smallest divisor of `world_size` that is
+    at least `shard`; all if `shard` is None or larger."""
     return next(
         n
         for n in range(min(shard or world_size, world_size), world_size + 1)
@@ -107,8 +105,8 @@ class ShardedLayout(Layout):
     """Layout in which each rank holds some rows of every parameter. The last ranks hold nothing of
     a parameter with fewer rows than ranks.
 
-    With several copies of the model, consecutive ranks share a copy, and ranks with the same rows
-    average the gradients that were reduced within each copy.
+    With several copies of the model, consecutive ranks share a copy. Ranks with the same rows
+    average their gradients.
     """
 
     def __init__(self, model: nn.Module, world: World, options: ShardedOptions) -> None:
@@ -121,9 +119,7 @@ class ShardedLayout(Layout):
         self._mesh = self._rows_and_copies(options)
         self._passes: list[GroupPasses] = []
         self._reductions: dict[Any, NanPropagatingReduceScatter] = {}
-        """Reductions, by the first module of each group of modules."""
         self._reduced_with: dict[str, Sequence[str]] = {}
-        """Names of all parameters that are reduced together, by the name of each."""
         self._losses = PendingLosses()
         self._gatherings: list[SharedMemoryAllGather] = []
         _lay_rows_in_order(model)
@@ -141,10 +137,8 @@ class ShardedLayout(Layout):
         self.fsdp_parameters = list(fsdp_parameters(model))
 
     def _rows_and_copies(self, options: ShardedOptions) -> DeviceMesh:
-        """Return the mesh of the ranks that share this rank's copy of the model. Collective.
-
-        Sets `_groups` and the number of this rank's copy.
-        """
+        """Return the mesh of the ranks that share this rank's copy; sets `_groups`, `_copy` and
+        `_num_copies`. Collective."""
         world, device = self.world, self.world.device.type
         num_rows = ranks_of_copy(world.world_size, options.shard)
         self._copy, self._num_copies = world.rank // num_rows, world.world_size // num_rows
@@ -174,15 +168,15 @@ class ShardedLayout(Layout):
             self._set_reduction(modules[0], group.parameters)
             if len(modules) > 1:
                 self._passes.append(GroupPasses(modules))
-        # The rest stays gathered: backward needs it first, right after forward.
+        # The rest stays gathered: backward needs it right after forward.
         settings["reshard_after_forward"] = False
         first = next(model.parameters())
         fully_shard(model, **{**settings, "mp_policy": _policy(options, first.dtype)})
         self._set_reduction(model, grouping.rest.parameters)
 
     def _share(self, options: ShardedOptions) -> SharedSlots | None:
-        """Choose how ranks gather and sum: in shared memory if all are on one machine, over Gloo,
-        or on a device. Returns the slots in shared memory, or None. Collective."""
+        """Choose how ranks gather and sum. Returns the slots in shared memory, or None.
+        Collective."""
         device, rows = self.world.device, self._groups.get("rows", self.world.group)
         if takes_batches(rows, device):
             self._note_order()
@@ -214,8 +208,7 @@ class ShardedLayout(Layout):
         return slots
 
     def _note_order(self) -> None:
-        """Record all-gathers and sums on a device, to detect ranks that skip different layers: they
-        would wait for each other, and again in each new generation."""
+        """Record all-gathers and sums on a device, to detect ranks that skip different layers."""
         exchanges = self.world.exchanges
         if not exchanges.peers:
             exchanges.set_peers(range(self.world.world_size))
@@ -228,7 +221,6 @@ class ShardedLayout(Layout):
             reduction.orders.append(order)
 
     def _check_copies(self) -> None:
-        """Add the check that ranks with the same rows average the same gradients over Gloo."""
         copies = self._groups.get("copies")
         if copies is None or self.world.device.type != "cpu" or not is_gloo(copies):
             return
@@ -238,7 +230,6 @@ class ShardedLayout(Layout):
             reduction.orders.append(order)
 
     def _report_refusal(self, refusal: InvalidSpec) -> None:
-        """Send a refusal to ranks of other groups, which wait and have not seen it."""
         if self._groups:
             self.world.exchanges.report_refusal(refusal)
 
@@ -268,7 +259,7 @@ class ShardedLayout(Layout):
         return range(self.world.rank % num_rows, self.world.world_size, num_rows)
 
     def is_lost_with_rank(self, name: str) -> bool:
-        """True for all but buffers, which are the same on all ranks; never if there are copies."""
+        """True for all but buffers; never if there are copies."""
         is_buffer = name.startswith(MODEL) and name.removeprefix(MODEL) not in self._parameters
         return self._num_copies == 1 and not is_buffer
 
@@ -304,8 +295,8 @@ class ShardedLayout(Layout):
 
     def check(self) -> None:
         """Raise on all ranks if a rank's own gradients are not finite: NonFiniteGradient on that
-        rank, which leaves, and GenerationBroken on the others. If only a sum over ranks is not
-        finite, the ranks that see it raise NonFiniteGradient."""
+        rank, GenerationBroken on the others. If only a sum over ranks is not finite, ranks that see
+        it raise NonFiniteGradient."""
         fault = name_of_fault(self._parameters) or self._given_fault()
         if not fault:
             # A loss that is not finite makes gradients NaN, unless nothing was reduced.
@@ -327,8 +318,6 @@ class ShardedLayout(Layout):
         return own or super().overflowed() or bool(self._given_fault())
 
     def _given_fault(self) -> str:
-        """Name a parameter whose summed gradients are not finite, by the flags of reductions;
-        empty if there is none. Waits for the device once."""
         reductions = self._reductions.values()
         looks = [(each.parameter, look) for each in reductions for look in each.given_finite]
         if not looks:
@@ -338,9 +327,9 @@ class ShardedLayout(Layout):
         return next((name for (name, _), is_finite in pairs if not is_finite), "")
 
     def _was_spread(self, name: str) -> bool:
-        """True if the fault was spread to all ranks as NaN, so that all of them find it: this
-        rank's part of all gradients that were reduced together is NaN. An overflow of the sum has
-        another result: see `add_up` and `average`; NCCL's rings add one rank after the other."""
+        """True if all ranks have received the fault as NaN in all gradients that were reduced
+        together. An overflow of the sum has another result: see `add_up` and `average`; NCCL's
+        rings add one rank after the other."""
         gradients: Any = (self._parameters[each].grad for each in self._reduced_with[name])
         return all(bool(g.to_local().isnan().all()) for g in gradients if g is not None)
 
@@ -351,12 +340,10 @@ class ShardedLayout(Layout):
         self._free_gathered()
 
     def _free_gathered(self) -> None:
-        """Free parameters left gathered by a forward pass without backward, as in evaluation.
-
-        Otherwise the next pass would compute with them although the optimizer has stepped since.
-        """
+        """Free parameters left gathered by evaluation: the next pass would compute with their old
+        values."""
         root: Any = self.module
-        if has_run(root):  # None before the first pass
+        if has_run(root):
             reset_pass(root, self.fsdp_parameters)
 
     def finish_passes(self) -> None:
@@ -367,14 +354,13 @@ class ShardedLayout(Layout):
             gathering.finish()
 
     def names_without_gradient(self) -> Sequence[str]:
-        # Ranks gather and reduce together, so all must compute with the same parameters.
         return [
             n for n, each in self._parameters.items() if each.requires_grad and each.grad is None
         ]
 
     def reduce(self) -> None:
-        """Raise InvalidSpec if a pass has written to weights while they were gathered: it wrote to
-        a copy that is freed after the pass."""
+        """Raise InvalidSpec if a pass has written to gathered weights: that copy is freed after the
+        pass."""
         changed = [part for part in self.fsdp_parameters if not is_unmodified(part)]
         if changed:
             names = {id(parameter): name for name, parameter in self._parameters.items()}
@@ -413,8 +399,8 @@ class ShardedLayout(Layout):
 
 
 def _lay_rows_in_order(model: nn.Module) -> None:
-    """Make parameters contiguous, as fully_shard cuts rows from contiguous memory; the script may
-    have made the model channels_last, for example. Parameters are on the meta device."""
+    """Make parameters, on the meta device, contiguous: fully_shard cuts rows from contiguous
+    memory."""
     contiguous: dict[int, nn.Parameter] = {}
     for part in model.modules():
         table = parameter_table(part)
@@ -426,8 +412,6 @@ def _lay_rows_in_order(model: nn.Module) -> None:
 
 
 def _whole_bytes(module: nn.Module, world_size: int, dtype: torch.dtype | None) -> int:
-    """Upper bound of the bytes gathered with this module, in the wider of its own dtype and
-    `dtype`."""
     return sum(
         world_size
         * part.padded_sharded_param_size.numel()
@@ -445,7 +429,6 @@ def _offload(options: ShardedOptions, device: torch.device) -> OffloadPolicy:
 def _policy(options: ShardedOptions, output_dtype: torch.dtype | None) -> MixedPrecisionPolicy:
     if options.param_dtype is None:
         return MixedPrecisionPolicy(reduce_dtype=options.reduce_dtype)
-    # Outputs, and so the loss, have the dtype that the user made the model with.
     return MixedPrecisionPolicy(
         param_dtype=options.param_dtype,
         reduce_dtype=options.reduce_dtype,
@@ -454,8 +437,7 @@ def _policy(options: ShardedOptions, output_dtype: torch.dtype | None) -> MixedP
 
 
 def _refuse_to_pass_by(ours: Callable[[], bool], name: str, _: Tensor) -> None:
-    """Raise if a gradient reaches this rank's part of a parameter directly, not by a reduction:
-    weighted by the member's share of the batch, it would differ between ranks."""
+    """Raise if a gradient reaches this rank's part of a parameter without a reduction."""
     if ours():
         raise InvalidSpec(
             "a loss computed with parameters that are sharded over the members",

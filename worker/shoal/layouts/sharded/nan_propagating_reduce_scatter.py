@@ -19,27 +19,21 @@ from shoal.torch_private.fsdp import DefaultReduceScatter
 
 
 class NanPropagatingReduceScatter(DefaultReduceScatter):
-    """torch's reduce-scatter, but if one rank's gradients are not finite, all ranks get NaN. Each
-    rank gets only its own rows of the sum: without this, a rank whose rows are finite would train
-    on while another stops. Spreading NaN costs one pass over the gradients, and no message. With
-    `copies` the result is averaged over these ranks too: they hold the same rows, and used other
-    samples."""
+    """torch's reduce-scatter, but if one rank's gradients are not finite, all ranks get NaN: no
+    rank trains on while another stops. The result is also averaged over `copies`, ranks with the
+    same rows and other samples."""
 
     def __init__(self, parameter: str) -> None:
         self.parameter = parameter
-        """Name of the first parameter of the group."""
         self.blind = False
         """True if this rank holds only padding, no rows, of some parameters."""
         self.slots: SharedSlots | None = None
-        """Slots in shared memory; None: the ranks share none."""
         self.number = 0
-        """Index of the group of parameters in the model."""
         self.orders: list[LayerOrder | RecordedOrder] = []
         """Order checks: among the ranks of the sum, and over Gloo among `copies`."""
         self.copies: dist.ProcessGroup | None = None
-        """The ranks that hold the same rows as this rank; None if no other rank does."""
+        """Ranks that hold the same rows as this rank; None if no other rank does."""
         self.losses = PendingLosses()
-        """Losses of this rank in the step; a loss that is not finite also spreads NaN."""
         self._filled: weakref.ref[Tensor] | None = None
         self.ours: Callable[[], bool] | None = None
         """Returns True if the pass in progress may produce gradients; None: any pass may."""
@@ -64,14 +58,12 @@ class NanPropagatingReduceScatter(DefaultReduceScatter):
     def forget(self) -> None:
         """Discard the results of the previous step."""
         self.own = False
-        """True if this rank's own gradients, on the host, were not finite."""
         self.excess: Tensor | None = None
-        """Zero if this rank's own gradients on a device were finite in each pass, else NaN. It
-        stays on the device, as reading it waits for all work queued there. None: no gradients on a
-        device."""
+        """Zero if this rank's own gradients on a device were finite in each pass, else NaN; None:
+        none on a device. Reading it waits for all work queued there."""
         self.given_finite: list[Tensor] = []
-        """Flags of a blind rank, one for each pass: True if its part of the sum is finite. They
-        stay on the device, as reading them waits for all work queued there."""
+        """Flags of a blind rank, on the device, one for each pass: True if its part of the sum is
+        finite."""
 
     def __call__(
         self,
@@ -109,8 +101,8 @@ class NanPropagatingReduceScatter(DefaultReduceScatter):
 
 
 def own_fault(reductions: Iterable[NanPropagatingReduceScatter]) -> str:
-    """Find a group whose gradients on this rank were not finite before they were reduced, and
-    return the name of its first parameter; empty if there is none. Waits for a device once."""
+    """Return the first parameter of a group with own gradients that were not finite; empty if there
+    is none. Waits for a device once."""
     on_device = []
     for each in reductions:
         if each.own:
@@ -125,11 +117,8 @@ def own_fault(reductions: Iterable[NanPropagatingReduceScatter]) -> str:
 
 
 def average(rows: Tensor, copies: dist.ProcessGroup) -> None:
-    """Average the rows over the copies, in place. Collective among `copies`.
-
-    The result is NaN only where rows are. So infinities get one sign; and the sum of finite rows,
-    divided by a power of two at first, cannot overflow to an infinity of the other sign.
-    """
+    """Average the rows over the copies, in place. Collective among `copies`. NaN results only from
+    NaN: infinities get one sign, and rows are divided before they are summed."""
     divisor = 1 << (copies.size() - 1).bit_length()
     rows.div_(divisor)
     torch.nan_to_num(rows, nan=math.nan, posinf=math.inf, neginf=math.inf, out=rows)
@@ -138,7 +127,7 @@ def average(rows: Tensor, copies: dist.ProcessGroup) -> None:
 
 
 def propagate_nan(gradients: Tensor, losses: PendingLosses) -> bool:
-    """Make all elements NaN if an element or a loss is NaN or Inf; returns True if one was."""
+    """Make all elements NaN, and return True, if an element or a loss is NaN or Inf."""
     if is_finite(gradients) and losses.are_finite():
         return False
     gradients.fill_(math.nan)
@@ -147,7 +136,7 @@ def propagate_nan(gradients: Tensor, losses: PendingLosses) -> bool:
 
 def spread_nan(gradients: Tensor, losses: PendingLosses) -> Tensor:
     """Make all elements NaN as `propagate_nan`, without waiting for the device. Returns NaN in
-    float32 if an element or a loss was NaN or Inf, else 0; the result is on the device."""
+    float32, on the device, if an element or a loss was NaN or Inf, else 0."""
     largest = _largest(gradients)
     excess = largest - largest
     if losses.excess is not None:
@@ -157,8 +146,7 @@ def spread_nan(gradients: Tensor, losses: PendingLosses) -> Tensor:
 
 
 def _largest(numbers: Tensor) -> Tensor:
-    """Return the largest absolute value; NaN if there is a NaN, 0 for no elements. One pass in the
-    numbers' own dtype: unlike a sum, a maximum of finite numbers does not overflow."""
+    """Return the largest absolute value; NaN if there is a NaN, 0 for no elements."""
     if not numbers.numel():
         return numbers.new_zeros(())
     largest: Tensor = torch.linalg.vector_norm(numbers, math.inf)

@@ -1,18 +1,11 @@
 """All-gathers and sums of fully_shard in shared memory, if all ranks are on one machine.
 
-Over Gloo each rank sends its rows to every other rank through the kernel. Here a rank writes them
-into memory that all ranks can read. For an all-gather it writes into its part of a common slot. For
-a sum it writes into its own slot, and each rank adds up its part of all slots. A collective takes
-at most one barrier (`barrier`). In backward torch gathers weights before it needs them: if a sum
-follows before their use, the barrier of the sum completes the gather too.
+For an all-gather, each rank writes its rows into its part of a common slot. For a sum, each rank
+writes into its own slot, and adds up its part of all slots. The barrier of a sum completes earlier
+gathers too.
 
-A slot is reused only when no rank uses it any more. torch may keep gathered weights beyond the next
-collective. So each rank announces at each barrier which slots it still uses, and all ranks choose
-the next slot accordingly. All ranks have read the slots of a sum by the next barrier.
-
-A slot does not name the layer whose rows it has. So at each barrier ranks also compare digests of
-what they have gathered and summed so far: if a rank has skipped a layer, all detect it at the next
-barrier, before any rank computes with rows of another layer.
+At each barrier, ranks announce which slots they still use, and compare digests of what they have
+gathered and summed: no rank computes with rows of another layer.
 """
 
 import weakref
@@ -38,16 +31,13 @@ from shoal.layouts.sharded.layer_order import (
 from shoal_proto.errors import GenerationBroken, InvalidSpec
 
 NUM_GATHERED = 3
-"""Slots for all-gathers: one to copy from, one for the next all-gather, one that torch keeps."""
+"""Slots for all-gathers: to copy from, for the next all-gather, and one that torch keeps."""
 NUM_SUMMED = 2
-"""Slots of each rank for sums, used in turn."""
 _NO_SLOT = NUM_GATHERED
 _LAST_BITS = 16
-"""Bits of the last operation, as numbered in `layer_order`."""
 _MASK = (1 << 44) - 1
-"""Mask of the digest that fits into a message beside the last operation and the slots in use."""
 _DIGEST_FACTOR = 1_000_003
-"""Odd factor of the digest: digests that differ stay different under equal operations."""
+"""Odd: digests that differ stay different under equal operations."""
 
 
 class SharedSlots:
@@ -56,11 +46,9 @@ class SharedSlots:
     def __init__(self, memory: SharedMemory, gathered_bytes: int, summed_bytes: int) -> None:
         self._memory = memory
         self.names: Sequence[str] = ()
-        """Names of the parameter groups, by number."""
         self.ranks: Sequence[int] = range(memory.world_size)
         """Global ranks of the ranks that share the slots, for error messages."""
         self.report_refusal: Callable[[InvalidSpec], None] = lambda refusal: None
-        """See `LayerExchanges.report_refusal`."""
         self._gathered_bytes, self._summed_bytes = gathered_bytes, summed_bytes
         end = NUM_GATHERED * gathered_bytes
         self._gathered = memory.data[:end]
@@ -73,12 +61,10 @@ class SharedSlots:
         self._used_anywhere = 0
         self._num_sums = 0
         self._digest = self._last = 0
-        """Digest of this rank's operations and their slots, and the last operation: the same on all
-        ranks at each barrier."""
 
     @property
     def memory(self) -> SharedMemory:
-        """The whole memory. Other code may use it only between steps, when no slot is in use."""
+        """Shared memory of the slots. Other code may use it only between steps."""
         return self._memory
 
     @classmethod
@@ -99,22 +85,21 @@ class SharedSlots:
         return cls(memory, gathered_bytes, summed_bytes) if memory is not None else None
 
     def reserve_gather(self, num_bytes: int) -> memoryview | None:
-        """Reserve a slot for the all-gather that `gather` begins, for as long as anything refers to
-        the returned memory. None, on all ranks, if no slot is free and large enough."""
+        """Reserve a slot for the all-gather that `gather` begins, while anything refers to the
+        returned memory. None, on all ranks, if no slot is free and large enough."""
         free = [slot for slot in range(NUM_GATHERED) if not self._used_anywhere >> slot & 1]
         if not free or not 0 < num_bytes <= self._gathered_bytes:
             return None
         start = free[0] * self._gathered_bytes
         data = self._gathered[start : start + num_bytes]
         self._uses[free[0]] = weakref.ref(data)
-        # In use on every rank, as all reserve the same slot, until the next barrier says otherwise.
+        # All ranks reserve the same slot: in use until the next barrier says otherwise.
         self._used_anywhere |= 1 << free[0]
         return data
 
     def gather(self, output: Tensor, number: int = 0) -> "SlotGather | None":
         """Return work; wait for it before other ranks' parts are read. If `output` is not from
-        `reserve_gather`, make a barrier and return None: the caller has to gather in another way.
-        All ranks get the same kind of result, or the error of `barrier`. `number`: index of the
+        `reserve_gather`, make a barrier and return None, on all ranks. `number`: index of the
         parameter group."""
         start = output.data_ptr()
         slot = self._starts.index(start) if start in self._starts else _NO_SLOT
@@ -126,7 +111,7 @@ class SharedSlots:
 
     def reserve_sum(self, num_bytes: int) -> Tensor | None:
         """Return memory for this rank's addend of a sum; None if the sum is too large. The memory
-        may be written until `reduce_scatter`, and must not be read afterwards."""
+        must not be read after `reduce_scatter`."""
         if num_bytes > self._summed_bytes:
             return None
         start = self._start_of(self._memory.rank)
@@ -134,9 +119,8 @@ class SharedSlots:
 
     def reduce_scatter(self, own: Tensor, whole: Tensor, op: Any, number: int = 0) -> bool:
         """Fill `own` with this rank's part of the sum or mean of the ranks' `whole`, see `add_up`.
-        Returns False, on all ranks, if `whole` is too large; otherwise makes a
-        barrier, and raises what `barrier` raises. Raises InvalidSpec unless `op` is SUM or AVG.
-        `number`: see `gather`."""
+        Returns False, on all ranks, if `whole` is too large; otherwise makes a barrier. Raises
+        InvalidSpec unless `op` is SUM or AVG. `number`: see `gather`."""
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             raise InvalidSpec(
                 "shared memory has no such reduction", seen=str(op), expected="SUM or AVG"
@@ -178,7 +162,7 @@ class SharedSlots:
 
     def finish(self) -> None:
         """End forward passes that no backward follows, with a barrier. Raises what `barrier`
-        raises, also if another rank's forward passes go on."""
+        raises, also if another rank's passes go on."""
         self._note(PASSES_END, 0)
         self.barrier()
 
@@ -188,11 +172,9 @@ class SharedSlots:
         self._digest = (self._digest * _DIGEST_FACTOR + operation) & _MASK
 
     def barrier(self) -> None:
-        """Wait for all ranks (a barrier); afterwards each can read what any of them wrote before.
-
-        Raises GenerationBroken if `SharedMemory.gather_words` does; InvalidSpec, on all ranks, if
-        their gathers and sums so far differ.
-        """
+        """Wait for all ranks; afterwards each can read what any of them wrote before. Raises
+        GenerationBroken if `SharedMemory.gather_words` does; InvalidSpec, on all ranks, if their
+        gathers and sums so far differ."""
         in_use = 0
         for number, use in enumerate(self._uses):
             if use is not None and use() is not None:
@@ -224,8 +206,8 @@ class SlotGather(dist.Work):
         self._began = slots.num_barriers
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Make a barrier, unless one was made since the gather. `timeout` is ignored: the limit of
-        `SharedMemory.gather_words` applies. Raises what `barrier` raises."""
+        """Make a barrier, unless one was made since the gather, within the time limit of
+        `SharedMemory.gather_words`. Raises what `barrier` raises."""
         if self._slots.num_barriers == self._began:
             self._slots.barrier()
         return True

@@ -15,16 +15,15 @@ from shoal.torch_private.compiling import eager
 class SplitAttention(nn.MultiheadAttention):
     """Attention in which a rank computes its own heads and its summand of the output projection.
 
-    The packed input projection is cut into even runs of rows, which do not match the heads. So its
-    outputs are gathered, and each rank keeps the outputs of its own heads. Shapes: B samples, T
-    target and S source positions, H own heads of width D, E embedding.
+    Outputs of the packed input projection are gathered: its even runs of rows do not match the
+    heads. Shapes: B samples, T target and S source positions, H own heads of width D, E embedding.
     """
 
     rows: Cut
-    """Cut of the rows of the packed projection: rows of query, then of key, then of value."""
+    """Rows of the packed projection: query, then key, then value."""
     heads: Cut
     columns: Cut
-    """Cut of the columns of the output projection, which are its inputs."""
+    """Columns of the output projection, which are its inputs."""
 
     @eager
     def forward(  # noqa: PLR0917 - torch's own signature
@@ -39,8 +38,7 @@ class SplitAttention(nn.MultiheadAttention):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         if is_causal and attn_mask is None:
-            # Attention that is not split raises this error too: `is_causal` only describes
-            # `attn_mask`.
+            # As in attention that is not split: `is_causal` only describes `attn_mask`.
             raise RuntimeError("is_causal=True without attn_mask: attention needs the mask itself")
         # q [B, H, T, D], k and v [B, H, S, D], weights [B, H, T, S]
         q, k, v = (self._own_heads(p) for p in self._projected(query, key, value))
@@ -61,7 +59,6 @@ class SplitAttention(nn.MultiheadAttention):
         return joined, self._shown(shown, average_attn_weights, query.dim() == 3)
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> Iterator[Tensor]:
-        """Yield query, key and value after their projections, all heads."""
         weight = local(self.in_proj_weight)
         bias = None if self.in_proj_bias is None else local(self.in_proj_bias)
         if query is key and key is value:
@@ -74,7 +71,6 @@ class SplitAttention(nn.MultiheadAttention):
             yield gathered(F.linear(enter(given, cut), weight[own], part_bias), cut)
 
     def _third(self, index: int) -> tuple[Cut, slice]:
-        """Return the cut of one of the three projections, and its slice of this rank's rows."""
         begin, end = index * self.embed_dim, (index + 1) * self.embed_dim
         starts = [sum(self.rows.sizes[:rank]) for rank in range(len(self.rows.sizes))]
         spans = [
@@ -97,7 +93,7 @@ class SplitAttention(nn.MultiheadAttention):
 
     def _joined(self, out: Tensor, *, batched: bool) -> Tensor:
         """Project [B, H, T, D] to the output, in the shape of the query."""
-        # Time first in memory, as in torch: dropout draws its masks in the order of memory.
+        # Time first in memory, as in torch: dropout draws in the order of memory.
         side_by_side = out.permute(2, 0, 1, 3).flatten(2)
         total = summed(F.linear(side_by_side, local(self.out_proj.weight)), self.columns)
         if self.out_proj.bias is not None:
@@ -109,7 +105,6 @@ class SplitAttention(nn.MultiheadAttention):
     def _mask(
         self, attn_mask: Tensor | None, padding: Tensor | None, query: Tensor, num_sources: int
     ) -> Tensor | None:
-        """Combine the masks that are added to the scores of this rank's heads; None without any."""
         mask = None
         if attn_mask is not None:
             mask = _additive(attn_mask, query.dtype)
@@ -122,7 +117,6 @@ class SplitAttention(nn.MultiheadAttention):
         return mask
 
     def _shown(self, weights: Tensor | None, average: bool, batched: bool) -> Tensor | None:
-        """Gather the attention weights of all heads, in the form that the caller asked for."""
         if weights is None:
             return None
         whole = gathered(weights.movedim(1, -1), self.heads).movedim(-1, 1)

@@ -1,9 +1,7 @@
-"""Attention whose model declares how to split it: tensor-parallel plans in Hugging Face's models.
+"""Attention split as its model declares: tensor-parallel plans in Hugging Face's models.
 
 A model's `config.base_model_tp_plan` names linear modules to cut by outputs ("colwise") and by
-inputs ("rowwise"), with nothing gathered between them. So the model's authors promise that the
-attention computes each head independently: a fact that cannot be derived if a forward takes
-`**kwargs`.
+inputs ("rowwise"). The plan promises that the attention computes each head independently.
 """
 
 import re
@@ -20,8 +18,6 @@ _COLUMN, _ROW = "colwise", "rowwise"
 
 @dataclass
 class _Attention:
-    """The linear modules of one parent that a plan names, by their names in the parent."""
-
     columns: list[str] = field(default_factory=list)
     rows: list[str] = field(default_factory=list)
 
@@ -29,8 +25,7 @@ class _Attention:
 def declared_regions(model: nn.Module, degree: int) -> Mapping[str, Region]:
     """Find the attention modules that can be split by whole heads over `degree` ranks; by name.
 
-    An attention module is left out, so that its linear modules are split one by one with gathered
-    outputs, if
+    A module is left out if
 
     - `degree` does not divide its numbers of heads;
     - it has dropout on attention weights: the masks would differ from those of one process;
@@ -74,8 +69,6 @@ def _plans(modules: Mapping[str, nn.Module]) -> Iterator[Mapping[str, str]]:
 
 
 def _matches(pattern: str, path: str) -> bool:
-    """True if the pattern fits the end of the path. Patterns have "*" for the numbers of blocks,
-    and lack the leading names if the plan belongs to an inner model."""
     general = re.sub(r"(?<=\.)\d+(?=\.)", "*", f".{path}")
     return general.endswith(f".{pattern}")
 

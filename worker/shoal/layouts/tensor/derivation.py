@@ -1,9 +1,6 @@
 """Derivation of a tensor plan for a transformer, or any model of linear and embedding modules.
-
-Modules are split only if the result is correct for every use of them. That holds for pairs with
-only elementwise operations in between, torch's own attention, attention whose model declares it,
-and single modules whose outputs are gathered. All else stays whole, and the plan says why.
-"""
+Modules are split only if the result is correct for every use of them. All else stays whole, and the
+plan says why."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -31,7 +28,8 @@ from shoal.torch_private.modules import parameter_table
 from shoal_proto.errors import InvalidSpec
 
 MIN_SPLIT_BYTES = 64 * 1024
-"""Minimum size of a split module or pair: for smaller ones collectives cost more than they save."""
+"""Minimum size of a split module or pair: for smaller ones, collectives cost more than they
+save."""
 
 
 def derive(
@@ -43,17 +41,15 @@ def derive(
     sequence: bool = False,
     all_have_parts: bool = False,
 ) -> TensorPlan:
-    """Derive a plan that splits the model over `degree` ranks.
+    """Derive a plan that splits the model, which may be on the meta device, over `degree` ranks.
 
-    `overrides` maps shell patterns of module names to "column", "row", "vocab", "heads" or "whole";
-    the last match counts. Any combination is correct: a "row" module without its "column" takes its
-    part of whole inputs; the outputs of a "column" module without its "row" are gathered.
-    `sequence`: also find blocks in which each rank computes only its positions. `all_have_parts`:
-    leave modules whole if a rank would get nothing of them (5 rows over 4 ranks: 2, 2, 1 and 0).
+    `overrides` maps shell patterns of module names to "column", "row", "vocab", "heads" or "whole",
+    in any combination; the last match counts. `sequence`: also find blocks in which each rank
+    computes only its positions. `all_have_parts`: leave modules whole if a rank would get nothing
+    of them.
+
     Raises InvalidSpec if a pattern matches nothing, if a style does not fit its module or leaves a
     rank without elements or whole heads, and if tied weights would be cut in two ways.
-
-    The model's parameters may be on the meta device. The model is not changed.
     """
     if degree < 1:
         raise InvalidSpec("a model cannot be split", seen=f"degree {degree}", expected="1 or more")
@@ -166,7 +162,7 @@ class _Derivation:
             splits = all(
                 styles[n] and n not in self._entries and self._fits(n, styles[n]) for n in names
             )
-            # Treat all alike: a tensor cut in one module and whole in another would become two.
+            # Else a tensor would be cut in one module and whole in another.
             splits = splits and any(self._is_big(name) for name in names)
             for name in names:
                 others = ", ".join(other for other in names if other != name)
@@ -176,8 +172,8 @@ class _Derivation:
                     self._whole(name, f"tied to {others}, which cannot be cut in the same way")
 
     def _bound_together(self) -> Iterator[list[str]]:
-        """Yield, in the order of the model, lists of modules that must be cut alike: those with a
-        parameter in common, directly or through a third module."""
+        """Yield lists of modules that must be cut alike: those with a parameter in common, directly
+        or through a third module."""
         groups = {name: {name} for name in self._modules}
         for owners in self._owners.values():
             joint = set().union(*(groups[self._cutter(name)] for name, _ in owners))
@@ -189,8 +185,7 @@ class _Derivation:
                 yield [each for each in self._modules if each in group]
 
     def _cutter(self, name: str) -> str:
-        """Return the module whose split decides on this one's parameters: the attention, for its
-        `out_proj`; else the module itself."""
+        """Return the module with the split that decides: the attention, for its `out_proj`."""
         parent, _, own = name.rpartition(".")
         above = self._modules.get(parent) if own == "out_proj" else None
         return parent if isinstance(above, nn.MultiheadAttention) else name
@@ -240,7 +235,6 @@ class _Derivation:
         )
 
     def _has_one_name(self, name: str) -> bool:
-        """True if the module has no second name, by which other modules might call it."""
         return name in self._modules and name not in self._shared
 
     def _alone(self, name: str) -> None:
@@ -312,8 +306,7 @@ class _Derivation:
         return PlanEntry(module=name, style=style, paired=paired, why=why, parts=parts)
 
     def _count(self, entry: PlanEntry) -> PlanEntry:
-        """Count the entry's parameters, and return the entry without those that were counted for an
-        earlier entry."""
+        """Return the entry without the parameters that were counted for an earlier entry."""
         module = self._modules[entry.module]
         parts = {}
         for key, part in entry.parts.items():
@@ -332,7 +325,6 @@ class _Derivation:
 
 
 def _owners(modules: Mapping[str, nn.Module]) -> dict[int, list[tuple[str, str]]]:
-    """List the (module, name) pairs of each parameter, by its id."""
     owners: dict[int, list[tuple[str, str]]] = {}
     for name, module in modules.items():
         for key, parameter in parameter_table(module).items():

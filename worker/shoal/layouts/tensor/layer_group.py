@@ -1,13 +1,7 @@
 """Collectives of ranks that compute layers together: all-reduce, all-gather, broadcast and so on.
 
-Over Gloo each collective ends on a Gloo thread, which wakes the trainer through the interpreter.
-Ranks of one machine instead write their values into memory that all can read, and pass one barrier
-(`_meet`); then each reads what it needs. A rank may begin the next collective while another still
-reads the values of this one. But no rank passes the next barrier before all have reached it, so two
-sets of buffers, used in turn, are enough.
-
-A value does not say which layer it belongs to. `LayerExchanges` records the layers for which a rank
-communicates, and differences in size between values in memory.
+Ranks of one machine write values into memory, pass one barrier (`_meet`), and read. Two sets of
+buffers, used in turn, are enough: while a rank reads, no other passes the next barrier.
 """
 
 from collections.abc import Sequence
@@ -34,10 +28,9 @@ _SIZE_BITS = 40
 
 
 class TensorGroup:
-    """A rank's tensor group. All ranks call the same methods in the same order, on one thread at a
+    """Tensor group of a rank. All ranks call the same methods in the same order, on one thread at a
     time, except `cut` and `num_barriers`. Raises the group's errors; GenerationBroken after
-    `release`.
-    """
+    `release`."""
 
     def __init__(
         self,
@@ -45,7 +38,6 @@ class TensorGroup:
         device: torch.device,
         exchanges: LayerExchanges | None = None,
     ) -> None:
-        """`exchanges`: record of the layers for which these ranks communicate."""
         self._exchanges = exchanges or LayerExchanges()
         self.rank, self.size = group.rank(), group.size()
         self._group: dist.ProcessGroup | None = group
@@ -62,8 +54,8 @@ class TensorGroup:
         return LayerGroup(ranks=self, site=self._exchanges.add_site(name))
 
     def begin(self) -> None:
-        """Begin a step. In the second step this is a collective: ranks of one machine open shared
-        memory. In the first step that would delay survivors, which resume after a loss."""
+        """Begin a step. Collective in the second step, for shared memory: in the first step it
+        would delay a recovery."""
         if self._num_steps == 1 and self._may_share:
             self._share()
         self._num_steps += 1
@@ -108,7 +100,7 @@ class TensorGroup:
         return parts
 
     def reduce_scatter(self, parts: Tensor) -> Tensor:
-        """Return the sum over the ranks of this rank's part; `parts` has a part for each rank."""
+        """Return the sum of this rank's part; `parts` has a part for each rank."""
         rows = self._shared_rows(parts)
         if rows is not None:
             mine = rows.view(self.size, *parts.shape)[:, self.rank]
@@ -148,8 +140,8 @@ class TensorGroup:
             memory.cut(reason)
 
     def release(self) -> None:
-        """Drop the process group and the memory, as modules may refer to this object for longer.
-        May be called twice."""
+        """Drop the process group and the memory: modules may keep this object. May be called
+        twice."""
         self._group, self._may_share = None, False
         self._slots = torch.empty(0, dtype=torch.uint8)
         memory, self._memory = self._memory, None
@@ -185,10 +177,8 @@ class TensorGroup:
         return rows
 
     def _meet(self, memory: SharedMemory, size: int) -> None:
-        """Wait for all ranks (a barrier); afterwards each can read what any of them wrote before.
-        Raises GenerationBroken if `SharedMemory.gather_words` does. If ranks meet for different
-        layers, or with values of different sizes, this is recorded, and refused when records are
-        compared."""
+        """Wait for all ranks; afterwards each can read what any of them wrote before. Records ranks
+        that meet for different layers or sizes."""
         message = self._exchange_number << _SIZE_BITS | size
         messages = memory.gather_words(message)
         if any(each != message for each in messages):
@@ -198,7 +188,7 @@ class TensorGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerGroup:
-    """The ranks that compute one layer together."""
+    """Ranks that compute one layer together."""
 
     ranks: TensorGroup
     site: ExchangeSite

@@ -37,12 +37,12 @@ _Known = dict[int, nn.Parameter]
 
 
 def parallelise(module: nn.Module, mesh: DeviceMesh, plan: TensorPlan, ranks: TensorGroup) -> None:
-    """Split the module in place by a plan, over a mesh of one dimension. `ranks`: the mesh's ranks.
+    """Split the module in place by a plan, over a mesh of one dimension, without communication.
+    `ranks`: the mesh's ranks.
 
-    Does not communicate. Parameters may be on the meta device; real ones must be the same on all
-    ranks. Split parameters become DTensors, all else is unchanged. Afterwards, if all ranks have
-    the same inputs, a forward pass gives each rank the whole outputs, and a backward pass gives
-    each rank the gradients of its own parameters.
+    Parameters may be on the meta device; real ones must be the same on all ranks. Split ones become
+    DTensors. If all ranks have the same inputs, each gets the whole outputs, and the gradients of
+    its own parameters.
     """
     assert mesh.size() == plan.degree, "the plan is for the mesh"
     known: _Known = {}
@@ -50,7 +50,7 @@ def parallelise(module: nn.Module, mesh: DeviceMesh, plan: TensorPlan, ranks: Te
         if entry.style != WHOLE:
             style = _Split(entry, known, ranks)
             parallelize_module(module.get_submodule(entry.module), mesh, style)
-    # For evaluation torch's encoder has kernels that need whole weights; these flags disable them.
+    # In evaluation, torch's encoder has kernels that need whole weights; these flags disable them.
     for part in module.modules():
         if isinstance(part, nn.TransformerEncoderLayer) and _is_split(part):
             part.activation_relu_or_gelu = 0
@@ -59,7 +59,6 @@ def parallelise(module: nn.Module, mesh: DeviceMesh, plan: TensorPlan, ranks: Te
 
 
 def _set_groups(ranks: TensorGroup, module: nn.Module) -> None:
-    """Give modules that have split themselves the same groups as modules split by a plan."""
     for name, part in module.named_modules():
         for key, value in list(vars(part).items()):
             if isinstance(value, Cut):
@@ -71,8 +70,6 @@ def _is_split(module: nn.Module) -> bool:
 
 
 class _Split(ParallelStyle):
-    """Style that splits one module by its entry in the plan."""
-
     def __init__(self, entry: PlanEntry, known: _Known, ranks: TensorGroup) -> None:
         super().__init__()
         self._entry = entry
@@ -90,7 +87,6 @@ class _Split(ParallelStyle):
         whole = parameter_table(owner)[key]
         if whole is None:
             return
-        # Tied parameters stay tied.
         if id(whole) not in self._known:
             cut = distribute_tensor(whole.detach(), mesh, [Shard(dim)], src_data_rank=None)
             self._known[id(whole)] = nn.Parameter(cut, requires_grad=whole.requires_grad)
@@ -98,9 +94,8 @@ class _Split(ParallelStyle):
 
 
 def make_partial(module: nn.Module, entry: PlanEntry, ranks: TensorGroup) -> Mapping[str, int]:
-    """Make the module compute this rank's part; its parameters are still whole. Returns the
-    dimension along which each parameter is to be cut, by name."""
-    # KeyedDropout is a subclass of Dropout.
+    """Make the module compute this rank's part. Returns the dimension along which each parameter,
+    still whole, is to be cut, by name."""
     base = nn.Dropout if isinstance(module, nn.Dropout) else type(module)
     kind = base, entry.style
     _APPLY[kind](module, ranks.of_layer(entry.module), entry)
@@ -153,14 +148,11 @@ _APPLY: Mapping[tuple[type[nn.Module], str], Callable[[Any, LayerGroup, PlanEntr
 
 @runtime_checkable
 class SelfSplittingModule(Protocol):
-    """A module that splits itself: no plan can be derived for it, as its layers are not modules of
-    torch."""
+    """A module that splits itself: no plan can be derived for it."""
 
     def split_over(self, mesh: DeviceMesh) -> None:
         """Replace split parameters by DTensors, and make the module compute with this rank's parts.
-
-        Called in each generation, on a copy whose parameters are on the meta device.
-        """
+        Called in each generation, on a copy on the meta device."""
 
 
 class TensorLayout(Layout):
@@ -179,8 +171,7 @@ class TensorLayout(Layout):
         world.exchanges.set_peers(range(world.world_size))
         self._ranks = TensorGroup(world.group, world.device, world.exchanges)
         parallelise(module, mesh, plan, self._ranks)
-        # Gradients of these parameters cover this rank's positions of the sequence only: they have
-        # to be summed.
+        # Gradients of these parameters cover this rank's positions of the sequence only.
         self._summed = summed_parameters(module, plan.sequence)
         spread_positions(module, plan.sequence, self._ranks)
         if isinstance(module, SelfSplittingModule):
@@ -217,20 +208,14 @@ class TensorLayout(Layout):
             super().backward(loss, weight)
 
     def _complete(self) -> None:
-        """Sum, over the ranks, the gradients that each rank has for its positions of the sequence
-        only."""
         self.world.exchanges.note_missing_gradients()
         self.non_finite_check.check_after_pass(self._parameters)
         if self.world.world_size > 1:
             self._ranks.sum_packed(summands_of(self._parameters, self._summed))
 
     def reduce(self) -> None:
-        """Broadcast the gradients of whole parameters from the first rank.
-
-        The ranks' gradients differ only because kernels add in no fixed order, or because hardware
-        differs. Over many steps, these differences suffice to let the ranks' parameters drift
-        apart.
-        """
+        """Broadcast the gradients of whole parameters from the first rank: else rounding would let
+        the ranks' parameters drift apart."""
         self._gradients.finish(self._complete)
         if self.world.world_size == 1:
             return
@@ -248,7 +233,6 @@ class TensorLayout(Layout):
         self._ranks.release()
 
     def _whole_gradients(self) -> Iterator[list[Tensor]]:
-        """Yield lists of gradients by dtype, in the order of the parameters."""
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for parameter in self._parameters.values():
             gradient = parameter.grad

@@ -1,10 +1,8 @@
 """Linear, embedding and dropout modules of which each rank computes a part.
 
-Outside a split region every value is the same on all ranks of the group. A value that enters a
-region has its gradient summed over the ranks; a value that leaves it is gathered or summed.
-Parameters are DTensors, but computations use this rank's local parts. So sizes need not be
-divisible, and plain kernels run. torch.compile skips these modules: a DTensor in a graph would be
-compiled anew in each generation, as the mesh is new.
+Outside a split region, every value is the same on all ranks. A value that enters a region has its
+gradient summed over the ranks; a value that leaves it is gathered or summed. torch.compile skips
+these modules: DTensors are new in each generation.
 
 (M. Shoeybi et al., Megatron-LM, arXiv:1909.08053, section 3.)
 """
@@ -32,7 +30,7 @@ class Cut:
     group: LayerGroup
     rank: int
     sizes: tuple[int, ...]
-    """Size of each rank's part; zeros at the end if earlier ranks' parts hold all elements."""
+    """Size of each rank's part; zeros at the end if earlier ranks hold all elements."""
 
     @classmethod
     def of(cls, size: int, group: LayerGroup) -> "Cut":
@@ -53,8 +51,6 @@ class Cut:
 
 
 class _Enter(torch.autograd.Function):
-    """Identity; the gradient is summed over the ranks."""
-
     @staticmethod
     def forward(ctx: Any, value: Tensor, group: LayerGroup) -> Tensor:
         ctx.group = group
@@ -66,8 +62,6 @@ class _Enter(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """All-reduce; the gradient passes unchanged."""
-
     @staticmethod
     def forward(ctx: Any, value: Tensor, group: LayerGroup) -> Tensor:
         return group.all_reduce(value)
@@ -78,12 +72,10 @@ class _Sum(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """All-gather along the last dimension; the gradient is this rank's part."""
-
     @staticmethod
     def forward(ctx: Any, part: Tensor, cut: Cut) -> Tensor:
         ctx.cut = cut
-        # Padded to one size: not every backend gathers parts of different sizes.
+        # Padded: not every backend gathers parts of different sizes.
         widest = max(cut.sizes)
         padded = part.new_zeros((*part.shape[:-1], widest))
         padded.narrow(-1, 0, cut.size).copy_(part)
@@ -114,11 +106,8 @@ def gathered(part: Tensor, cut: Cut) -> Tensor:
 
 
 class _Local(torch.autograd.Function):
-    """Local part of a parameter; its gradient is cut as the parameter is.
-
-    If a parameter is cut by columns, `DTensor.to_local` gives its gradient other strides than the
-    parameter has. Autograd then copies it, and before torch 2.13 the copy is whole on every rank.
-    """
+    """Local part of a parameter; its gradient is cut as the parameter is. (`DTensor.to_local` lets
+    autograd make a whole copy, before torch 2.13.)"""
 
     @staticmethod
     def forward(ctx: Any, parameter: DTensor) -> Tensor:
@@ -133,7 +122,7 @@ class _Local(torch.autograd.Function):
 
 
 def local(parameter: Tensor) -> Tensor:
-    """Return this rank's part of a parameter; gradients flow back into it."""
+    """Return this rank's part of a parameter; gradients flow back into the parameter."""
     if not isinstance(parameter, DTensor):
         return parameter
     part: Tensor = _Local.apply(parameter)  # type: ignore[no-untyped-call]
@@ -144,7 +133,6 @@ class ColumnLinear(nn.Linear):
     """Linear layer in which each rank computes some of the outputs."""
 
     cut: Cut
-    """Cut of the outputs."""
     gathers: bool
     """True: returns all outputs. False: returns this rank's outputs, for a RowLinear."""
 
@@ -159,7 +147,6 @@ class RowLinear(nn.Linear):
     """Linear layer in which each rank computes a summand of all outputs from some inputs."""
 
     cut: Cut
-    """Cut of the inputs."""
     takes_part: bool
     """True if the input has this rank's part only, from a ColumnLinear that does not gather."""
 
@@ -174,13 +161,12 @@ class VocabEmbedding(nn.Embedding):
     """Embedding in which each rank looks up the rows that it holds."""
 
     cut: Cut
-    """Cut of the rows."""
 
     @eager
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name, callers may use it
         weight = local(self.weight)
         if not self.cut.size:
-            # The sum of no elements: it is 0, and keeps the weight in the graph.
+            # The sum of no elements: 0, which keeps the weight in the graph.
             zeros = weight.sum() + weight.new_zeros((*input.shape, self.embedding_dim))
             return summed(zeros, self.cut)
         row = input - self.cut.start
@@ -200,7 +186,6 @@ class ColumnEmbedding(nn.Embedding):
     """Embedding in which each rank looks up some of the columns of every row."""
 
     cut: Cut
-    """Cut of the columns."""
 
     @eager
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name, callers may use it
@@ -208,16 +193,11 @@ class ColumnEmbedding(nn.Embedding):
 
 
 class CutDropout(nn.Dropout):
-    """Dropout between a ColumnLinear and a RowLinear.
-
-    Draws the mask of the whole width and uses this rank's part. In a module that
-    `randomness.dropout.key_dropout` has keyed, the mask is computed from the positions of the
-    samples. Otherwise, if the ranks' generators are in the same state, the masks are the same as in
-    one process, and the generators stay in the same state.
-    """
+    """Dropout between a ColumnLinear and a RowLinear: each rank uses its part of the whole width's
+    mask. Unless the module is keyed (`randomness.dropout.key_dropout`), the ranks' generators must
+    be in the same state."""
 
     cut: Cut
-    """Cut of the last dimension."""
 
     @eager
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name, callers may use it
@@ -231,7 +211,7 @@ class CutDropout(nn.Dropout):
 
 
 def whole_mask(part: Tensor, dim: int, cut: Cut, p: float) -> Tensor:
-    """Draw dropout's factors for the whole value; `part` is this rank's part of it."""
+    """Draw dropout's factors for the whole value, of which `part` is this rank's part."""
     shape = list(part.shape)
     shape[dim] = sum(cut.sizes)
     return F.dropout(part.new_ones(shape), p, training=True)

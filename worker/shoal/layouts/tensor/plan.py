@@ -12,11 +12,9 @@ COLUMN = "column"
 ROW = "row"
 """Split by inputs: nn.Linear by columns of its weight."""
 VOCAB = "vocab"
-"""Split nn.Embedding by rows."""
 HEADS = "heads"
-"""Split nn.MultiheadAttention by heads."""
 WHOLE = "whole"
-"""Not split: every rank holds the whole module and computes the same."""
+"""Not split: every rank holds and computes the whole."""
 MASK = "mask"
 """Split of a dropout within a pair: each rank uses its part of the mask."""
 
@@ -33,7 +31,7 @@ class ParameterSplit:
 
     shape: tuple[int, ...]
     dim: int | None
-    """The dimension that is cut; None: whole on every rank."""
+    """Dimension that is cut; None: whole on every rank."""
     element_bytes: int
 
     def shape_on(self, rank: int, degree: int) -> tuple[int, ...]:
@@ -55,14 +53,12 @@ class PlanEntry:
 
     module: str
     style: str
-    """One of the styles at the head of this file."""
     paired: bool = False
     """True for a column and the row that takes the column's outputs without a gather."""
     why: str
     parts: Mapping[str, ParameterSplit]
-    """Splits by the parameter's name in the module; parameters of an earlier entry are left out."""
+    """Splits by the parameter's name in the module; without parameters of an earlier entry."""
     width: int = 0
-    """Size of a mask's last dimension over all ranks."""
 
     def bytes_on(self, rank: int, degree: int) -> int:
         return sum(part.bytes_on(rank, degree) for part in self.parts.values())
@@ -82,13 +78,13 @@ class SequenceRole(StrEnum):
     BLOCK = "block"
     """Takes and returns whole values; inside, the positions of its inputs are spread over ranks."""
     NORM = "norm"
-    """Computes this rank's positions, so the gradients of its parameters are summed over ranks."""
+    """Computes this rank's positions: the gradients of its parameters are summed over ranks."""
     DROPOUT = "dropout"
     COLUMN = "column"
     """Gathers the positions of its input."""
     ROW = "row"
-    """Sums its output over ranks and keeps this rank's positions. The gradient of its bias is
-    summed over ranks, as for a norm."""
+    """Sums its output over ranks and keeps this rank's positions. Its bias' gradient is summed over
+    ranks."""
     AROUND = "around"
     """Takes all positions; the positions of its output are spread over ranks."""
 
@@ -110,7 +106,7 @@ class SequenceEntry:
     role: SequenceRole
     block: str
     takes: tuple[int | str, ...] = (0,)
-    """Index or name of each argument whose positions are spread."""
+    """Index or name of each argument with positions that are spread."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,16 +115,15 @@ class TensorPlan:
 
     degree: int
     entries: tuple[PlanEntry, ...]
-    """Modules with parameters of their own, and dropouts within pairs. Attention that is split by
-    heads contains its `out_proj`."""
+    """Modules with parameters of their own, and dropouts within pairs. Split attention contains its
+    `out_proj`."""
     sequence: tuple[SequenceEntry, ...] = ()
     """Modules of blocks in which each rank computes only its positions; each block precedes its
     modules."""
 
     @property
     def bytes_per_rank(self) -> tuple[int, ...]:
-        """Bytes of all parameters, by rank. Gradients take as much again. Buffers, which are whole
-        on each rank, are not counted."""
+        """Bytes of all parameters, without buffers, by rank."""
         return tuple(
             sum(entry.bytes_on(rank, self.degree) for entry in self.entries)
             for rank in range(self.degree)

@@ -1,9 +1,7 @@
 """Finder of linear modules that can be split as columns and a row, with nothing gathered between.
 
-A region is a set of linear modules whose outputs reach the input of one further linear module, and
-nothing else, through elementwise operations only: gate(x) * up(x) before down, or fc1 before fc2.
-To find a module's regions, its forward is run with symbols for values; if the forward fails, there
-are none. Only regions that training and evaluation have in common count.
+A region is a set of linear modules with outputs that reach only the input of one further linear
+module, through elementwise operations: fc1 before fc2, in training and in evaluation.
 """
 
 import inspect
@@ -37,7 +35,7 @@ _ELEMENTWISE_MODULES = (
     nn.Softplus,
     nn.Tanh,
 )
-# Classes of `transformers.activations`, by name to avoid its import; none has parameters.
+# Classes of `transformers.activations`, by name to avoid its import.
 _HUGGING_FACE = frozenset(
     {
         *("AccurateGELUActivation", "ClippedGELUActivation", "FastGELUActivation"),
@@ -91,8 +89,8 @@ def is_elementwise(module: Any) -> bool:
 
 
 def _known(parent: nn.Module) -> list[Region] | None:
-    """Return the regions of torch's transformer layers, which branch on their inputs and so cannot
-    be traced; None for other modules."""
+    """Return the regions of torch's transformer layers, which cannot be traced; None for other
+    modules."""
     if type(parent) not in (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer):
         return None
     activation = parent.activation
@@ -111,8 +109,6 @@ def children_of(parent: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.M
 
 
 class _Recorder(nn.Module):
-    """Replacement for a child module; records calls and their arguments."""
-
     def __init__(self, name: str, original: nn.Module, tracer: GraphAppendingTracer) -> None:
         super().__init__()
         self.__dict__["_recorded"] = (name, original, tracer)
@@ -124,13 +120,12 @@ class _Recorder(nn.Module):
     def __getattr__(self, name: str) -> Any:
         value = getattr(self.__dict__["_recorded"][1], name)
         if isinstance(value, Tensor | nn.Module) or callable(value):
-            # The parent uses a part of the child without calling it: a split would break that.
+            # The parent uses a part of the child without a call: a split would break that.
             raise AttributeError(name)
         return value
 
 
 def _shadow(parent: nn.Module, tracer: GraphAppendingTracer) -> nn.Module:
-    """Make a copy to run with symbols, so that the original is not changed."""
     buffers = buffer_table(parent).items()
     return copy_with_tables(
         parent,
@@ -156,8 +151,7 @@ def traces(parent: nn.Module) -> Iterator[fx.Graph]:
     """Trace forward with symbols: in training and evaluation, with and without optional arguments.
     Yields nothing for a forward with `*args` or `**kwargs`; may raise any error of the forward.
 
-    torch.fx's own tracer patches nn.Module for the whole process while it traces, which other
-    threads would notice. Replaced children need no patch.
+    torch.fx's own tracer would patch nn.Module for the whole process.
     """
     inputs = inspect.signature(parent.forward).parameters.values()
     if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in inputs):
@@ -179,7 +173,7 @@ def _regions_of(graph: fx.Graph, parent: nn.Module) -> Iterator[Region]:
     children = dict(children_of(parent))
     calls = [node for node in graph.nodes if node.op == "call_module"]
     names = [str(node.target) for node in calls]
-    # A module that is called twice may be called inside the region and outside.
+    # A module called twice may be called inside the region and outside.
     once = {name: children[name] for name in names if names.count(name) == 1}
     taken: set[str] = set()
     for node in calls:
@@ -191,7 +185,6 @@ def _regions_of(graph: fx.Graph, parent: nn.Module) -> Iterator[Region]:
 
 
 def _region_before(row: fx.Node, once: dict[str, nn.Module]) -> Region | None:
-    """Return the region that ends at this linear module; None if there is none."""
     if len(row.args) != 1 or row.kwargs or not isinstance(row.args[0], fx.Node):
         return None
     inside: dict[fx.Node, None] = {}
@@ -231,7 +224,7 @@ def is_elementwise_node(node: fx.Node, module: nn.Module | None) -> bool:
         known = node.target in _ELEMENTWISE_FUNCTIONS
     else:
         known = node.op == "call_method" and node.target in _ELEMENTWISE_METHODS
-    # A constant tensor could have any shape; a number is the same for every element.
+    # A constant tensor could have any shape; a number fits every element.
     numbers = (int, float, str, bool, type(None), fx.Node)
     return known and all(isinstance(value, numbers) for value in _flat(node))
 

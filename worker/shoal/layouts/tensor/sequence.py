@@ -1,9 +1,8 @@
-"""Sequence parallelism: between split layers each rank computes only its positions of the sequence.
+"""Sequence parallelism: between split layers, each rank computes only its positions of the
+sequence.
 
-Norms, dropout and residual sums compute each position from that position alone. So each rank takes
-its part of the last dimension but one. An all-gather before a split layer and a reduce-scatter
-after it replace the all-reduce of tensor parallelism: together they send as many bytes as it does.
-(V. Korthikanti et al., Reducing Activation Recomputation, arXiv:2205.05198, section 4.2.)
+An all-gather and a reduce-scatter replace tensor parallelism's all-reduce. (V. Korthikanti et al.,
+Reducing Activation Recomputation, arXiv:2205.05198, section 4.2.)
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -23,8 +22,7 @@ from shoal.torch_private.modules import parameter_table
 from shoal_proto.errors import InvalidSpec
 
 DIM = -2
-"""The dimension before the features, usually the sequence: its positions are computed
-independently of each other."""
+"""Dimension before the features, usually the sequence."""
 
 
 class Positions:
@@ -84,8 +82,6 @@ def _own(whole: Tensor, cut: Cut) -> Tensor:
 
 
 class _Spread(torch.autograd.Function):
-    """Take this rank's positions of a value that all ranks have; its gradient is gathered."""
-
     @staticmethod
     def forward(ctx: Any, whole: Tensor, cut: Cut) -> Tensor:
         ctx.cut = cut
@@ -97,8 +93,7 @@ class _Spread(torch.autograd.Function):
 
 
 class _Whole(torch.autograd.Function):
-    """Gather all positions, for modules that compute the same on all ranks; the gradient is this
-    rank's part."""
+    """All-gather, for modules that compute the same on all ranks."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, cut: Cut) -> Tensor:
@@ -111,8 +106,7 @@ class _Whole(torch.autograd.Function):
 
 
 class _Enter(torch.autograd.Function):
-    """Gather all positions, for modules that compute a part of the features; the gradient is summed
-    over ranks and scattered."""
+    """All-gather, for modules that compute a part of the features."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, cut: Cut) -> Tensor:
@@ -125,8 +119,6 @@ class _Enter(torch.autograd.Function):
 
 
 class _Leave(torch.autograd.Function):
-    """Sum over the ranks and keep this rank's positions; the gradient is gathered."""
-
     @staticmethod
     def forward(ctx: Any, summand: Tensor, cut: Cut) -> Tensor:
         ctx.cut = cut
@@ -143,7 +135,7 @@ def _apply(function: Any, value: Tensor, positions: Positions) -> Tensor:
 
 
 class SequenceColumnLinear(ColumnLinear):
-    """A ColumnLinear whose input has this rank's positions."""
+    """ColumnLinear for an input of this rank's positions."""
 
     positions: Positions
 
@@ -154,7 +146,7 @@ class SequenceColumnLinear(ColumnLinear):
 
 
 class SequenceRowLinear(RowLinear):
-    """A RowLinear whose output has this rank's positions."""
+    """RowLinear for an output of this rank's positions."""
 
     positions: Positions
 
@@ -165,7 +157,7 @@ class SequenceRowLinear(RowLinear):
 
 
 class SequenceDropout(nn.Dropout):
-    """Dropout of this rank's positions, with this rank's part of the mask of all positions."""
+    """Dropout of this rank's positions, with its part of the mask of all positions."""
 
     positions: Positions
 
@@ -197,7 +189,7 @@ def spread_positions(
 
 
 def summed_parameters(model: nn.Module, entries: Sequence[SequenceEntry]) -> frozenset[str]:
-    """Name the parameters whose gradients come from this rank's positions only."""
+    """Name the parameters with gradients from this rank's positions only."""
     names = set()
     for entry in entries:
         module = model.get_submodule(entry.module)
@@ -209,8 +201,8 @@ def summed_parameters(model: nn.Module, entries: Sequence[SequenceEntry]) -> fro
 
 
 def summands_of(parameters: Mapping[str, nn.Parameter], names: Collection[str]) -> list[Tensor]:
-    """Return this rank's parts of these gradients, in the order of the parameters. A missing
-    gradient is replaced by zeros, so that all ranks exchange the same number of elements."""
+    """Return this rank's parts of these gradients; zeros for a missing one, as all ranks exchange
+    the same number of elements."""
     return [
         torch.zeros_like(local_part(parameter))
         if parameter.grad is None
@@ -243,7 +235,6 @@ def _around(module: nn.Module, entry: SequenceEntry, positions: Positions) -> No
 
 
 def _at(args: Any, kwargs: Any, takes: tuple[int | str, ...], change: Callable[..., Any]) -> Any:
-    """Apply `change` to the arguments that `takes` names; a tensor given twice is changed once."""
     changed: dict[int, Tensor] = {}
 
     def once(value: Any) -> Any:

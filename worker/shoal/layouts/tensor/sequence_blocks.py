@@ -1,9 +1,8 @@
 """Finder of blocks in which each rank can compute only its positions of the sequence.
 
-A block takes a value and returns a value with the same positions. Its forward, run with symbols,
-has only four kinds of operations: those that compute each position by itself (norms, dropout,
-elementwise operations), pairs of split layers, inner blocks, and modules that take all positions,
-such as attention. A module with other operations, or that cannot be traced, is no block.
+A block takes a value and returns a value with the same positions. Its forward has only norms,
+dropout, elementwise operations, pairs of split layers, inner blocks, and modules that take all
+positions, such as attention.
 """
 
 import operator
@@ -40,8 +39,8 @@ _TORCH: Mapping[type[nn.Module], Mapping[str, tuple[int | str, ...]]] = {
 
 
 def sequence_blocks(model: nn.Module, plan: Mapping[str, PlanEntry]) -> tuple[SequenceEntry, ...]:
-    """Find the outermost blocks that have a norm or dropout, and a linear module split as a column.
-    Return entries for the blocks and their modules. `plan`: the model's tensor plan, by module."""
+    """Return entries for the outermost blocks that have a norm or dropout, and a linear module
+    split as a column, and for their modules. `plan`: the model's tensor plan, by module."""
     entries: list[SequenceEntry] = []
     blocks: list[str] = []
     shared = _shared(model)
@@ -73,8 +72,6 @@ def check_has_blocks(plan: TensorPlan) -> None:
 
 
 def _shared(model: nn.Module) -> frozenset[int]:
-    """Return the ids of modules and parameters that the model has several times: a change for one
-    use changes all of them."""
     modules = [module for _, module in model.named_modules(remove_duplicate=False)]
     parameters = [
         p for module in modules for p in parameter_table(module).values() if p is not None
@@ -88,12 +85,9 @@ def _has_hooks(module: nn.Module) -> bool:
 
 
 class _Kind(Enum):
-    """Kind of a value on a rank."""
-
     WHOLE = auto()
     """A value that is the same on all ranks, or no tensor."""
     OWN = auto()
-    """This rank's positions."""
     PART = auto()
     """This rank's features at all positions: between a column and its row."""
 
@@ -103,8 +97,6 @@ class _NoBlock(Exception):
 
 
 class _Block:
-    """Analysis of one module, which may be a block."""
-
     def __init__(
         self,
         block: str,
@@ -137,8 +129,8 @@ class _Block:
         return list(variants[0].values()) if alike else None
 
     def _of_torch(self) -> list[SequenceEntry] | None:
-        """Return the entries of one of torch's transformer layers, which branch on their inputs and
-        so cannot be traced; None if its linear modules are not a pair."""
+        """Return the entries of one of torch's transformer layers; None if its linear modules are
+        not a pair."""
         if not self._is_paired("linear1", COLUMN) or not self._is_paired("linear2", ROW):
             return None
         takes = _TORCH[type(self._module)]
@@ -156,7 +148,7 @@ class _Block:
     def _note(self, name: str, role: SequenceRole, takes: tuple[int | str, ...] = (0,)) -> None:
         """Add an entry. Raises _NoBlock for a module that is used elsewhere too."""
         child = self._module.get_submodule(name)
-        # In a block a gradient covers some positions, elsewhere all: the two cannot be added.
+        # In a block a gradient covers some positions, elsewhere all: no sum of both.
         own = child.parameters() if role in (SequenceRole.NORM, SequenceRole.ROW) else ()
         if any(id(each) in self._shared for each in (child, *own)):
             raise _NoBlock
@@ -168,7 +160,6 @@ class _Block:
         return entry is not None and entry.style == style and entry.paired
 
     def _follow(self, graph: fx.Graph) -> None:
-        """Add the entries of a trace. Raises _NoBlock."""
         kinds: dict[fx.Node, _Kind] = {}
         first = next(iter(graph.nodes))
         calls = [str(node.target) for node in graph.nodes if node.op == "call_module"]
@@ -186,7 +177,7 @@ class _Block:
                 kinds[node] = self._of_function(node, kinds)
         around = {e.module for e in self._found.values() if e.role == SequenceRole.AROUND}
         users = [f"{self._path}.{user.target}".lstrip(".") for user in first.users]
-        # If all users of the input need all its positions, as an embedding does, there is no block.
+        # An embedding needs all positions, for example.
         if all(user in around for user in users):
             raise _NoBlock
 
@@ -227,8 +218,8 @@ class _Block:
         return _Kind.OWN
 
     def _by_position(self, name: str, child: nn.Module) -> bool:
-        """Return True if the child takes this rank's positions; note its role then, or the roles of
-        an inner block's modules."""
+        """Return True if the child takes this rank's positions; note its role then, or an inner
+        block's."""
         path = f"{self._path}.{name}" if self._path else name
         if type(child) in (nn.LayerNorm, nn.RMSNorm) and len(child.normalized_shape) == 1:  # type: ignore[arg-type]
             self._note(name, SequenceRole.NORM)

@@ -1,4 +1,4 @@
-"""Table of the modules that can be split: their styles, and the dimensions of parameters to cut."""
+"""Modules that can be split: their styles, and the dimensions of parameters to cut."""
 
 from collections.abc import Mapping
 
@@ -23,7 +23,7 @@ CUT_DIMS: Mapping[tuple[type[nn.Module], str], Mapping[str, int]] = {
 
 
 def reason_to_keep_whole(module: nn.Module) -> str:
-    """Return the reason why a module of a class in STYLES must stay whole, or an empty string."""
+    """Return the reason why a module of a class in STYLES must stay whole; empty if it need not."""
     if has_hooks(module):
         return "it has hooks, which would see a part"
     if isinstance(module, nn.MultiheadAttention):
