@@ -1,5 +1,6 @@
 """The HTTP API, over a real socket."""
 
+import ast
 import json
 import math
 import re
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from pydantic import TypeAdapter
 from support.clusters import status_world
 from support.clusters.status_world import World
 
@@ -20,10 +22,28 @@ from shoal_proto.terminal import printable
 from shoal_server.status.access.guard import OPEN
 from shoal_server.status.board import MAX_EVENTS
 from shoal_server.status.health import EXAMPLE
-from shoal_server.status.views import FIGURES, AcceptedLossView, LostShardView, Readiness
+from shoal_server.status.views import (
+    FIGURES,
+    AcceptedLossView,
+    LostShardView,
+    Readiness,
+    ShardsView,
+)
 
 HEALTH = "/api/v1/jobs/digits/members/w1/health"
 REPORT = {"incarnation": "incarnation-of-w1", "step": 1300, "loss": 0.125, "samples_per_s": 900.5}
+
+
+def test_views_are_described_without_a_parse_for_each_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first requests make schemas of all views. While their sources were parsed, the
+    coordinator answered nobody."""
+
+    def refused(*_: object, **__: object) -> None:
+        raise AssertionError("a source is parsed")
+
+    monkeypatch.setattr(ast, "parse", refused)
+    fields = TypeAdapter(ShardsView).json_schema()["properties"]
+    assert fields["lost"]["description"].startswith("Shards that no server holds")
 
 
 def body_of_error(response: httpx.Response, status: int, kind: str) -> dict[str, str]:
