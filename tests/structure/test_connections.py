@@ -10,7 +10,7 @@ HTTP_PLACE = "shoal_client.connection.http"
 CHANNELS = {"insecure_channel", "secure_channel"}
 HTTP_PACKAGES = {"httpx", "requests", "urllib3", "aiohttp", "http.client", "urllib.request"}
 """Packages that read http_proxy unless this is turned off; httpcore does not read it."""
-ERRORS = {"HTTPError", "InvalidURL", "TransportError"}
+ERRORS = {"HTTPError", "InvalidURL", "ReadTimeout", "TransportError", "WriteTimeout"}
 TYPES = {"Client", "Response"}
 """Names of httpx that open no connection: errors, and types in annotations."""
 TO_STRANGERS = {"credentials.py", "shoal.integrations.trl"}
