@@ -25,9 +25,10 @@ class View:
         # first request would take half a second, in which the coordinator answers nobody.
         super().__init_subclass__(**options)
         descriptions = dict(_field_docstrings(cls.__module__).get(cls.__qualname__, ()))
+        annotated: Any = Annotated
         for name, annotation in cls.__annotations__.items():
             if name in descriptions:
-                described = Annotated[annotation, Field(description=descriptions[name])]
+                described = annotated[annotation, Field(description=descriptions[name])]
                 cls.__annotations__[name] = described
 
 
