@@ -1,7 +1,7 @@
-"""Secrets that prove a process's identity, stored only as digests.
+"""Secrets that prove a process's identity. The coordinator stores only their digests.
 
-A job's secret is in the file SHOAL_JOB_SECRET_FILE, because other users can read a process's
-arguments. A launcher makes a secret for each of its workers.
+A job's secret is in a file, because other users can read a process's arguments. The environment
+variable SHOAL_JOB_SECRET_FILE has its path. A launcher makes a secret for each of its workers.
 """
 
 import hashlib
@@ -75,7 +75,7 @@ def read_job_secret(path: Path) -> str:
         ) from error
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise InvalidSpec(
-            "others may read the job's secret",
+            "the file of the job's secret may be used by others",
             seen=f"{path} has mode {stat.S_IMODE(mode):04o}",
             expected="0600",
             fix=f"chmod 600 {path}",

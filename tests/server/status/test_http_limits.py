@@ -160,7 +160,7 @@ async def test_a_live_page_that_is_not_read_is_dropped(world: World) -> None:
         with socket.create_connection(("127.0.0.1", server.port)) as lazy:
             lazy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             lazy.sendall(b"GET /api/v1/stream?job=digits HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n")
-            while not bounds.connections.refused["readers that do not read"]:  # noqa: ASYNC110
+            while not bounds.connections.refused["clients that do not read"]:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
             while bounds.streams.num_open:  # noqa: ASYNC110
                 await asyncio.sleep(0)

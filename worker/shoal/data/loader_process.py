@@ -63,7 +63,7 @@ def _end_with(trainer: multiprocessing.process.BaseProcess | None) -> None:
     assert trainer is not None, "a process of a DataLoader has a parent"
     if sys.platform == "linux" and trainer.pid == os.getppid():
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # Not enough alone: a later fork of the trainer keeps the sentinel open.
+    # This thread alone is not enough: a later fork of the trainer keeps the sentinel open.
     threading.Thread(target=_await_end, args=(trainer,), name="await-trainer", daemon=True).start()
 
 
@@ -100,8 +100,8 @@ def keep_socket_paths_short() -> None:
         tempfile.tempdir = before
     if len(os.fsencode(path)) > longest:
         raise LoadingFailed(
-            "processes that load cannot open sockets: their paths would be too long",
-            seen=f"TMPDIR={tempfile.gettempdir()}: {len(os.fsencode(path))} bytes for a directory",
+            "loading processes cannot open sockets: the sockets' paths would be too long",
+            seen=f"{path}, a directory of {len(os.fsencode(path))} bytes",
             expected=f"at most {longest} bytes, {longest - len(name)} of them TMPDIR's",
             fix="Set TMPDIR to a directory with a shorter path, such as /tmp.",
         )

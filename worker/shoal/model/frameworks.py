@@ -1,6 +1,6 @@
-"""Adapters for models of other frameworks as torch modules.
+"""Adapters that let models of other frameworks be used as torch modules.
 
-A framework's adapter is a module of `shoal.integrations`, loaded for the first model of the
+An adapter is a Python module of `shoal.integrations`, imported for the first model of its
 framework.
 """
 
@@ -21,10 +21,10 @@ class FrameworkAdapter(Protocol):
         """Return a torch module with the model's own parameters."""
 
     def distribute_static(self, model: Any, strategy: Any, backend: str | None) -> Any:
-        """Return the model on which the script calls `fit`, over a fixed set of ranks."""
+        """Make `fit` train over a fixed set of ranks; return the model to call it on."""
 
     def distribute_in_session(self, session: Any, model: Any, strategy: Any, **options: Any) -> Any:
-        """Return the model on which the script calls `fit`, in a session."""
+        """Make `fit` train in a session; return the model to call it on."""
 
 
 def as_torch(model: nn.Module) -> nn.Module:
@@ -33,7 +33,7 @@ def as_torch(model: nn.Module) -> nn.Module:
 
 
 def is_trained_by_fit(model: nn.Module, optimizer: Any) -> bool:
-    """True if this is a Keras model with its own optimizer, which `fit` trains."""
+    """True if this is a Keras model, and `optimizer` is none of torch: `fit` trains it."""
     return _is_keras(model) and not isinstance(optimizer, Optimizer)
 
 

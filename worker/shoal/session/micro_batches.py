@@ -245,9 +245,9 @@ class MicroBatches:
             self._strategy.backward(loss if fraction == 1.0 else loss * fraction, weight)
 
     def check_mean(self, loss: Tensor, *, by_weight: bool) -> None:
-        """Raise InvalidSpec for a loss that is a sum over the samples, and for one without a weight
-        that is not a mean over them. For a whole batch, `check_complete` raises, if the step has no
-        other pass."""
+        """Raise InvalidSpec for a loss that is a sum over the samples, and for a loss that has no
+        weight and is not a mean over them. For a whole batch, `check_complete` raises, if the step
+        has no other pass."""
         present = self._part or self._batch
         if present is None or not present.indices or not self._strategy.cuts_batches:
             return

@@ -45,16 +45,17 @@ generation; greatest number of steps between two copies."""
 def targets_of(hosts: Sequence[str], copies: int, leaving: Collection[int] = ()) -> list[list[int]]:
     """Return, for each rank, the ranks that get its copies; `hosts` is the host of each rank. Pure.
 
-    Ranks form a ring, sorted by host, and each copy goes a fixed distance ahead in the ring. Up to
-    MAX_SWAPPED_RANKS ranks, pairs of ranks then swap targets if that moves copies to further hosts.
-    Targets on other hosts come first. If no rank leaves, a rank receives as many copies as it
-    sends.
+    Ranks form a ring, sorted by host, and each copy goes a fixed distance ahead in the ring. In
+    a world of at most MAX_SWAPPED_RANKS ranks, pairs of ranks then swap targets if that puts fewer
+    copies on a rank's own host, or on one host twice. Targets on other hosts come first.
 
-    All copies of a rank are on different hosts, none on its own, if (`copies` + 1) x (ranks on the
-    largest host) is at most the number of all ranks. The first copy goes to another host, unless
-    one host has more than half of the ranks.
+    If no rank leaves, a rank receives as many copies as it sends. Then all copies of a rank are on
+    different hosts, none on its own, if (`copies` + 1) x (ranks on the largest host) is at most the
+    number of all ranks. The first copy goes to another host, unless one host has more than half of
+    the ranks.
 
-    Ranks that are `leaving` receive no copies, and send one more, as their own snapshot is lost.
+    Ranks that are `leaving` receive no copies. They send one copy more, since the copy in their own
+    memory is lost with them.
     """
     ring, distances, chosen = _choose(tuple(hosts), copies)
     index_in_ring = {rank: number for number, rank in enumerate(ring)}
@@ -456,8 +457,8 @@ class Catalogue:
         self._all_values: list[Mapping[str, Any]] = [{} for _ in range(world_size)]
 
     def inventory_of(self, own: StateShard) -> Inventory:
-        """Return the inventory of this rank's state shard, without step and values: the same object
-        as last time if the tensors are the same."""
+        """Return the inventory of this rank's state shard, without the step and `values`: the
+        same object as last time if names, shapes, chunks and dtypes are the same."""
         outline = {
             name: (shard.shape, shard.chunk, shard.tensor.dtype)
             for name, shard in own.shards.items()

@@ -53,7 +53,8 @@ _ERRORS: Mapping[PublicationRefusal, tuple[type[ShoalError], str]] = {
     ),
     PublicationRefusal.OVERLOADED: (
         Overloaded,
-        "Try again once a reader is done, or keep more versions.",
+        "Try again once a reader has released a version or a pin is removed, or publish with a"
+        " larger keep=.",
     ),
     PublicationRefusal.INVALID: (InvalidSpec, ""),
 }
@@ -112,14 +113,14 @@ def check_rank(rank: int, world: int) -> None:
 
 
 def parts_from_pb(request: pb.ContributePartRequest) -> list[PublicationPart]:
-    """Return the publisher's own part, then those of a cut, if any. Raises InvalidSpec,
-    MalformedMessage."""
+    """Return the part of the sending rank, then one for each table segment of a cut, if there are
+    any. Raises InvalidSpec, MalformedMessage."""
     own_part = _own_part(request)
     if not request.cut_parts:
         return [own_part]
     if request.world != 1 or not request.tables_cut or len(request.cut_parts) >= MAX_WORLD:
         raise MalformedMessage(
-            "segments of a cut from a publisher with several ranks, or without the cut's position",
+            "bad segments of a cut",
             seen=f"{len(request.cut_parts)} segments from rank {request.rank} of {request.world}",
             expected=f"fewer than {MAX_WORLD}, and the cut's position, from the only rank",
         )

@@ -1,8 +1,8 @@
 """The sample ledger: the samples that each member trains on, if members go at their own pace.
 
-An epoch is a permutation of the dataset. The ledger leases ranges [start, stop) of its positions,
-and records them as completed. Each sample of each epoch counts as completed exactly once, whichever
-members join or are lost:
+An epoch of the data is a permutation of the dataset. The ledger leases ranges [start, stop) of its
+positions, and records them as completed. Each sample of each epoch counts as completed exactly
+once, whichever members join or are lost:
 
 - A range is free, held by one member, or completed.
 - Ranges of a lost member are free again. The lowest free positions are leased first, so
@@ -167,7 +167,7 @@ class SampleLedger:
         return {name: member.sequence for name, member in self._members.items()}
 
     def ignore(self, completed: Iterable[LedgerRange]) -> None:
-        """Count ranges reported by a fenced member, which were freed when it was lost."""
+        """Count samples reported by a fenced member, whose ranges were freed when it was lost."""
         self._ignored += sum(min(max(r.stop - r.start, 0), self.dataset_size) for r in completed)
 
     def give_back(
@@ -177,7 +177,7 @@ class SampleLedger:
 
         Returns 0 if the member's incarnation is another than `incarnation`. `silent_s`: time since
         the member's latest request; infinite if unknown. Samples that the member cannot have begun
-        by then do not count as returned.
+        in that time do not count as returned.
         """
         member = self._members.get(member_id)
         if member is None or incarnation not in (None, member.incarnation):

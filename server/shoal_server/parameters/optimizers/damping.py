@@ -8,9 +8,9 @@ rate, lr / (1 - momentum), is divided by 2 s + 1. Momentum is lowered first, sin
 it, and the rate only if that is not enough. A momentum of 1 or more stays.
 
 DiLoCo's outer step is SGD on rounds. Each of s + 1 members pushes its own round, while rate and
-momentum are meant for the mean of all. A round may go all the way to its minimum, like a step of
-rate 1 where the curvature is 1. So the effective rate is divided by 2 s + 1, and is at most 1 / (s
-+ 1), one round's share of the mean.
+momentum are meant for the mean of all. In one round a member may reach the minimum of its loss: the
+round is then like a gradient step of rate 1 where the curvature is 1. So the effective rate is
+divided by 2 s + 1, and is at most 1 / (s + 1), one round's share of the mean.
 
 Steps of Adam and Adagrad do not grow with the gradient. Their rate is divided by sqrt(1 + s): the
 square-root rule for batch size (Malladi et al. 2022, arXiv:2205.10287), with s + 1 gradients as one
@@ -23,7 +23,7 @@ from typing import NamedTuple
 from shoal_proto.v1.optimizer_pb2 import HyperParameters
 
 LEAST_MOMENTUM = 1e-6
-"""Least damped momentum: at 0, the momentum buffer would not follow the gradients."""
+"""Lower limit of a lowered momentum: at 0, the momentum buffer would not follow the gradients."""
 
 
 class Damping(NamedTuple):

@@ -16,11 +16,12 @@ MAX_JOBS = 1024
 
 @dataclass(slots=True)
 class PushOutcomeCounts:
-    """Counts of one job's pushes to parameters, not to tables: refused parts, and pushes applied in
-    part."""
+    """Counts of one job's pushes to parameters, not to tables."""
 
     by_epoch: int = 0
+    """Parts of pushes that were refused for a wrong epoch or primary."""
     partial: int = 0
+    """Pushes of which only some parts were applied."""
 
 
 class PushTally:
@@ -78,7 +79,6 @@ def _add_copies(
         figures.copies.append(
             CopyState(
                 server_id=holder.server_id,
-                # A backup may have a newer version than the figures, which were read before.
                 version=min(versions.get(holder, 0), figures.version),
                 joining=assignment is not None and holder == assignment.joining,
             )

@@ -1,6 +1,8 @@
-"""HTTP/1.1 connections that are closed if their client is silent, slow or does not read, and whose
-requests name the client's certificate. `errors.BodyLimit` limits the body of a request that is not
-answered yet."""
+"""HTTP/1.1 connections that are closed if their client is silent, slow or does not read.
+
+The scope of each request has the caller that the client's certificate names. `errors.BodyLimit`
+limits the body of a request that is not answered yet.
+"""
 
 import asyncio
 import json
@@ -57,7 +59,8 @@ class BoundedProtocol(H11Protocol):
         super().data_received(data)
         self._watch_client()
         if self._awaited is None and self.cycle.response_complete:
-            # A late body is complete: the connection is idle, as it was after the answer.
+            # The late body is complete. Its bytes cancelled the keep-alive timeout that began with
+            # the answer.
             self.timeout_keep_alive_task = self.loop.call_later(
                 self.timeout_keep_alive, self.timeout_keep_alive_handler
             )
@@ -119,7 +122,7 @@ class BoundedProtocol(H11Protocol):
         self.transport.close()
 
     def _abort_stalled(self) -> None:
-        self._counts.count_closed("readers that do not read")
+        self._counts.count_closed("clients that do not read")
         self.transport.abort()
 
 

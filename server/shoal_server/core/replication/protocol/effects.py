@@ -69,7 +69,8 @@ class RefuseVersion:
 
 @dataclass(frozen=True, slots=True)
 class LeadShard:
-    """Accept pushes in this epoch after `OpenShard`; keep them in the journal, if there is one."""
+    """Become the shard's primary in this epoch, and keep its pushes in the journal, if there is
+    one. Pushes are accepted after a later `OpenShard`."""
 
     key: Key
     epoch: int
