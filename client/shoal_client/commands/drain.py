@@ -121,7 +121,7 @@ def _drained(
             left = [each for each in members if each["public_id"] == request.public_id]
             if not left:
                 return detail
-            seen = f"it is {left[0]['state']}, and waits for: {left[0]['waiting_for']}"
+            seen = f"the member is {left[0]['state']}, and waits for: {left[0]['waiting_for']}"
         if time.monotonic() >= give_up_s:
             raise DeadlineExceeded(
                 f"{request.member_id} has not left job {request.job} yet",

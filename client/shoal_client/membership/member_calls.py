@@ -8,8 +8,8 @@ from shoal_proto.v1 import membership_pb2 as pb
 
 ADMISSION_LOGGED_AFTER_S = 1.0
 _UNANSWERED_EVENTS = {
-    pb.PauseRequest: "pause_not_told",
-    pb.DrainRequest: "drain_not_taken",
+    pb.PauseRequest: "pause_not_reported",
+    pb.DrainRequest: "drain_not_accepted",
     pb.HeartbeatRequest: "heartbeat_failed",
 }
 

@@ -169,7 +169,7 @@ class ShardServers(Generic[Stub]):
         of the last round."""
         for error in errors:
             if isinstance(error, DiskFull):
-                event = "waiting_for_room_on_a_disk"
+                event = "waiting_for_disk_space"
             elif isinstance(error, CertificateRefused) and self._has_connected:
                 event = "certificate_refused"
             elif _comes_back(error, lost_deadline_s):

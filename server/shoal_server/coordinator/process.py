@@ -193,7 +193,7 @@ class LeaderLoop:
             reason = coordinator.term.why_deposed or leadership.reason
             log.warning("leader_deposed", reason=reason)
             coordinator.registry.known_leader.why_nobody = (
-                f"nobody is known to lead: this coordinator's term has ended ({reason})"
+                f"no coordinator is known to lead: this coordinator's term has ended ({reason})"
             )
         except ShoalError as error:
             log.error("leadership_start_failed", reason=str(error))
@@ -207,7 +207,7 @@ class LeaderLoop:
     def _note_trouble(self, reason: str) -> None:
         known = self._coordinator.registry.known_leader
         known.address = ""
-        known.why_nobody = f"nobody is known to lead: etcd does not answer ({reason})"
+        known.why_nobody = f"no coordinator is known to lead: etcd does not answer ({reason})"
         self.has_begun.set()
 
     async def _follow(self) -> None:
@@ -229,10 +229,11 @@ class LeaderLoop:
         known.address = leader.address if leader and leader.address != self._address else ""
         known.note(leader.address if leader else "")
         if leader is None:
-            known.why_nobody = "nobody leads: the next leader is being elected"
+            known.why_nobody = "no coordinator leads: the next leader is being elected"
         elif not leader.address:
             known.why_nobody = (
-                f"nobody is known to lead: the record at {keys.LEADER} in etcd cannot be read"
+                "no coordinator is known to lead:"
+                f" the record at {keys.LEADER} in etcd cannot be read"
             )
         elif not known.address:
             known.why_nobody = "this coordinator was elected, and is reading the jobs from etcd"

@@ -151,8 +151,8 @@ async def hand_over_shards(server: RunningServer, drain_s: float) -> None:
             num_shards=len(shard_ids),
             reason="; ".join(f"{peer.server_id}: {why}" for peer, why in sorted(full.items()))
             or "no other server took them",
-            fix="They are lost unless a snapshot is restored. Before a server is stopped, start"
-            " another one with enough memory for its shards.",
+            fix="These shards are lost unless a snapshot is restored. Before a server is stopped,"
+            " start another one with enough memory for its shards.",
         )
 
 

@@ -163,7 +163,9 @@ class _Snapshot(Collector):
             "shoal_job_members", "Members of the job by state.", labels=["job", "state"]
         )
         step = GaugeMetricFamily(
-            "shoal_job_progress_steps", "Highest step of a member.", labels=["job"]
+            "shoal_job_progress_steps",
+            "Highest step of a member, or the sum of their steps if members take none together.",
+            labels=["job"],
         )
         events = CounterMetricFamily(
             "shoal_job_events", "Events since the coordinator started.", labels=["job", "kind"]

@@ -458,7 +458,7 @@ def test_a_refused_report_ends_the_membership() -> None:
 def test_a_failed_report_of_a_pause_has_no_effect() -> None:
     member = training()
     call = the_call(member.core.step(ev.PauseBegun(reason="validation", limit_s=60), 0))
-    assert member.does(ended(call, Fenced("lost"))) == ["pause_not_told"]
+    assert member.does(ended(call, Fenced("lost"))) == ["pause_not_reported"]
     assert member.core.failure is None
 
 

@@ -208,7 +208,7 @@ def test_a_durable_push_waits_for_space_on_a_full_disk(
     with capture_logs() as logs, ThreadPoolExecutor(1) as pool:
         pushing = pool.submit(client.push, MODEL.filled(-1.0))
         awaited(
-            lambda: any(line["event"] == "waiting_for_room_on_a_disk" for line in logs),
+            lambda: any(line["event"] == "waiting_for_disk_space" for line in logs),
             LIMIT_S,
             "the worker logs that it waits",
         )
@@ -217,7 +217,7 @@ def test_a_durable_push_waits_for_space_on_a_full_disk(
         other.push(MODEL.filled(-1.0))
         ballast.unlink()
         pushing.result(LIMIT_S)
-    (reason,) = [line["reason"] for line in logs if line["event"] == "waiting_for_room_on_a_disk"]
+    (reason,) = [line["reason"] for line in logs if line["event"] == "waiting_for_disk_space"]
     assert "No space left on device" in reason and str(small_disk) in reason
     client.push(MODEL.filled(-1.0))
     client.close()

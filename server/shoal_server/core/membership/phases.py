@@ -22,7 +22,7 @@ OVER = frozenset({Phase.FINISHED, Phase.LOST, Phase.STOPPED, Phase.FAILED})
 
 class Trigger(Enum):
     CHANGE_WANTED = "a change of a running generation is wanted"
-    CHANGE_DROPPED = "nobody wants the change any more"
+    CHANGE_DROPPED = "no member wants the change any more"
     BROKEN = "the running generation broke"
     FROZEN = "the roster is drawn up"
     ACCEPTED = "all accepted the same digest"

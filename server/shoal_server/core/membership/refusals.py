@@ -21,7 +21,7 @@ def drained(job: str, member_id: str, reason: str) -> Refusal:
         kind=RefusalKind.DRAINED,
         what=f"{member_id} has left job {job}",
         seen=reason,
-        expected="no further calls from it: the others train without it",
+        expected="no further calls from this member: the others train without it",
     )
 
 

@@ -111,7 +111,8 @@ class Acknowledgements:
     def _fenced(self) -> Unavailable:
         server_id = self._me.server_id
         return Unavailable(
-            f"server {server_id} acknowledges nothing: the coordinator may have given it up",
+            f"server {server_id} acknowledges nothing: the coordinator may have given up this"
+            " server",
             seen="its registration in etcd was not renewed for so long that its shards may have "
             "been given to others",
             expected="a registration that etcd has renewed",

@@ -162,7 +162,7 @@ class SnapshotsServicer(ShardSnapshotsServicer):
         me = self._replicas.me
         if assignment is None or assignment.primary != me:
             raise WrongEpoch(
-                f"shard {shard_id} of job {job} is not this server's to load",
+                f"this server is to load shard {shard_id} of job {job}, and does not lead it",
                 seen=f"server {me.server_id}",
                 expected="no server: the job's record does not have the shard"
                 if assignment is None
