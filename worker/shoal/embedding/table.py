@@ -22,7 +22,7 @@ from shoal_proto.errors import InvalidSpec
 from shoal_proto.numbers_given import as_index
 from shoal_proto.v1.tables_pb2 import TableSpec
 
-DEFAULT_NUM_SHARDS = 64
+DEFAULT_NUM_SHARDS = 16
 
 
 class Source(Protocol):
