@@ -149,8 +149,7 @@ class HostOptions:
     num_nodes: Annotated[str, Parameter(name="--nnodes", metavar="N|MIN:MAX", group=_GROUP)] = ""
     """Number of hosts, as for torchrun. The run does not begin if fewer than MIN of --hosts can be
     used. --min is raised to the number of workers on the MIN hosts with the fewest workers. The run
-    is refused if fewer than MIN hosts could have that many together. The run is refused if fewer
-    hosts could have that many workers."""
+    is refused if fewer than MIN hosts could together have that many workers."""
     python: Annotated[str, Parameter(name="--host-python", metavar="PATH", group=_GROUP)] = ""
     """Python with Shoal on the hosts. By default the path of the Python that runs this command."""
     address: Annotated[str, Parameter(name="--host-address", metavar="ADDRESS", group=_GROUP)] = ""
