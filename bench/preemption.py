@@ -84,7 +84,7 @@ def main() -> None:
         for strategy in asked.strategies:
             chance = random.Random(asked.seed)
             rows += measure(cluster, Path(name), strategy, asked.times, chance)
-    publish("preemption", rows)
+    publish("preemption", rows, adds=True)
 
 
 if __name__ == "__main__":
