@@ -59,9 +59,8 @@ def drain(config: DrainConfig) -> int:
     urls = config.address.urls()
     started_s = time.monotonic()
     with StatusClient(urls) as status:
-        job = config.job or status.job_of(member_id)
         # A later process of the same name is to stay.
-        process = _process_of(status, job, member_id, started_s + config.timeout_s)
+        job, process = _process_of(status, config, started_s + config.timeout_s)
         request = DrainRequest(
             job=job,
             member_id=member_id,
@@ -83,12 +82,14 @@ def drain(config: DrainConfig) -> int:
     return 0
 
 
-def _process_of(status: StatusClient, job: str, member_id: str, give_up_s: float) -> str:
-    """The public id of the member's process. Retries for a while if no leader answers."""
+def _process_of(status: StatusClient, config: DrainConfig, give_up_s: float) -> tuple[str, str]:
+    """The member's job, and the public id of its process. Retries for a while if no leader answers,
+    or not in time."""
     give_up_s = min(give_up_s, time.monotonic() + ASK_WITHIN_S)
     while True:
         try:
-            return str(status.member(job, member_id)["member"]["public_id"])
+            job = config.job or status.job_of(config.member)
+            return job, str(status.member(job, config.member)["member"]["public_id"])
         except (NotLeader, DeadlineExceeded):
             if time.monotonic() >= give_up_s:
                 raise

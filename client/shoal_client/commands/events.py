@@ -12,7 +12,7 @@ from rich.text import Text
 
 from shoal_client.commands.address import StatusAddress
 from shoal_client.commands.status import Json, StatusClient
-from shoal_proto.errors import NotLeader, Unavailable
+from shoal_proto.errors import RetryError
 from shoal_proto.names import check_name
 
 ASK_EACH_S = 0.5
@@ -71,7 +71,7 @@ def _events(client: StatusClient, config: EventsConfig) -> Iterator[Json]:
     while config.follow:
         try:
             answer = client.events(config.job, after, details=details)
-        except (NotLeader, Unavailable):
+        except RetryError:
             # Events recorded meanwhile have higher ids.
             if not is_away:
                 Console(stderr=True, highlight=False).print(

@@ -17,9 +17,8 @@ from shoal_client.local.worker_logs import log_path, log_root, older
 from shoal_proto.errors import (
     AccessDenied,
     InvalidSpec,
-    NotLeader,
+    RetryError,
     ShoalError,
-    Unavailable,
     UnknownJob,
     UnknownMember,
 )
@@ -29,7 +28,7 @@ from shoal_proto.terminal import plain_lines
 LOOK_EACH_S = 0.2
 ASK_EACH_S = 0.5
 NUM_LINES, NUM_LINES_EACH = 100, 10
-ELSEWHERE = (AccessDenied, NotLeader, Unavailable, UnknownJob, UnknownMember)
+ELSEWHERE = (AccessDenied, RetryError, UnknownJob, UnknownMember)
 """Errors after which this host's files may still have the output."""
 
 
@@ -159,7 +158,7 @@ def _follow(client: StatusClient, job: str, positions: dict[str, str], *, prefix
         for member, after in list(positions.items()):
             try:
                 page = client.output(job, member, after=after)
-            except (NotLeader, Unavailable):
+            except RetryError:
                 continue  # a coordinator will lead again, or the launcher will answer
             except UnknownMember:
                 page = None

@@ -22,6 +22,7 @@ from shoal_proto.errors import (
     DeadlineExceeded,
     InternalError,
     InvalidSpec,
+    NotLeader,
     RetryError,
     ShoalError,
     Unavailable,
@@ -213,7 +214,7 @@ class StatusClient:
         for url in self._urls[:-1]:
             try:
                 return self._get_from(url, path, known)
-            except RetryError:
+            except (NotLeader, Unavailable, DeadlineExceeded):
                 continue  # the next coordinator may lead; the last one's error is raised
         return self._get_from(self._urls[-1], path, known)
 
@@ -298,7 +299,7 @@ def _shards(client: StatusClient, job: str) -> Json:
     """The shards, or the error if they cannot be read: other jobs are still shown."""
     try:
         return {"shards": client.shards(job), "shards_error": ""}
-    except (RetryError, UnknownJob):
+    except (NotLeader, Unavailable, UnknownJob):
         raise
     except ShoalError as error:
         none: Json = {"servers": [], "shards": [], "skew": 1.0, "lost": [], "accepted_losses": []}

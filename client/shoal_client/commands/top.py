@@ -14,7 +14,7 @@ from rich.text import Text
 from shoal_client.commands.address import StatusAddress
 from shoal_client.commands.events import line_of
 from shoal_client.commands.status import Json, StatusClient, duration, number, table_of
-from shoal_proto.errors import NotLeader, Unavailable
+from shoal_proto.errors import RetryError
 from shoal_proto.names import check_name
 
 MAX_EVENTS = 5
@@ -53,7 +53,7 @@ def top(config: TopConfig) -> int:
                 time.sleep(config.every_s)
                 try:
                     shown = _screen(client, config.job, console.size.height)
-                except (NotLeader, Unavailable) as error:
+                except RetryError as error:
                     shown = Group(Text(str(error), style="red"), shown)
                 live.update(shown, refresh=True)
 

@@ -177,12 +177,13 @@ class BeatSlot:
         self._put_head(_HEAD_FORM.pack(0, 0))
 
     def end(self, ending: MembershipEnding) -> None:
-        """Set how the membership ended. An ending that is more specific than FENCED is kept; a
-        process that has completed a job may be refused by the next one."""
-        if ending is not MembershipEnding.UNKNOWN and self.ending in (
-            MembershipEnding.UNKNOWN,
-            MembershipEnding.FENCED,
-            MembershipEnding.COMPLETED,
+        """Set how the membership ended. COMPLETED replaces any ending, and may be replaced: the
+        next job of the script may refuse the process. Else an ending that is more specific than
+        FENCED is kept."""
+        if ending is MembershipEnding.COMPLETED or (
+            ending is not MembershipEnding.UNKNOWN
+            and self.ending
+            in (MembershipEnding.UNKNOWN, MembershipEnding.FENCED, MembershipEnding.COMPLETED)
         ):
             self._put(_ENDING, ending)
 

@@ -317,11 +317,11 @@ class MemberSession:
                 failed=self._has_failed and not completed,
             )
         )
-        self.close()
-        is_acknowledged = self._core.leaving.is_acknowledged
-        if completed and is_acknowledged and self._slot is not None and self._own_job.is_launchers:
+        has_left = self._core.leaving.is_acknowledged
+        if completed and has_left and self._slot is not None and self._own_job.is_launchers:
             self._slot.end(MembershipEnding.COMPLETED)
-        return is_acknowledged
+        self.close()
+        return self._core.leaving.is_acknowledged
 
     def failed(self, error: ShoalError) -> None:
         """Handle an error that ends the trainer, but not the membership. The launcher is notified
@@ -329,7 +329,9 @@ class MemberSession:
         (passing), or is not wanted (drained). `leave` reports a TrainingFailed to the coordinator.
         """
         self._has_failed = isinstance(error, TrainingFailed)
-        ending = MembershipEnding.DRAINED if self.draining else MembershipEnding.of(error)
+        ending = MembershipEnding.of(error)
+        if self.draining and ending in (MembershipEnding.PASSING, MembershipEnding.FENCED):
+            ending = MembershipEnding.DRAINED
         if self._slot is not None and ending in (
             MembershipEnding.REFUSED,
             MembershipEnding.PASSING,

@@ -35,7 +35,10 @@ class View:
 @cache
 def _field_docstrings(module: str) -> dict[str, list[tuple[str, str]]]:
     """Return the docstrings of the fields of the module's classes, by class and field."""
-    tree = ast.parse(inspect.getsource(sys.modules[module]))
+    try:
+        tree = ast.parse(inspect.getsource(sys.modules[module]))
+    except (OSError, TypeError, KeyError):
+        return {}  # a module without its source: fields have no descriptions
     classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
     return {each.name: list(_docstrings_in(each)) for each in classes}
 

@@ -1,7 +1,9 @@
 """`shoal drain` with a coordinator and members over gRPC."""
 
 import asyncio
+import socket
 import time
+from collections.abc import Sequence
 from itertools import chain, count, repeat
 from typing import Self
 
@@ -11,6 +13,7 @@ from support.processes.load import unhurried
 
 from shoal_client.cli import parse
 from shoal_client.commands import drain as command
+from shoal_client.commands import status
 from shoal_client.commands.drain import DrainConfig, drain
 from shoal_client.commands.status import StatusClient
 from shoal_client.membership.member_session import MemberSession
@@ -95,15 +98,16 @@ async def test_the_wait_for_a_member_that_does_not_leave_ends() -> None:
     """The error has the member's state."""
     async with served_over_http() as at:
         await at.members.training("a", "b")
-        with pytest.raises(DeadlineExceeded, match="b has not left job j yet; saw it is "):
+        with pytest.raises(DeadlineExceeded, match="b has not left job j yet; saw the member is "):
             await at.shoal("drain", "b", "--job", "j", "--timeout", "0.3")
 
 
 class ChangingLeaders:
     """Fake of both clients: calls fail as during a change of leaders, and then succeed."""
 
-    def __init__(self, *failures: ShoalError) -> None:
-        self.failures = list(failures)
+    def __init__(self, *failures: ShoalError, first: Sequence[ShoalError] = ()) -> None:
+        """`first`: errors of the calls that look the member up."""
+        self.failures, self.first = list(failures), list(first)
         self.num_calls = 0
 
     def __enter__(self) -> Self:
@@ -122,7 +126,12 @@ class ChangingLeaders:
     def leader(self) -> str:
         return "127.0.0.1:1"
 
+    def job_of(self, member_id: str) -> str:
+        return "j"
+
     def member(self, job: str, member_id: str) -> dict[str, dict[str, str]]:
+        if self.first:
+            raise self.first.pop(0)
         return {"member": {"public_id": "first"}}
 
     def job(self, job: str) -> dict[str, object]:
@@ -152,6 +161,22 @@ def test_a_drain_is_requested_again_after_a_change_of_leaders(
     assert drain_with(at, monkeypatch) == 0
     assert at.num_calls == 1 and not at.failures
     assert "b left job j" in capsys.readouterr().out
+
+
+def test_a_slow_page_is_asked_for_the_member_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A coordinator that is busy for some seconds answers later."""
+    at = ChangingLeaders(first=[DeadlineExceeded("no answer in time"), NotLeader("a standby")])
+    assert drain_with(at, monkeypatch) == 0
+    assert at.num_calls == 1 and not at.first
+
+
+def test_a_page_that_does_not_answer_in_time_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not taken for a wrong address."""
+    monkeypatch.setattr(status, "ANSWER_WITHIN_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with StatusClient(url) as client, pytest.raises(DeadlineExceeded, match=url):
+            client.jobs()
 
 
 def test_an_unknown_member_in_a_repeated_request_has_left(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -637,6 +637,32 @@ def test_a_worker_that_fails_after_its_job_was_completed_fails_the_run(
     assert "started again" not in output
 
 
+def test_a_worker_that_was_asked_to_leave_and_failed_is_not_started_again(shoal_run: Run) -> None:
+    """Its error is no failure of a job that the others complete."""
+    ends = "from shoal_client.liveness.beat_board import MembershipEnding\n"
+    ends += "member.endswith('-1') and sys.exit()\n"
+    ends += "slot = joins(); slot.withdraw(); slot.end(MembershipEnding.DRAINED); sys.exit(1)"
+    code, output = finish(
+        shoal_run(JOINS + ends, "-n", "2", "--restart-on", "failure", "--job", "j")
+    )
+    assert code == 0, output
+    assert "started again" not in output
+
+
+def test_a_signal_that_ends_an_evaluation_is_the_runs_code(shoal_run: Run) -> None:
+    """The other worker has completed the script."""
+    ends = "from shoal_client.liveness.beat_board import MembershipEnding\n"
+    ends += "slot = joins(); slot.withdraw(); slot.end(MembershipEnding.COMPLETED)\n"
+    ends += "member.endswith('-1') and sys.exit()\nshow('evaluates'); signal.pause()"
+    process = shoal_run(JOINS + ends, "-n", "2", "--job", "j")
+    shown = read_until(process, "evaluates")
+    if not any("-1 completed" in line for line in shown):
+        read_until(process, "-1 completed")
+    process.send_signal(signal.SIGINT)
+    code, output = finish(process)
+    assert code == 128 + signal.SIGINT, output
+
+
 @pytest.mark.long
 def test_a_halted_worker_that_is_lost_is_replaced(shoal_run: Run, book: ExitBook) -> None:
     """Waiting for a SIGCONT is useless: the worker would be fenced."""

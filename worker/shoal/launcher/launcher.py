@@ -361,6 +361,8 @@ class Launcher:
             failed = [slot.exits for slot in self.slots if slot.exits[-1].code != 0]
             firsts = [exits[0] for exits in failed if exits[0].is_scripts_own]
             lasts = [exits[-1] for exits in failed if exits[-1].failed_when_done]
+            if not firsts and self._interrupted and any(each.code < 0 for each in lasts):
+                return 128 + self._interrupted
             return next((_status_of(each.code) for each in firsts + lasts), 0)
         if self._given_up:
             return 1

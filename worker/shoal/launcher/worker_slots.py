@@ -48,9 +48,9 @@ class Exit:
 
     @property
     def is_scripts_own(self) -> bool:
-        """True if the script itself has failed, or was killed when it had completed its job."""
-        failed = self._failed and not self.is_temporary and not self.joined_too_late
-        return failed or self.failed_when_done
+        """True if the script itself has failed."""
+        was_drained = self.ending is MembershipEnding.DRAINED
+        return self._failed and not (was_drained or self.is_temporary or self.joined_too_late)
 
     @property
     def failed_when_done(self) -> bool:

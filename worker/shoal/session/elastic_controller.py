@@ -324,7 +324,7 @@ class ElasticController:
 
     def _keep_state(self) -> None:
         """Write a checkpoint if this member leaves and no generation continues from its latest
-        step. Only the generation's first remaining member writes."""
+        step. Only the generation's first remaining member writes. Raises CheckpointFailed."""
         generation = self.generation
         if generation is None or self._is_ready or not self.membership.no_generation_follows:
             return
@@ -332,6 +332,8 @@ class ElasticController:
         remaining = (name for name in members if name not in self.membership.lost)
         if next(remaining, "") == self.member.member_id:
             self.strategy.keep_alone()
+            if self.strategy.checkpoint_failure:
+                raise self.strategy.checkpoint_failure
 
     def _recover(self, error: BaseException) -> None:
         generation, strategy = self.generation, self.strategy

@@ -68,7 +68,7 @@ class KnownLeader:
     def __init__(self) -> None:
         self.address = ""
         """host:port; empty if no other coordinator is known to lead."""
-        self.why_nobody = "nobody leads yet: etcd has not answered"
+        self.why_nobody = "no coordinator leads yet: etcd has not answered"
         self.num_changes = 0
         """Number of leader changes seen."""
         self._newest = ""
