@@ -143,17 +143,21 @@ async def test_each_error_of_the_trainer_has_its_ending(
 
 async def test_the_error_of_a_member_that_was_asked_to_leave_ends_a_drain(slot: BeatSlot) -> None:
     """A launcher does not start a worker again that an operator has asked to leave."""
-    async with served(MemoryStore(), QUICK) as world:
+    async with served(MemoryStore(), SLOW) as world:
         member = world.client("a", beat_slot=slot)
         await asyncio.to_thread(member.join)
+        await asyncio.to_thread(propose, member)
+        other = await world.joined("b")
+        await asyncio.gather(entered(member, 0), entered(other, 0))
+        # The other member takes no step, so that the drain goes on.
         member.drain("an operator asked for it")
         await asyncio.to_thread(await_drain, member)
         assert slot.ending is MembershipEnding.UNKNOWN
-        member.failed(ProposalConflict("members differ"))
-        assert slot.ending is MembershipEnding.REFUSED
-        slot.end(MembershipEnding.COMPLETED)  # lets the next ending be set
         member.failed(Unavailable("the disk is full"))
         assert slot.ending is MembershipEnding.DRAINED
+        slot.end(MembershipEnding.COMPLETED)  # lets the next ending be set
+        member.failed(ProposalConflict("members differ"))
+        assert slot.ending is MembershipEnding.REFUSED
 
 
 async def test_joining_a_finished_job_again_is_an_error_of_the_script(
