@@ -138,7 +138,7 @@ class AccessDenied(RefusedError):
 
 
 class CertificateRefused(AccessDenied):
-    """One side does not accept the other's certificate, or only one side uses TLS."""
+    """Certificate that the other side does not accept, or TLS on one side only."""
 
 
 class InvalidSpec(RefusedError, ValueError):
@@ -246,7 +246,7 @@ class SeriesHeld(RefusedError):
 
 
 class StaleEpoch(RefusedError):
-    """Another publisher has replaced this one, in a later epoch."""
+    """Publisher that another has replaced, in a later epoch."""
 
 
 class PublicationAbandoned(RefusedError):

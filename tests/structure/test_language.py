@@ -13,7 +13,7 @@ OPENINGS = frozenset({
     "who", "whom", "whose", "whoever", "what", "whatever", "which", "whichever", "whether", "where",
     "when", "how", "as", "of", "for", "by", "if", "in", "on", "at", "to", "from", "with", "without",
     "within", "before", "after", "behind", "beside", "it", "its", "they", "them", "their", "those",
-    "these", "that", "there", "he", "she", "his", "her", "nobody", "somebody", "someone",
+    "these", "that", "there", "one", "he", "she", "his", "her", "nobody", "somebody", "someone",
 })
 PRONOUNS = frozenset({
     "it", "its", "itself", "they", "them", "their", "theirs", "he", "him", "she", "her", "his",

@@ -87,7 +87,7 @@ def _events(client: StatusClient, config: EventsConfig) -> Iterator[Json]:
 
 
 def line_of(event: Json) -> Text:
-    """One line, like "08:15:52 generation 4: lost vm-2 (SIGKILL); 3 go on; paused 0.06 s"."""
+    """A line, like "08:15:52 generation 4: lost vm-2 (SIGKILL); 3 go on; paused 0.06 s"."""
     at = time.strftime("%H:%M:%S", time.localtime(event["unix_s"]))
     style = "red" if event["kind"] in BAD else "dim" if event["detail"] else ""
     text = event["reason"]

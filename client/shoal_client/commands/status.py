@@ -161,7 +161,7 @@ class StatusClient:
         return self._get("/api/v1/weights")
 
     def member(self, job: str, member_id: str) -> Json:
-        """One member."""
+        """A member."""
         return self._get(f"/api/v1/jobs/{quote(job, safe='')}/members/{quote(member_id, safe='')}")
 
     def job_of(self, member_id: str) -> str:

@@ -17,7 +17,7 @@ GAP_WINDOW_S = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class AuditLine:
-    """One line of a worker's audit."""
+    """A line of a worker's audit."""
 
     event: str
     """"begin" or "commit"."""

@@ -9,7 +9,7 @@ MIN_ACCURACY = 0.95
 
 @dataclass(frozen=True, kw_only=True)
 class DemoPlan:
-    """One training of the demo."""
+    """A training of the demo."""
 
     strategy: str
     epochs: int

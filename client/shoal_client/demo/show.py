@@ -99,7 +99,7 @@ def table(outcomes: Sequence[Outcome]) -> Table:
 
 
 def summary(outcomes: Sequence[Outcome]) -> str:
-    """One sentence for all trainings."""
+    """A sentence for all trainings."""
     bad = [each for each in outcomes if not each.good]
     if not bad:
         return f"both at {MIN_ACCURACY:.0%} or better, and no process is left behind"

@@ -117,7 +117,7 @@ class SlotClaim:
 
 
 class BeatSlot:
-    """One worker's slot on the board."""
+    """A worker's slot on the board."""
 
     def __init__(self, memory: mmap.mmap, index: int) -> None:
         self._memory = memory
@@ -319,7 +319,7 @@ class BeatBoard:
 
 
 def beat_of(token: Token, step: int, status: TrainerStatus) -> pb.Beat:
-    """One member's heartbeat, as of now."""
+    """A member's heartbeat, as of now."""
     return pb.Beat(
         token=token,
         step=step,

@@ -28,7 +28,7 @@ _libc = ctypes.CDLL(None)
 
 
 class Lifeline:
-    """One worker's lock, at `offset` of shared memory."""
+    """A worker's lock, at `offset` of shared memory."""
 
     def __init__(self, memory: mmap.mmap, offset: int) -> None:
         self._memory, self._offset = memory, offset

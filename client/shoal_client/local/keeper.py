@@ -48,7 +48,7 @@ class NotStarted(Unavailable):
 
 
 class Keeper:
-    """One part, and the thread that waits for its end. `start(failures)` starts the part again and
+    """A part, and the thread that waits for its end. `start(failures)` starts the part again and
     returns once it serves. `give_up` is called once, with the part's name and the reason, if the
     part does not stay up. The functions run on the keeper's thread.
 

@@ -66,7 +66,7 @@ class ChildCommand:
 
 
 class Process:
-    """One child. Every method is safe from any thread."""
+    """A child. Every method is safe from any thread."""
 
     def __init__(self, command: ChildCommand, popen: subprocess.Popen[bytes]) -> None:
         self.command = command

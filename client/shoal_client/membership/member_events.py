@@ -230,7 +230,7 @@ Request = (
 
 @dataclass(frozen=True, kw_only=True)
 class CallLeader:
-    """One call to the leader; its end is an event, `CallEnded`."""
+    """A call to the leader; its end is an event, `CallEnded`."""
 
     request: Request
     persistence: Persistence

@@ -44,7 +44,7 @@ Decision = TypeVar("Decision")
 
 
 class MemberSession:
-    """One member's session with the coordinators. Methods are for the trainer's thread, unless
+    """A member's session with the coordinators. Methods are for the trainer's thread, unless
     stated otherwise."""
 
     def __init__(

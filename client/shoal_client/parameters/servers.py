@@ -42,7 +42,7 @@ MAX_SERVERS = 64
 
 Stub = TypeVar("Stub")
 Attempt = Callable[[Stub, Sequence[Shard], float, set[int]], None]
-"""One call to one server about some of its shards, within a time in seconds. Removes the ids of
+"""A call to one server about some of its shards, within a time in seconds. Removes the ids of
 shards that are done from the set; raises an error for the others."""
 
 

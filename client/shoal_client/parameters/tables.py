@@ -34,7 +34,7 @@ from shoal_proto.v1.tables_pb2 import TableSpec
 
 
 class TableClient:
-    """One member's view of its job's tables. For one thread at a time, except `close`. Time limits,
+    """A member's view of its job's tables. For one thread at a time, except `close`. Time limits,
     retries and errors are those of `ParameterClient`."""
 
     def __init__(

@@ -24,7 +24,7 @@ REST_AGAIN_S = 1.0
 
 
 class Clock:
-    """One member's clock. For one thread; the last call is `rest`.
+    """A member's clock. For one thread; the last call is `rest`.
 
     A step of a round begins with `begin` and ends with `finished`. Meanwhile the other members that
     take steps are at most `bound` rounds ahead or behind."""

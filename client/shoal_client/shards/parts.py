@@ -14,7 +14,7 @@ Pieces = Iterable[tuple[int, Sequence[memoryview]]]
 
 @dataclass(frozen=True, slots=True)
 class GradientPart:
-    """One shard of a call."""
+    """A shard of a call."""
 
     shard_id: int
     """Id of the shard; in a lookup of rows, the item's number."""

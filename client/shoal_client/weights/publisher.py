@@ -30,7 +30,7 @@ OVERLOADED_S = 10.0
 """Retry this long while servers have no space: leases may end meanwhile."""
 CALL_S = 10.0
 PART_S = 30.0
-"""One call that adds a part waits this long for the other ranks."""
+"""A call that adds a part waits this long for the other ranks."""
 CUT_S = 90.0
 """A cut waits for steps in progress and for servers to copy their shards."""
 MAX_ABANDONED = 64

@@ -19,7 +19,7 @@ _PART_FILE = re.compile(r"parts/[0-9]{9,20}-([^/]+)/shard-[0-9]{5,10}\.safetenso
 
 @dataclass(frozen=True, kw_only=True)
 class ManifestEntry:
-    """One shard of a snapshot, in a file that may belong to an earlier snapshot."""
+    """A shard of a snapshot, in a file that may belong to an earlier snapshot."""
 
     shard_id: int
     epoch: int

@@ -92,7 +92,7 @@ def _add_members(api: APIRouter, reading: StatusQueries) -> None:
         "/jobs/{job}/members/{member}", summary="Member", tags=["members"], responses=NOT_FOUND
     )
     async def member(job: JobName, member: MemberId) -> MemberDetail:
-        """One member with its last health report."""
+        """A member with its last health report."""
         return reading.member_detail(job, reading.member(job, member))
 
     @api.get(

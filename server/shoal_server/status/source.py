@@ -26,11 +26,11 @@ class StatusSource(Protocol):
         ...
 
     def job(self, name: str) -> JobDetail | None:
-        """One job with its newest generations; None if there is none of that name."""
+        """A job with its newest generations; None if there is none of that name."""
         ...
 
     def member(self, name: str, member_id: str) -> MemberView | None:
-        """One member of a job; None if there is no such member or job."""
+        """A member of a job; None if there is no such member or job."""
         ...
 
     def process(self, name: str, member_id: str) -> str | None:

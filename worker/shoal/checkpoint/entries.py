@@ -37,7 +37,7 @@ FileSpan = tuple[str, int, int]
 
 @dataclass(frozen=True)
 class CheckpointEntry:
-    """One chunk of a tensor, or one object."""
+    """A chunk of a tensor, or one object."""
 
     path: names.Path
     data: TensorWriteData | None = None

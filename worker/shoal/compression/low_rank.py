@@ -48,7 +48,7 @@ class PowerSGD(Compression):
 
 @dataclass(frozen=True)
 class Matrix:
-    """One parameter's gradient plus residual: a view of the values to average."""
+    """A parameter's gradient plus residual: a view of the values to average."""
 
     name: str
     gradient: Tensor

@@ -75,7 +75,7 @@ class Exit:
 
 @dataclass(kw_only=True)
 class WorkerSlot:
-    """One worker's slot: its process, and the exits of earlier ones."""
+    """A worker's slot: its process, and the exits of earlier ones."""
 
     index: int
     member_id: str

@@ -1,4 +1,4 @@
-"""One rank's gradients: norms and faults."""
+"""A rank's gradients: norms and faults."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -22,7 +22,7 @@ Cut = list[tuple[int, Tensor]]
 
 
 class SharedExchange:
-    """One rank's side of the exchange. All ranks make the same calls at the same time."""
+    """A rank's side of the exchange. All ranks make the same calls at the same time."""
 
     def __init__(self, memory: SharedMemory) -> None:
         """Overwrites the memory."""

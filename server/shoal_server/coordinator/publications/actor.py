@@ -48,7 +48,7 @@ VERIFY_PAUSE_S = 0.5
 
 
 class SeriesActor:
-    """One series, on a leader's event loop, until `end`."""
+    """A series, on a leader's event loop, until `end`."""
 
     def __init__(
         self,

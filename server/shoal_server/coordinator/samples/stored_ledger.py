@@ -1,4 +1,4 @@
-"""One job's ledger in etcd: a base, written whole, and deltas after it.
+"""A job's ledger in etcd: a base, written whole, and deltas after it.
 
 The deltas are below the base's key, under the base's token, numbered from 0. A new base replaces
 the last known one and its deltas in one transaction; a delta needs a free number. A coordinator's

@@ -22,7 +22,7 @@ DEVIATIONS = 8.0
 
 @dataclass(kw_only=True, slots=True)
 class HeartbeatHistory:
-    """One member's signs of life."""
+    """A member's signs of life."""
 
     at_s: float
     step: int = 0

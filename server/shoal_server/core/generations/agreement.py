@@ -9,7 +9,7 @@ from shoal_server.core.generations.roster import Generation, GenerationRoster, S
 
 @dataclass(kw_only=True)
 class Agreement:
-    """One attempt to form a generation. Members are named by id."""
+    """An attempt to form a generation. Members are named by id."""
 
     roster: GenerationRoster
     digest: str

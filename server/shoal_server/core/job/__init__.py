@@ -1,1 +1,1 @@
-"""One job's state machine, composed of parts with one idea each."""
+"""A job's state machine, composed of parts with one idea each."""

@@ -1,4 +1,4 @@
-"""One member of a job, as the coordinator knows it."""
+"""A member of a job, as the coordinator knows it."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field

@@ -14,7 +14,7 @@ MAX_NAMES = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Pause:
-    """One member's pause, as announced."""
+    """A member's pause, as announced."""
 
     reason: str
     since_s: float

@@ -25,7 +25,7 @@ class Publisher:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedSegment:
-    """One rank's bytes of a version."""
+    """A rank's bytes of a version."""
 
     digest: bytes
     num_bytes: int

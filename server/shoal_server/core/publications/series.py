@@ -85,7 +85,7 @@ class _Abandoned:
 
 
 class PublishedSeries:
-    """One series during one leader's term."""
+    """A series during one leader's term."""
 
     def __init__(self, name: str, stored: StoredSeries, now_s: float) -> None:
         self.name = name

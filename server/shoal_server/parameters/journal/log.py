@@ -127,7 +127,7 @@ class Journal:
     def read(
         self, job: str, shard_id: int, make: Callable[[LoadedImage], State]
     ) -> RecoveredShard[State] | None:
-        """One shard from disk; None if the journal lacks it. Append none of its records meanwhile.
+        """A shard from disk; None if the journal lacks it. Append none of its records meanwhile.
         Blocks. Raises what `recover` raises."""
         with self._wake:
             index = self._index.of((job, shard_id))

@@ -41,7 +41,7 @@ class Budget:
 
 
 class Reservation:
-    """One call's part of the budget, by shard; all of it is released on exit."""
+    """A call's part of the budget, by shard; all of it is released on exit."""
 
     def __init__(self, budget: Budget) -> None:
         self._budget = budget

@@ -33,7 +33,7 @@ class RowBatch:
     births: Ids
     """Version that made each row, as the sender looked it up; 0 without a row."""
     gradient_rc: Tensor
-    """One row for each id; read-only."""
+    """A row for each id; read-only."""
     positions: Rows | None
     """Position in `ids` of each row of the push; None: the ids are those of the push, in its
     order."""

@@ -20,7 +20,7 @@ PLUGIN = "shoal_in_memory"
 
 
 class InMemoryGroup(CollectiveGroup):
-    """One rank's view of a group. The last rank that calls an operation carries it out for all, on
+    """A rank's view of a group. The last rank that calls an operation carries it out for all, on
     its thread. Until then the operation owns the tensors."""
 
     def __init__(self, shared_group: SharedGroup, rank: int, name: str, timeout_s: float) -> None:

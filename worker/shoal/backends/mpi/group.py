@@ -57,7 +57,7 @@ def init_mpi(timeout_s: float = TIMEOUT_S) -> None:
 
 
 class MpiGroup(CollectiveGroup):
-    """One rank's view of a group: an MPI communicator."""
+    """A rank's view of a group: an MPI communicator."""
 
     def __init__(
         self, world: MpiWorld, communicator: MPI.Intracomm, name: str, timeout_s: float

@@ -22,7 +22,7 @@ _WORTH_KEEPING = 0.5
 
 
 class MemoryRegion:
-    """One process' mapping of shared memory, with its lock."""
+    """A process' mapping of shared memory, with its lock."""
 
     def __init__(self, descriptor: int, region_id: bytes, num_bytes: int) -> None:
         """Map the memory of the descriptor, which the caller still owns. Raises OSError."""
