@@ -5,9 +5,9 @@
 
 For each strategy, a job of three workers writes a checkpoint every 1,000 steps. Its launcher gets a
 SIGTERM at a random step, and is started again; this is repeated `--times` times.
-`preemption_steps_lost_at_notice_STRATEGY`: committed steps, over all notices, that the next start
-takes again. `preemption_end_STRATEGY`: time from the signal to the end of the launcher, the last
-checkpoint included. The parameter servers of `async-sgd` keep running.
+`preemption_steps_lost_at_notice_STRATEGY`: committed steps, over all notices, that a later start
+takes again; for `async-sgd`, batches. `preemption_end_STRATEGY`: time from the signal to the end of
+the launcher, the last checkpoint included. The parameter servers of `async-sgd` keep running.
 """
 
 import argparse
@@ -37,7 +37,7 @@ def measure(
 ) -> list[Row]:
     """End and restart the job of a strategy `times` times; return its figures. Raises Stuck."""
     ends_s: list[float] = []
-    num_lost, last = 0, -1
+    num_lost, before = 0, set[int]()
     with ShoalJob(
         cluster,
         directory / strategy,
@@ -57,11 +57,11 @@ def measure(
             if launcher.wait(ENDS_WITHIN_S) != DRAINED:
                 raise Stuck(f"{strategy} does not drain:\n{logs_in(directory / strategy)}")
             job.steps.read()
-            taken = [step.step for own in job.steps.by_pid.values() for step in own]
+            taken = {step.step for own in job.steps.by_pid.values() for step in own}
             if number > 0:
-                num_lost += last + 1 - min(taken)
+                num_lost += len(taken & before)
                 ends_s.append(time.monotonic() - began_s)
-            last = max(taken)
+            before |= taken
             for pid in list(job.steps.by_pid):
                 job.steps.drop(pid)
     lost = f"preemption_steps_lost_at_notice_{strategy}"

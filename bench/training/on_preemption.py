@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from exactness import GLOBAL_BATCH, loss_of, new_model, new_optimizer, samples
+from exactness import GLOBAL_BATCH, NUM_SAMPLES, loss_of, new_model, new_optimizer, samples
 from workload import StepLog
 
 import shoal
@@ -32,7 +32,9 @@ def main() -> None:
                 session.forward_backward(batch, loss_of)
             if step.committed:
                 world = session.world_size
-                log.committed(formation=session.generation, world_size=world, step=batch.step)
+                # Asynchronous workers count their own steps: the first sample identifies a batch.
+                first = batch.epoch * NUM_SAMPLES + batch.indices[0] if of_servers else batch.step
+                log.committed(formation=session.generation, world_size=world, step=first)
             time.sleep(PAUSE_S)
 
 
