@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from shoal_client.local.etcd import find_etcd
+from shoal_server.coordinator.snapshots.taking import no_shards_error
 
 SCRIPT = Path(__file__).parents[2] / "deploy" / "slurm" / "shoal.sbatch"
 SRUN = """#!/usr/bin/env bash
@@ -31,18 +32,30 @@ exit $code
 
 
 STAND_INS = {
-    "srun": "exit $LAUNCHERS",
-    "etcd": "exec sleep 60",
+    "srun": "> $TMPDIR/away; exit $LAUNCHERS",
+    "etcd": "exec /bin/sleep 60",
+    "sleep": "exec /bin/sleep 0.01",
+    # Slurm ends the script.
+    "scontrol": """echo "$@" > "$TMPDIR/requeued"; kill -KILL $PPID""",
     "shoal": """case "$1 $2" in
-    coordinator* | "certs renew") exec sleep 60 ;;
+    coordinator* | "certs renew") exec /bin/sleep 60 ;;
     # A parameter server has SIGTERM blocked, and ends at SIGINT.
     ps*) exec python3 -c 'import signal; signal.signal(2, exit); signal.pause()' ;;
-    wait*) exit $TRAINING ;;
-    # The cluster is up once the script has noted the processes that it keeps.
-    status*) cd "$TMPDIR"/shoal-7.* && ls etcd.pid coordinator.pid ;;
+    wait*) [[ ! -e $TMPDIR/away ]] && exit $TRAINING ;;
+    snapshot*) echo "$@" >> "$TMPDIR/snapshots"
+        if (($(wc -l < "$TMPDIR/snapshots") <= FAILURES)); then echo "$SAYS" && exit 1; fi ;;
+    # After the training the coordinator is away until it is asked for the third time.
+    status*) if [[ -e $TMPDIR/away ]]; then
+            echo >> "$TMPDIR/away"
+            if (($(wc -l < "$TMPDIR/away") < 3)); then exit 1; fi
+            rm "$TMPDIR/away"
+        fi
+        # The cluster is up once the script has noted the processes that it keeps.
+        cd "$TMPDIR"/shoal-7.* && ls etcd.pid coordinator.pid ;;
 esac""",
 }
 """Programs that only wait, or end with the exit codes of a test."""
+NOT_OVER = 75
 
 
 def test_shellcheck_accepts_the_script() -> None:
@@ -114,6 +127,34 @@ def test_the_exit_code_is_the_outcome_of_the_training(
 ) -> None:
     """`launchers` and `training`: the exit codes of `srun` and of `shoal wait`. The page of
     deployments lists the outcomes."""
+    done = run_with_stand_ins(tmp_path, launchers, training)
+    assert done.returncode == expected, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("failures", "error", "num_tries", "requeued"),
+    [
+        (0, "", 1, True),
+        (2, "no space left on device", 3, True),
+        (99, "no space left on device", 60, False),
+        (99, str(no_shards_error("slurm-7")), 1, True),
+    ],
+    ids=["saved", "saved_later", "not_saved", "synchronous"],
+)
+def test_a_drained_job_is_requeued_once_its_parameters_are_saved(
+    tmp_path: Path, failures: int, error: str, num_tries: int, requeued: bool
+) -> None:
+    """`failures`: how many calls of `shoal snapshot` fail, with `error`."""
+    done = run_with_stand_ins(tmp_path, 143, NOT_OVER, failures, error)
+    assert (tmp_path / "requeued").exists() == requeued, done.stdout + done.stderr
+    assert (tmp_path / "snapshots").read_text() == "snapshot slurm-7\n" * num_tries
+    if not requeued:
+        assert done.returncode == 1 and "is not saved" in done.stderr
+
+
+def run_with_stand_ins(
+    tmp_path: Path, launchers: int, training: int, failures: int = 0, error: str = ""
+) -> subprocess.CompletedProcess[str]:
     programs = tmp_path / "bin"
     programs.mkdir()
     for name, body in STAND_INS.items():
@@ -127,8 +168,10 @@ def test_the_exit_code_is_the_outcome_of_the_training(
         "SHOAL_HEAD": "localhost",
         "LAUNCHERS": str(launchers),
         "TRAINING": str(training),
+        "FAILURES": str(failures),
+        "SAYS": error,
     }
-    done = subprocess.run(
+    return subprocess.run(
         ["bash", SCRIPT, "train.py"],
         env=given,
         cwd=tmp_path,
@@ -137,7 +180,6 @@ def test_the_exit_code_is_the_outcome_of_the_training(
         check=False,
         timeout=60,
     )
-    assert done.returncode == expected, done.stdout + done.stderr
 
 
 def line_of(variable: str) -> str:

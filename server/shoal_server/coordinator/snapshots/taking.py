@@ -198,7 +198,7 @@ class SnapshotTaker:
         """Raise SnapshotFailed unless the job's shards are placed. Called before any key is
         made."""
         if await self._store.get(keys.assignments_head(job)) is None:
-            raise _no_shards_error(job)
+            raise no_shards_error(job)
 
     async def _lineage(self, job: str) -> str:
         """Return the lineage of the job's shards: a random text, drawn at their first snapshot and
@@ -217,7 +217,7 @@ class SnapshotTaker:
         layout = await shard_map.read(self._store, job)
         entry = await assignments.read(self._store, job)
         if layout is None or entry is None:
-            raise _no_shards_error(job)
+            raise no_shards_error(job)
         for gone in losses.lost(entry.assignments):
             why = losses.explained(job, gone)
             raise StateLost(
@@ -364,7 +364,9 @@ class SnapshotTaker:
         return dict(zip(cut.addresses, replies, strict=True))
 
 
-def _no_shards_error(job: str) -> SnapshotFailed:
+def no_shards_error(job: str) -> SnapshotFailed:
+    """Error of a snapshot of a job that has no parameters on the servers. `shoal.sbatch` knows it
+    by its text."""
     return SnapshotFailed(
         f"job {job} has no shards",
         seen="no shard map",
