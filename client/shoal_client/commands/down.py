@@ -29,7 +29,7 @@ class DownConfig:
 def down(config: DownConfig) -> int:
     """End the parts; return 1 if a host was not reached."""
     directory = "" if config.directory is None else str(config.directory.absolute())
-    known = recorded(directory)
+    known = recorded(directory, damaged_counts=not config.hosts)
     if known is None and not config.hosts:
         raise InvalidSpec(
             "no control plane was started from this machine",

@@ -219,7 +219,7 @@ def stop(hosts: ControlPlaneHosts, say: Say) -> Sequence[str]:
             say(f"{name}: stopped; logs are in {answer.directory}")
         else:
             say(f"{name}: nothing ran")
-    known = recorded(hosts.directory) or hosts
+    known = recorded(hosts.directory, damaged_counts=False) or hosts
     left = [name for name in known.names if name in failed or name not in hosts.names]
     if left:
         _write_record(replace(known, names=left))
@@ -229,15 +229,17 @@ def stop(hosts: ControlPlaneHosts, say: Say) -> Sequence[str]:
     return failed
 
 
-def recorded(directory: str = "") -> ControlPlaneHosts | None:
+def recorded(directory: str = "", *, damaged_counts: bool = True) -> ControlPlaneHosts | None:
     """Return the hosts of the recorded control plane, if any. `directory`: as at the start. Raises
-    InvalidSpec for a damaged record."""
+    InvalidSpec for a damaged record, or returns None if it does not count."""
     path = ControlPlaneHosts(names=(), directory=directory).here / RECORD
     try:
         return ControlPlaneHosts(**json.loads(path.read_text()))
     except FileNotFoundError:
         return None
     except (ValueError, TypeError) as error:
+        if not damaged_counts:
+            return None
         raise InvalidSpec(
             "the record of the control plane cannot be read",
             seen=f"{path}: {error}",
@@ -248,7 +250,9 @@ def recorded(directory: str = "") -> ControlPlaneHosts | None:
 
 def _write_record(hosts: ControlPlaneHosts) -> None:
     hosts.here.mkdir(mode=0o700, parents=True, exist_ok=True)
-    (hosts.here / RECORD).write_text(json.dumps(asdict(hosts)))
+    new = hosts.here / f"{RECORD}.new"
+    new.write_text(json.dumps(asdict(hosts)))
+    new.replace(hosts.here / RECORD)
 
 
 # --- checks before the start ---

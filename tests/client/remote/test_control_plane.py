@@ -14,7 +14,7 @@ import pytest
 from deploy.slurm_campaign import TRAINING
 
 from shoal_client.cli import main
-from shoal_client.remote.control_plane import ControlPlaneHosts, recorded
+from shoal_client.remote.control_plane import RECORD, ControlPlaneHosts, recorded
 from shoal_client.remote.on_host import HostOrder, host_directory, start
 from shoal_proto.errors import InvalidSpec
 
@@ -130,6 +130,19 @@ def test_down_without_a_record_asks_for_hosts(shoal: Shoal) -> None:
     ended = shoal("down")
     assert ended.returncode == 1
     assert "no control plane was started from this machine" in ended.stderr
+
+
+def test_a_damaged_record_is_overcome_by_naming_the_hosts(shoal: Shoal, tmp_path: Path) -> None:
+    """As the error of `shoal down` without hosts says."""
+    record = ControlPlaneHosts(names=(), directory=str(tmp_path / "plane")).here / RECORD
+    record.parent.mkdir(parents=True)
+    record.touch()
+    ended = shoal("down", "--dir", "plane")
+    assert ended.returncode == 1
+    assert "Give the hosts: shoal down --hosts" in ended.stderr
+    ended = shoal("down", "--dir", "plane", "--hosts", "a")
+    assert (ended.returncode, ended.stdout) == (0, "a: nothing ran\n"), ended.stderr
+    assert not record.exists()
 
 
 @pytest.mark.long
