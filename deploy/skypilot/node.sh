@@ -71,7 +71,7 @@ cluster() {
 worker() {
     await_leader
     # At SIGTERM, which a spot node gets before it is reclaimed, workers hand over and leave.
-    exec shoal run -n "${SHOAL_WORKERS:-${SKYPILOT_NUM_GPUS_PER_NODE:-1}}" --job "${SHOAL_JOB:?}" \
+    exec shoal run -n "${SHOAL_WORKERS:-${SKYPILOT_NUM_GPUS_PER_NODE:-1}}" --job "${SHOAL_JOB:?}" --finished-ok \
         --min "${SHOAL_MIN_MEMBERS:?}" --max "${SHOAL_MAX_MEMBERS:?}" "$@"
 }
 

@@ -78,6 +78,7 @@ def test_the_jobs_command_parses(job: dict[str, Any], monkeypatch: pytest.Monkey
     program, *arguments = container["command"]
     assert program == "shoal"
     run = read_config(arguments, installed_commands())
+    assert run.restart.finished_ok, "a pod may be replaced once the training has ended"
     assert run.min_members <= run.desired_members == job["spec"]["parallelism"] <= run.max_members
     assert run.job == job["metadata"]["name"]
     assert run.restart.grace_s < job["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]

@@ -72,15 +72,16 @@ def run(config: RunConfig) -> int:
     with ExitStack() as stack:
         # For signals while the launcher's own handler is not installed.
         stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, leave))
-        if (file := config.restart.finished_file) is None:
-            return _run_workers(config, orders)
-        file.unlink(missing_ok=True)
+        if (file := config.restart.finished_file) is not None:
+            file.unlink(missing_ok=True)
         try:
             code = _run_workers(config, orders)
         except JobFinished as error:
+            if file is None and not config.restart.finished_ok:
+                raise
             _say(str(error))
             code = 0
-        if code == 0 and not orders.were_given:
+        if file is not None and code == 0 and not orders.were_given:
             file.touch()
             _say(f"wrote {file}; waiting for SIGTERM")
             while True:

@@ -55,6 +55,9 @@ class RestartOptions:
     """Once the workers have ended without error, or if the job was finished before, create this
     file and wait for SIGTERM. For a Deployment of Kubernetes, which would start ended workers again
     and again; its readiness probe can look for the file."""
+    finished_ok: bool = False
+    """End with exit code 0 if the job was finished before, which is an error otherwise. For a Job
+    of Kubernetes, or another scheduler, that may replace a lost worker as late as that."""
 
     def __post_init__(self) -> None:
         if self.max_restarts < 0:
