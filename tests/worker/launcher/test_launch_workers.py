@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from contextlib import contextmanager
 from functools import partial
@@ -891,6 +891,49 @@ def test_a_second_interrupt_kills(shoal_run: Run) -> None:
     code, output = finish(process)
     assert code == 130, output
     assert "SIGKILL" in output
+
+
+@pytest.mark.parametrize("first", ["signal", "output"])
+def test_ctrl_c_of_a_pipeline_kills_no_worker(shoal_run: Run, tmp_path: Path, first: str) -> None:
+    """`shoal run ... | tee log`: Ctrl-C reaches both. That tee is gone is no second signal."""
+    drained = tmp_path / "drained"
+    script = f"""
+import os, pathlib, signal, sys, time
+def drain(number, frame):
+    if {first == "output"}:
+        os.kill(os.getppid(), signal.SIGINT)
+    print("finishes its step", flush=True)
+    time.sleep(0.3)
+    pathlib.Path({str(drained)!r}).touch()
+    sys.exit(143)
+signal.signal(signal.SIGTERM, drain)
+signal.signal(signal.SIGUSR1, lambda *_: print("trains", flush=True))
+"""
+    process = shoal_run(script + WAIT + "\nsignal.pause()", "-n", "1")
+    pid = int(read_until(process, " pid ")[-1].split()[-1])
+    assert process.stdout is not None
+    process.stdout.close()
+    if first == "signal":
+        process.send_signal(signal.SIGINT)
+    else:
+        os.kill(pid, signal.SIGUSR1)
+    assert process.wait(DEADLINE_S) == 128 + signal.SIGINT
+    assert drained.exists()
+
+
+@pytest.mark.parametrize("streams", [("stdout",), ("stdout", "stderr")])
+def test_a_full_disk_ends_no_run(coordinator: str, tmp_path: Path, streams: Sequence[str]) -> None:
+    """`shoal run ... > log` trains on, and has the exit code of its workers."""
+    (tmp_path / "train.py").write_text("print('first')\nprint('second')\n")
+    command = [sys.executable, "-m", "shoal_client", "run", "--coordinator", coordinator]
+    with Path("/dev/full").open("w") as full:
+        code = subprocess.run(
+            [*command, str(tmp_path / "train.py")],
+            **dict.fromkeys(streams, full),  # type: ignore[call-overload]
+            timeout=DEADLINE_S,
+            check=False,
+        ).returncode
+    assert code == 0
 
 
 def test_a_killed_launcher_leaves_no_worker(shoal_run: Run) -> None:

@@ -11,7 +11,6 @@ import queue
 import signal
 import socket
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +23,7 @@ from types import TracebackType
 
 from shoal.launcher.hosts import RunHost, WorkerCount
 from shoal.launcher.on_host import HostEnding, HostGreeting, LaunchOrder
+from shoal.launcher.output import ReaderGone, WorkerOutput
 from shoal.launcher.run_config import RunConfig, worker_files
 from shoal_client.certificates.authority import CertificateHolder
 from shoal_client.certificates.folder import CertificateFolder
@@ -60,8 +60,10 @@ KEPT_BACK = {
 
 
 Sink = Callable[[str], None]
-_Message = HostGreeting | HostEnding | Process | int | str
-"""A host's message or ended process; without a host, a signal or the reason to give up."""
+_Order = int | str | ReaderGone
+"""A signal, the reason to give up, or the end of the reader: the workers are to end."""
+_Message = HostGreeting | HostEnding | Process | _Order
+"""A host's message or ended process; without a host, an order."""
 
 
 class _Connection:
@@ -116,8 +118,11 @@ class HostLaunchers:
         self._by_name = {host.name: _Connection(host) for host in config.over_ssh.hosts}
         self._connections = [*self._by_name.values()]
         self._supervisor = Supervisor(on_exit=self._exited, grace_s=5.0)
-        self._output = threading.Lock()
+        self._output = WorkerOutput(lambda gone: self._events.put((None, gone)))
         self._interrupted: list[int] = []
+        self._is_unread = False
+        self._num_orders = 0
+        """Number of orders that the hosts have got: the first one to drain, the second to kill."""
         self._give_up_s = math.inf
         self._given_up = ""
         self._codes: list[int] = []
@@ -264,7 +269,7 @@ class HostLaunchers:
 
     def _on_event(self, connection: _Connection | None, message: _Message) -> None:
         if connection is None:
-            assert isinstance(message, int | str)
+            assert isinstance(message, _Order)
             self._end(message)
         elif connection not in self._connections:
             pass  # it was left out
@@ -277,9 +282,15 @@ class HostLaunchers:
                 self._say(f"{connection.host.name} was lost: its connection has ended")
             self._end_if_starved()
 
-    def _end(self, order: int | str) -> None:
-        """End the hosts' launchers. `order`: a signal, or the reason of `give_up`."""
-        if isinstance(order, str):
+    def _end(self, order: _Order) -> None:
+        """End the hosts' launchers."""
+        if isinstance(order, ReaderGone):
+            # As in any pipeline: end the work when the reader is gone. Ctrl-C ends both.
+            self._is_unread = True
+            if self._num_orders:
+                return
+            self._say("the reader of stdout has ended: workers finish their step and end")
+        elif isinstance(order, str):
             self._given_up = order
             self._say(f"ending the workers: {order}")
         else:
@@ -291,6 +302,9 @@ class HostLaunchers:
                 else f"{name}: workers finish their step and end; a second signal kills them"
             )
         again = len(self._interrupted) > 1
+        if self._num_orders > again:
+            return
+        self._num_orders += 1
         limit_s = KILLED_S if again else self._config.restart.grace_s + END_S
         self._give_up_s = time.monotonic() + limit_s
         for each in self._connections:
@@ -303,8 +317,7 @@ class HostLaunchers:
         if (
             not 0 < num_left < self._config.min_members
             or not self._config.alone
-            or self._interrupted
-            or self._given_up
+            or self._num_orders
             or 0 in codes
         ):
             return
@@ -326,8 +339,8 @@ class HostLaunchers:
             return next((code for code in failed if code < 128), 0)
         if self._given_up:
             return 1
-        if self._interrupted:
-            return 128 + self._interrupted[0]
+        if self._interrupted or self._is_unread:
+            return 128 + (self._interrupted or [signal.SIGTERM])[0]
         if failed:
             return failed[0]
         if not self._codes:
@@ -350,18 +363,9 @@ class HostLaunchers:
             elif connection.greeting is None:
                 connection.last_lines = [*connection.last_lines, line][-LAST_LINES:]
             else:
-                self._print(f"{connection.host.name}: {line}")
+                self._output.print(f"{connection.host.name}: {line}")
 
         return take
-
-    def _print(self, line: str) -> None:
-        with self._output:
-            try:
-                print(line, flush=True)
-            except BrokenPipeError:
-                # As in any pipeline: end the work when the reader is gone.
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-                self._events.put((None, signal.SIGTERM))
 
 
 def _greeted(connection: _Connection) -> HostGreeting:
