@@ -303,7 +303,7 @@ class Launcher:
         the last batch does not finish it."""
         if any(slot.joined_too_late for slot in self.slots):
             return True
-        return self._num_done > 0 and not self._reporter.is_job_running
+        return self._num_done > 0 and not self._reporter.is_unfinished
 
     @property
     def _num_done(self) -> int:
