@@ -582,6 +582,29 @@ def test_a_worker_that_ends_before_the_last_batch_has_not_completed_the_job(
 
 
 @pytest.mark.long
+def test_a_worker_that_ended_early_has_not_completed_a_job_that_is_lost(
+    shoal_run: Run, book: ExitBook
+) -> None:
+    """The run has the exit code of the worker that was killed after that."""
+    script = """if 1:
+        import os, signal
+        if os.environ["SHOAL_MEMBER_ID"].endswith("-1"):
+            print("pid", os.getpid(), flush=True)
+            signal.pause()
+    """
+    book.goes_on = True
+    process = shoal_run(script, "-n", "2", "--job", "j")
+    pid = int(read_until(process, "pid ")[-1].split()[-1])
+    assert book.events.get(timeout=DEADLINE_S).endswith(" 0")
+    book.phase = "lost"
+    os.kill(pid, signal.SIGKILL)
+    code, output = finish(process)
+    assert code == 128 + signal.SIGKILL, output
+    assert "-1 was killed by SIGKILL; job j is lost\n" in output
+    assert "(job j is not finished)" in output
+
+
+@pytest.mark.long
 @pytest.mark.sampled()
 @pytest.mark.parametrize(("other", "expected"), [(143, 143), (5, 5)])
 def test_a_run_of_drained_workers_has_exit_code_143_unless_one_failed(
@@ -960,6 +983,7 @@ def test_a_killed_launcher_leaves_no_worker(shoal_run: Run) -> None:
         (("-n", "1", "--max-restarts", "-1"), "bad --max-restarts"),
         (("-n", "1", "--grace-s", "0"), "bad --grace-s; saw 0; expected above 0"),
         (("-n", "many"), "bad -n; saw 'many'; expected a number, auto, gpu or cpu"),
+        (("--finished-file", "/no/dir/f"), "bad --finished-file; saw /no/dir/f; expected a file"),
         (("--nnodes", "2"), "starts the workers of one host; saw --nnodes 2 without --hosts"),
         (("--workers", "3"), "Unknown option: --workers. --help shows the options."),
     ],
