@@ -28,6 +28,7 @@ from shoal.launcher.run_config import RunConfig, worker_files
 from shoal_client.certificates.authority import CertificateHolder
 from shoal_client.certificates.folder import CertificateFolder
 from shoal_client.commands.jobs import phase_of
+from shoal_client.host.reports import FINISHED
 from shoal_client.host.stop_orders import StopOrders, next_of
 from shoal_client.local.process import ChildCommand, Process, Supervisor
 from shoal_client.remote.ssh import ADVICE, MARK, check_ssh, command_on
@@ -126,6 +127,8 @@ class HostLaunchers:
         self._give_up_s = math.inf
         self._given_up = ""
         self._codes: list[int] = []
+        self._codes_if_finished: list[int] = []
+        """Those that count if the job is finished."""
 
     def __enter__(self) -> "HostLaunchers":
         self._supervisor.__enter__()
@@ -276,6 +279,8 @@ class HostLaunchers:
         elif isinstance(message, HostEnding):
             connection.exit_code = message.exit_code
             self._codes.append(message.exit_code)
+            if self._counts_if_finished(message.exit_code):
+                self._codes_if_finished.append(message.exit_code)
         elif isinstance(message, Process):
             connection.is_over = True
             if connection.exit_code is None:
@@ -327,25 +332,47 @@ class HostLaunchers:
     def _left_s(self) -> float:
         return self._give_up_s - time.monotonic()
 
+    def _counts_if_finished(self, code: int) -> bool:
+        """True if a launcher's code counts although the job is finished. Workers that were killed
+        before the job's end do not count: the others went on without them."""
+        if code < 128:
+            return True
+        if self._num_orders:
+            return self._ended_by != 0
+        return self._phase == FINISHED
+
     def _exit_code(self) -> int:
         """Return the run's exit code. Lost hosts do not count in a finished job."""
-        phase = ""
-        with suppress(ShoalError):
-            phase = phase_of(self._config.coordinators, self._config.job)
+        phase = self._phase
         if phase:
             self._say(f"job {self._config.job} is {phase}")
-        failed = [code for code in self._codes if code not in (0, DRAINED)]
-        if phase == "finished":
-            return next((code for code in failed if code < 128), 0)
+        codes = self._codes_if_finished if phase == FINISHED else self._codes
+        failed = [code for code in codes if code not in (0, DRAINED)]
+        if phase == FINISHED:
+            was_killed = bool(failed) and failed[0] >= 128
+            return self._ended_by if was_killed and self._ended_by else (failed or [0])[0]
         if self._given_up:
             return 1
-        if self._interrupted or self._is_unread:
-            return 128 + (self._interrupted or [signal.SIGTERM])[0]
+        if self._ended_by:
+            return self._ended_by
         if failed:
             return failed[0]
         if not self._codes:
             return 1
         return 0 if 0 in self._codes else DRAINED
+
+    @property
+    def _phase(self) -> str:
+        """The job's phase; empty if it is not known."""
+        with suppress(ShoalError):
+            return phase_of(self._config.coordinators, self._config.job)
+        return ""
+
+    @property
+    def _ended_by(self) -> int:
+        """Exit code of a run that a signal or the end of the reader has ended; 0: neither."""
+        signals = [*self._interrupted, *([signal.SIGTERM] if self._is_unread else [])]
+        return 128 + signals[0] if signals else 0
 
     # --- called on the threads of the connections ---
 
