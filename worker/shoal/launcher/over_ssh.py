@@ -128,7 +128,7 @@ class HostLaunchers:
         self._given_up = ""
         self._codes: list[int] = []
         self._codes_if_finished: list[int] = []
-        """Those that count if the job is finished."""
+        """Exit codes that count although the job is finished."""
 
     def __enter__(self) -> "HostLaunchers":
         self._supervisor.__enter__()
@@ -308,7 +308,7 @@ class HostLaunchers:
             )
         again = len(self._interrupted) > 1
         if self._num_orders > again:
-            return
+            return  # the hosts have got this order
         self._num_orders += 1
         limit_s = KILLED_S if again else self._config.restart.grace_s + END_S
         self._give_up_s = time.monotonic() + limit_s
