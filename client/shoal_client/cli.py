@@ -2,6 +2,7 @@
 
 import atexit
 import gc
+import io
 import os
 import re
 import select
@@ -118,6 +119,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     atexit.register(gc.freeze)
     given = sys.argv[1:] if arguments is None else arguments
     _forget_empty_variables()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Lines of workers may have characters that the terminal's encoding lacks.
+        sys.stdout.reconfigure(errors="replace")
     try:
         code = _carry_out(given)
         sys.stdout.flush()

@@ -2,11 +2,10 @@
 
 import json
 import os
-import shutil
 import signal
 import sys
-import tempfile
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -20,6 +19,7 @@ from shoal_client.demo.show import Bars, summary, table
 from shoal_client.demo.training import DemoTraining
 from shoal_client.local.access import LocalTls
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig, last_lines
+from shoal_client.local.directory import keep_logs, temporary_directory
 from shoal_client.local.keeper import RestartPolicy
 from shoal_client.local.leftovers import adopt_orphans, sweep
 from shoal_client.local.process import ChildCommand, Process, Supervisor
@@ -40,7 +40,8 @@ class DemoConfig:
     json_file: Annotated[Path | None, Parameter(name="--json", metavar="FILE")] = None
     """Write the figures to this file, as JSON."""
     directory: Annotated[Path | None, Parameter(name="--dir", metavar="DIRECTORY")] = None
-    """Keep logs and audits in this directory. By default they are kept only after a failure."""
+    """Keep logs and audits in this directory. By default only logs are kept, for a day after a
+    failure."""
     insecure: bool = False
     """Start the cluster without TLS."""
     epochs: Annotated[int, Parameter(metavar="N")] = 80
@@ -61,19 +62,18 @@ def demo(config: DemoConfig) -> int:
     adopt_orphans()
     signal.signal(signal.SIGINT, _interrupt)
     signal.signal(signal.SIGTERM, _interrupt)
-    directory, keeps = _run_directory(config.directory), True
-    try:
-        is_good = _run(config, directory)
-        keeps = not is_good
-    except KeyboardInterrupt:
-        keeps = False
-        raise
-    finally:
-        if config.directory is None and keeps:
-            print(f"shoal demo: the logs are in {directory}", file=sys.stderr)
-        elif config.directory is None:
-            shutil.rmtree(directory, ignore_errors=True)
-    return 0 if is_good else 1
+    with _run_directory(config.directory) as directory:
+        has_failed = True
+        try:
+            has_failed = not _run(config, directory)
+        except KeyboardInterrupt:
+            has_failed = False
+            raise
+        finally:
+            if config.directory is None and has_failed:
+                keep_logs(directory)
+                print(f"shoal demo: the logs are in {directory}", file=sys.stderr)
+    return int(has_failed)
 
 
 def _run(config: DemoConfig, directory: Path) -> bool:
@@ -134,13 +134,13 @@ def _await_data(writer: Process, directory: Path) -> None:
         )
 
 
-def _run_directory(chosen: Path | None) -> Path:
+def _run_directory(chosen: Path | None) -> AbstractContextManager[Path]:
     if chosen is None:
-        return Path(tempfile.mkdtemp(prefix="shoal-demo-"))
+        return temporary_directory("shoal-demo-")
     if chosen.exists() and any(chosen.iterdir()):
         raise InvalidSpec("--dir is in use", seen=str(chosen), expected="an empty directory")
     chosen.mkdir(parents=True, exist_ok=True)
-    return chosen
+    return nullcontext(chosen)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:

@@ -175,9 +175,10 @@ class HostReporter:
         return self._phase if self._phase in OVER else ""
 
     @property
-    def is_job_running(self) -> bool:
-        """True if the job was neither finished nor over in the newest answer."""
-        return self._phase not in ("", FINISHED) and not self.final_phase
+    def is_unfinished(self) -> bool:
+        """True if the job's work was not done in the newest answer: it goes on, or it was lost,
+        stopped or failed."""
+        return self._phase not in ("", FINISHED)
 
     @property
     def finished(self) -> bool:

@@ -5,6 +5,7 @@ does not accept a worker's certificate.
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -127,7 +128,8 @@ class LocalAccess:
                 if self._announcement is not None:
                     self._announcement.touch()
             except (InvalidSpec, OSError) as error:
-                self._say(f"the certificates could not be renewed: {error}")
+                with suppress(OSError):  # the disk of the messages may be full as well
+                    self._say(f"the certificates could not be renewed: {error}")
                 continue
             due_unix_s = time.time() + RENEW_EVERY.total_seconds()
 

@@ -1,5 +1,5 @@
-"""The temporary directory of a local cluster or a launcher. The next command removes what a killed
-one left. After a failed start, logs are kept for a day.
+"""The temporary directory of a local cluster, a launcher or a demo. The next command removes what a
+killed one left. After a failed start, logs are kept for a day.
 """
 
 import fcntl
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from shoal_proto.errors import RefusedError, Unavailable
 
-PREFIXES = ("shoal-up-", "shoal-run-", "shoal-host-")
+PREFIXES = ("shoal-up-", "shoal-run-", "shoal-host-", "shoal-demo-")
 """Prefixes of the directories that are locked here, and removed if they are left over."""
 KEPT_LOGS = "only-logs-are-kept"
 """An empty file of this name marks the directory of a failed start."""
@@ -25,7 +25,7 @@ KEPT_S = 86400.0
 @contextmanager
 def temporary_directory(prefix: str) -> Iterator[Path]:
     """Make a directory, locked during the block and removed at its end. Logs are kept after
-    Unavailable or a RefusedError."""
+    Unavailable or a RefusedError, and after a call of `keep_logs`."""
     remove_left_over(Path(tempfile.gettempdir()), time.time())
     directory = Path(tempfile.mkdtemp(prefix=prefix))
     lock = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
@@ -35,12 +35,9 @@ def temporary_directory(prefix: str) -> Iterator[Path]:
     except (Unavailable, RefusedError):
         keep_logs(directory)
         raise
-    except BaseException:
-        shutil.rmtree(directory, ignore_errors=True)
-        raise
-    else:
-        shutil.rmtree(directory, ignore_errors=True)
     finally:
+        if not (directory / KEPT_LOGS).exists():
+            shutil.rmtree(directory, ignore_errors=True)
         os.close(lock)
 
 

@@ -4,6 +4,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import structlog
@@ -99,7 +100,7 @@ class Keeper:
                 return
             if seen != logged or code != os.EX_TEMPFAIL:
                 logged = seen
-                self._say(f"{name} {seen}; starting it again")
+                self._report(f"{name} {seen}; starting it again")
             if self._released.wait(self._policy.pause_s(failures)):
                 return
             try:
@@ -110,8 +111,13 @@ class Keeper:
                 code = error.exit_code if isinstance(error, NotStarted) else None
                 continue
             serves_since_s, logged = time.monotonic(), ""
-            self._say(f"{name} serves again")
+            self._report(f"{name} serves again")
             seen, code = self._await_end()
+
+    def _report(self, text: str) -> None:
+        # A part is started again though the disk of the messages is full.
+        with suppress(OSError):
+            self._say(text)
 
     def _await_end(self) -> tuple[str, int | None]:
         code = self._process.wait()

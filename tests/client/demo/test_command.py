@@ -1,15 +1,18 @@
-"""The directory of a demo that was given no directory: kept only after a failure."""
+"""The directory of a demo that was given no directory: its logs are kept only after a failure."""
 
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from shoal_client.demo import command
 from shoal_client.demo.command import DemoConfig, demo
-from shoal_client.demo.plan import MIN_ACCURACY, Outcome
+from shoal_client.demo.plan import MIN_ACCURACY, DemoPlan, Outcome
+from shoal_client.local.access import LocalTls
+from shoal_client.local.directory import KEPT_LOGS
 
 
 @pytest.fixture(autouse=True)
@@ -50,12 +53,24 @@ def test_logs_are_kept_after_a_failure(
     accuracy: float,
     left: dict[int, str],
 ) -> None:
-    """A low accuracy and processes left behind are failures, although nothing raised."""
+    """A low accuracy and processes left behind are failures, although nothing raised. Keys are
+    never kept."""
+
+    def train(
+        plans: Sequence[DemoPlan], directory: Path, console: Console, tls: LocalTls | None
+    ) -> Sequence[Outcome]:
+        assert directory.name.startswith("shoal-demo-")
+        for name in ("etcd.log", "ca.key"):
+            (directory / name).write_text(name)
+        return [outcome(accuracy)]
+
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(command, "adopt_orphans", lambda: None)
     monkeypatch.setattr(command, "sweep", lambda limit_s: left)
-    monkeypatch.setattr(command, "train", lambda *given: [outcome(accuracy)])
+    monkeypatch.setattr(command, "train", train)
     has_failed = accuracy < MIN_ACCURACY or bool(left)
     assert demo(DemoConfig()) == has_failed
+    kept = {path.name for path in tmp_path.rglob("*") if path.is_file()}
+    assert kept == ({"etcd.log", KEPT_LOGS} if has_failed else set())
     assert len(list(tmp_path.iterdir())) == has_failed
     assert ("the logs are in" in capsys.readouterr().err) == has_failed

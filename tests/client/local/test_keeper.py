@@ -1,6 +1,7 @@
 """The keeper restarts a part of a cluster after growing pauses, and gives it up after some
 failures."""
 
+import errno
 import os
 import queue
 import signal
@@ -35,6 +36,9 @@ class Part:
         self.given_up: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
         self.failures: list[int] = []
         self.comes_up = True
+        self.reporting_fails = False
+        self.starts: queue.SimpleQueue[int] = queue.SimpleQueue()
+        """Number of earlier starts, at each start that succeeded."""
         self.waits_for_etcd = 0
         """Number of starts that first end with EX_TEMPFAIL."""
         self.process = self._spawn(first)
@@ -42,7 +46,7 @@ class Part:
             self.process,
             self._start,
             policy,
-            say=self.says.put,
+            say=self._say,
             give_up=lambda name, reason: self.given_up.put((name, reason)),
         )
 
@@ -59,7 +63,13 @@ class Part:
         if not self.comes_up:
             raise Unavailable("part did not come up", seen="a taken port")
         self.process = self._spawn()
+        self.starts.put(len(self.failures) - 1)
         return self.process
+
+    def _say(self, text: str) -> None:
+        self.says.put(text)
+        if self.reporting_fails:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def kill(self) -> None:
         os.kill(self.process.pid, signal.SIGKILL)
@@ -81,6 +91,18 @@ def test_a_part_that_ends_is_started_again(supervisor: Supervisor) -> None:
     assert part.failures == [1] * 4
     part.end()
     assert part.given_up.empty()
+
+
+def test_a_part_is_started_again_though_its_end_cannot_be_reported(
+    supervisor: Supervisor,
+) -> None:
+    """The disk with the messages is full."""
+    part = Part(supervisor, SETTLED_AT_ONCE)
+    part.reporting_fails = True
+    for failures in range(2):
+        part.kill()
+        assert part.starts.get(timeout=DEADLINE_S) == failures
+    part.end()
 
 
 def test_a_part_that_does_not_stay_up_is_given_up(supervisor: Supervisor) -> None:

@@ -47,7 +47,7 @@ def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_files_of_a_killed_command_are_removed_by_the_next(parent: Path) -> None:
     """Directories of a running command and of other programs stay."""
-    killed = [parent / "shoal-up-dead", parent / "shoal-host-dead"]
+    killed = [parent / f"shoal-{command}-dead" for command in ("up", "host", "demo")]
     others, young = parent / "shop-up-1", parent / "shoal-run-new"
     for each in (*killed, others, young):
         (each / "certs").mkdir(parents=True)

@@ -582,6 +582,29 @@ def test_a_worker_that_ends_before_the_last_batch_has_not_completed_the_job(
 
 
 @pytest.mark.long
+def test_a_worker_that_ended_early_has_not_completed_a_job_that_is_lost(
+    shoal_run: Run, book: ExitBook
+) -> None:
+    """The run has the exit code of the worker that was killed after that."""
+    script = """if 1:
+        import os, signal
+        if os.environ["SHOAL_MEMBER_ID"].endswith("-1"):
+            print("pid", os.getpid(), flush=True)
+            signal.pause()
+    """
+    book.goes_on = True
+    process = shoal_run(script, "-n", "2", "--job", "j")
+    pid = int(read_until(process, "pid ")[-1].split()[-1])
+    assert book.events.get(timeout=DEADLINE_S).endswith(" 0")
+    book.phase = "lost"
+    os.kill(pid, signal.SIGKILL)
+    code, output = finish(process)
+    assert code == 128 + signal.SIGKILL, output
+    assert "-1 was killed by SIGKILL; job j is lost\n" in output
+    assert "(job j is not finished)" in output
+
+
+@pytest.mark.long
 @pytest.mark.sampled()
 @pytest.mark.parametrize(("other", "expected"), [(143, 143), (5, 5)])
 def test_a_run_of_drained_workers_has_exit_code_143_unless_one_failed(
@@ -893,6 +916,49 @@ def test_a_second_interrupt_kills(shoal_run: Run) -> None:
     assert "SIGKILL" in output
 
 
+@pytest.mark.parametrize("first", ["signal", "output"])
+def test_ctrl_c_of_a_pipeline_kills_no_worker(shoal_run: Run, tmp_path: Path, first: str) -> None:
+    """`shoal run ... | tee log`: Ctrl-C reaches both. That tee is gone is no second signal."""
+    drained = tmp_path / "drained"
+    script = f"""
+import os, pathlib, signal, sys, time
+def drain(number, frame):
+    if {first == "output"}:
+        os.kill(os.getppid(), signal.SIGINT)
+    print("finishes its step", flush=True)
+    time.sleep(0.3)
+    pathlib.Path({str(drained)!r}).touch()
+    sys.exit(143)
+signal.signal(signal.SIGTERM, drain)
+signal.signal(signal.SIGUSR1, lambda *_: print("trains", flush=True))
+"""
+    process = shoal_run(script + WAIT + "\nsignal.pause()", "-n", "1")
+    pid = int(read_until(process, " pid ")[-1].split()[-1])
+    assert process.stdout is not None
+    process.stdout.close()
+    if first == "signal":
+        process.send_signal(signal.SIGINT)
+    else:
+        os.kill(pid, signal.SIGUSR1)
+    assert process.wait(DEADLINE_S) == 128 + signal.SIGINT
+    assert drained.exists()
+
+
+def test_a_full_disk_ends_no_run(coordinator: str, tmp_path: Path) -> None:
+    """`shoal run ... > log 2>&1` trains on, and has the exit code of its workers."""
+    (tmp_path / "train.py").write_text("print('first')\nprint('second')\n")
+    command = [sys.executable, "-m", "shoal_client", "run", "--coordinator", coordinator]
+    with Path("/dev/full").open("w") as full:
+        code = subprocess.run(
+            [*command, str(tmp_path / "train.py")],
+            stdout=full,
+            stderr=full,
+            timeout=DEADLINE_S,
+            check=False,
+        ).returncode
+    assert code == 0
+
+
 def test_a_killed_launcher_leaves_no_worker(shoal_run: Run) -> None:
     process = shoal_run(WAIT, "-n", "2")
     lines = read_until(process, " pid ", count=2)
@@ -917,6 +983,7 @@ def test_a_killed_launcher_leaves_no_worker(shoal_run: Run) -> None:
         (("-n", "1", "--max-restarts", "-1"), "bad --max-restarts"),
         (("-n", "1", "--grace-s", "0"), "bad --grace-s; saw 0; expected above 0"),
         (("-n", "many"), "bad -n; saw 'many'; expected a number, auto, gpu or cpu"),
+        (("--finished-file", "/no/dir/f"), "bad --finished-file; saw /no/dir/f; expected a file"),
         (("--nnodes", "2"), "starts the workers of one host; saw --nnodes 2 without --hosts"),
         (("--workers", "3"), "Unknown option: --workers. --help shows the options."),
     ],

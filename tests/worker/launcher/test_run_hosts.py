@@ -1,5 +1,6 @@
 """`shoal run --hosts`, with an `ssh` on PATH that runs its command on this machine."""
 
+import json
 import os
 import signal
 import subprocess
@@ -7,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ from shoal.launcher.run_config import RunConfig
 from shoal_client.cli import main
 from shoal_client.host.stop_orders import StopOrders
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
+from shoal_client.remote.ssh import MARK
 from shoal_proto.errors import InvalidSpec, Unavailable
 
 DEADLINE_S = 180.0
@@ -305,6 +308,102 @@ def test_a_host_that_does_not_answer_is_named_soon(
         "no answer yet from slow; they have 0.5 s in all",
         "slow is left out: no answer within 0.5 s",
     ]
+
+
+MakeHosts = Callable[[str, str, Callable[[str], None]], over_ssh.HostLaunchers]
+HOST = """#!/bin/sh
+while [ "$1" != -- ]; do shift; done
+trap "" TERM
+echo '{greeting}'
+read -r launch_order
+"""
+
+
+@pytest.fixture
+def fake_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeHosts:
+    """Function that makes launchers on the named hosts, which greet and then run lines of sh."""
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+
+    def make(names: str, lines: str, say: Callable[[str], None]) -> over_ssh.HostLaunchers:
+        greeting = {"version": version("shoal"), "num_workers": 1, "seen_address": ""}
+        ssh = tmp_path / "bin" / "ssh"
+        ssh.write_text(HOST.format(greeting=MARK + json.dumps(greeting)) + lines)
+        ssh.chmod(0o755)
+        options = HostOptions(hosts=parse_hosts(names))
+        config = RunConfig(
+            script=["train.py"],
+            over_ssh=options,
+            job="j",
+            coordinators=["10.0.0.1:7700"],
+            environment={},
+        )
+        return over_ssh.HostLaunchers(config, StopOrders(), say)
+
+    return make
+
+
+@pytest.mark.parametrize(("first", "expected"), [("given up", 1), ("reader gone", 130)])
+def test_hosts_get_one_order_to_drain_and_one_to_kill(
+    fake_hosts: MakeHosts,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    first: str,
+    expected: int,
+) -> None:
+    """Ctrl-C after the run has begun to end is no second signal."""
+    monkeypatch.setattr(over_ssh, "phase_of", lambda addresses, job: "running")
+    reading, writing = os.pipe()
+    os.close(reading)
+    said: list[str] = []
+
+    def say(text: str) -> None:
+        said.append(text)
+        if text.startswith(("ending", "the reader", "SIGINT")):
+            signal.raise_signal(signal.SIGINT)
+
+    num_orders = tmp_path / "orders"
+    lines = f"echo begins; n=0; while read -r line; do n=$((n + 1)); done; echo $n > {num_orders}"
+    with os.fdopen(writing, "w") as unread:
+        if first == "reader gone":
+            monkeypatch.setattr(sys, "stdout", unread)
+        with fake_hosts("a", lines, say) as hosts:
+            config = hosts.connect()
+            if first == "given up":
+                hosts.give_up("etcd cannot stay up")
+            code = hosts.run(config)
+    assert said[1:] == [
+        "ending the workers: etcd cannot stay up"
+        if first == "given up"
+        else "the reader of stdout has ended: workers finish their step and end",
+        "SIGINT: workers finish their step and end; a second signal kills them",
+        "SIGINT: workers are killed",
+        "SIGINT: workers are killed",
+        "job j is running",
+        f"exit code {expected}",
+    ]
+    assert code == expected
+    assert num_orders.read_text() == "2\n"
+
+
+@pytest.mark.parametrize(("phase", "expected"), [("running", 0), ("finished", 137)])
+def test_a_worker_that_is_killed_counts_only_after_its_job_was_completed(
+    fake_hosts: MakeHosts,
+    monkeypatch: pytest.MonkeyPatch,
+    phase: str,
+    expected: int,
+) -> None:
+    """An evaluation that was killed has no result. While the job trains, others go on without the
+    killed worker. `phase`: the job's, when the launcher of the killed worker ends."""
+    phases = iter([phase, "finished"])
+    monkeypatch.setattr(over_ssh, "phase_of", lambda addresses, job: next(phases))
+    lines = f"""case $2 in
+        a) echo '{MARK}{{"exit_code": 137}}' ;;
+        b) echo '{MARK}{{"exit_code": 0}}' ;;
+    esac"""
+    said: list[str] = []
+    with fake_hosts("a,b", lines, said.append) as hosts:
+        assert hosts.run(hosts.connect()) == expected, said
 
 
 @pytest.mark.long

@@ -7,6 +7,7 @@ import pytest
 from shoal.launcher import worker_termination
 from shoal.launcher.worker_slots import WorkerSlot
 from shoal.launcher.worker_termination import WorkerTermination
+from shoal_client.liveness.beat_board import BeatBoard
 from shoal_client.local.process import Process
 
 
@@ -15,13 +16,25 @@ class HangingProcess:
 
     pid = 7
 
+    def __init__(self) -> None:
+        self.num_asked = 0
+
+    def terminate(self) -> None:
+        """Record a SIGTERM."""
+        self.num_asked += 1
+
     def kill(self) -> None:
         """Do nothing."""
 
 
 @pytest.fixture
-def slot() -> WorkerSlot:
-    return WorkerSlot(index=0, member_id="vm-0", process=cast(Process, HangingProcess()))
+def process() -> HangingProcess:
+    return HangingProcess()
+
+
+@pytest.fixture
+def slot(process: HangingProcess) -> WorkerSlot:
+    return WorkerSlot(index=0, member_id="vm-0", process=cast(Process, process))
 
 
 @pytest.fixture
@@ -54,3 +67,26 @@ def test_a_killed_worker_has_time_to_end(termination: WorkerTermination, slot: W
     termination.kill([slot])
     assert list(termination.left_behind(ends=True)) == []
     assert termination.next_s < float("inf")
+
+
+def test_two_orders_to_stop_are_one_signal_for_a_worker(
+    termination: WorkerTermination, process: HangingProcess
+) -> None:
+    """The run's cluster is given up, and then comes a Ctrl-C: a second SIGTERM would end the worker
+    while it drains. Nor does the worker get more time."""
+    termination.order_stop()
+    until_s = termination.next_s
+    termination.order_stop()
+    assert process.num_asked == 1
+    assert termination.next_s == until_s
+
+
+def test_a_worker_of_a_stopped_job_is_asked_once(
+    termination: WorkerTermination, process: HangingProcess
+) -> None:
+    """A worker that had not joined its stopped job is asked to end; Ctrl-C asks all workers."""
+    with BeatBoard(1) as board:
+        termination.kill_overdue("stopped", board)
+    assert process.num_asked == 1
+    termination.order_stop()
+    assert process.num_asked == 1

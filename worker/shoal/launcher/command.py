@@ -14,6 +14,7 @@ from types import FrameType
 import structlog
 
 from shoal.launcher.launcher import Launcher
+from shoal.launcher.output import say
 from shoal.launcher.over_ssh import HostLaunchers
 from shoal.launcher.run_config import RunConfig, threads_per_worker
 from shoal_client.commands.jobs import check_not_finished, reset_job
@@ -46,7 +47,7 @@ def run(config: RunConfig) -> int:
     before or after the launcher's run.
     """
     if not config.module and not Path(config.script[0]).is_file():
-        _say(
+        say(
             f"no such script; saw {config.script[0]}; expected a Python file."
             " With -m, give the name of a module."
         )
@@ -61,7 +62,7 @@ def run(config: RunConfig) -> int:
         and not config.over_ssh.hosts
     ):
         threads = threads_per_worker(config.num_workers)
-        _say(f"OMP_NUM_THREADS={threads} for each worker; set it yourself for another number")
+        say(f"OMP_NUM_THREADS={threads} for each worker; set it yourself for another number")
     orders = StopOrders()
 
     def leave(number: int, frame: FrameType | None) -> None:
@@ -79,11 +80,11 @@ def run(config: RunConfig) -> int:
         except JobFinished as error:
             if file is None and not config.restart.finished_ok:
                 raise
-            _say(str(error))
+            say(str(error))
             code = 0
         if file is not None and code == 0 and not orders.were_given:
             file.touch()
-            _say(f"wrote {file}; waiting for SIGTERM")
+            say(f"wrote {file}; waiting for SIGTERM")
             while True:
                 time.sleep(SIGNALS_SEEN_S)
         return code
@@ -93,11 +94,11 @@ def _run_workers(config: RunConfig, orders: StopOrders) -> int:
     with ExitStack() as stack:
         hosts = None
         if config.over_ssh.hosts:
-            hosts = stack.enter_context(HostLaunchers(config, orders, say=_say))
+            hosts = stack.enter_context(HostLaunchers(config, orders, say=say))
             config = hosts.connect()
         if config.coordinators:
             _await_coordinator(config)
-            _say(f"job {config.job}: workers elsewhere join it with --job {config.job}")
+            say(f"job {config.job}: workers elsewhere join it with --job {config.job}")
             _check_job(config)
             return hosts.run(config) if hosts else Launcher(config, orders).run()
         address = hosts.address if hosts else LOOPBACK
@@ -159,12 +160,12 @@ def _await_coordinator(config: RunConfig) -> None:
                 raise
             if not is_logged:
                 limit = f"up to {left_s:.0f} s ({ADMISSION_VARIABLE})"
-                _say(f"{error} Waiting for a coordinator for {limit}.")
+                say(f"{error} Waiting for a coordinator for {limit}.")
             is_logged = True
             time.sleep(min(left_s, back_off.pause_s(chance())))
             continue
         if is_logged:
-            _say("a coordinator has answered")
+            say("a coordinator has answered")
         return
 
 
@@ -172,7 +173,7 @@ def _check_job(config: RunConfig) -> None:
     if not config.fresh:
         check_not_finished(config.coordinators, config.job)
     elif reset_job(config.coordinators, config.job, job_secret(config.environment)):
-        _say(f"job {config.job} starts over: the records of its last run are removed")
+        say(f"job {config.job} starts over: the records of its last run are removed")
 
 
 def _own_cluster(stack: ExitStack, run: RunConfig, advertise: str) -> LocalCluster:
@@ -180,7 +181,7 @@ def _own_cluster(stack: ExitStack, run: RunConfig, advertise: str) -> LocalClust
     if run.output.verbose:
         environment["SHOAL_LOG_LEVEL"] = "DEBUG"
     directory = stack.enter_context(temporary_directory("shoal-run-"))
-    _say("no --coordinator given: starting a cluster on this machine for this run")
+    say("no --coordinator given: starting a cluster on this machine for this run")
     config = LocalClusterConfig(
         directory=directory,
         advertise=advertise,
@@ -192,12 +193,8 @@ def _own_cluster(stack: ExitStack, run: RunConfig, advertise: str) -> LocalClust
         restart=RestartPolicy(),
         tls=None if options.insecure else LocalTls(),
     )
-    cluster = stack.enter_context(LocalCluster(config, say=_say))
-    _say(f"coordinator at {cluster.coordinator}, status page at {cluster.http_url}")
+    cluster = stack.enter_context(LocalCluster(config, say=say))
+    say(f"coordinator at {cluster.coordinator}, status page at {cluster.http_url}")
     if advertise:
-        _say(f"for other hosts the coordinator is at {cluster.coordinators[0].advertised}")
+        say(f"for other hosts the coordinator is at {cluster.coordinators[0].advertised}")
     return cluster
-
-
-def _say(text: str) -> None:
-    print(f"shoal run: {printable(text, lines=True)}", file=sys.stderr, flush=True)

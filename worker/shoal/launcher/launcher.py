@@ -14,7 +14,6 @@ worker, and one that hit a time limit, is restarted whatever its error code.
 """
 
 import math
-import os
 import queue
 import signal
 import socket
@@ -22,11 +21,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.launcher import metrics
+from shoal.launcher.output import ReaderGone, WorkerOutput, say
 from shoal.launcher.run_config import RunConfig, member_ids, worker_environment
 from shoal.launcher.worker_slots import DRAINED, Exit, WorkerSlot
 from shoal.launcher.worker_termination import WorkerTermination
@@ -41,7 +41,6 @@ from shoal_client.local.directory import temporary_directory
 from shoal_client.local.process import ChildCommand, Process, Supervisor
 from shoal_client.local.worker_logs import WorkerLog, log_path, log_root
 from shoal_proto.secrets import LAUNCH_VARIABLE, job_secret
-from shoal_proto.terminal import printable
 from shoal_proto.v1.membership_pb2 import ReportExitRequest, ReportHaltRequest
 from shoal_proto.v1.outputs_pb2 import OutputOwner, ServeOutputRequest
 
@@ -69,7 +68,7 @@ class _GivenUp:
     reason: str
 
 
-_Event = Process | _Halted | _Signalled | _GivenUp | WorkerStatus
+_Event = Process | _Halted | _Signalled | ReaderGone | _GivenUp | WorkerStatus
 
 
 class Launcher:
@@ -91,15 +90,15 @@ class Launcher:
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         self._reporter = HostReporter(config.coordinators)
         self._beats = HostBeats(config.coordinators, self._events.put)
-        self._output = threading.Lock()
+        self._output = WorkerOutput(self._events.put)
         self._reporting = threading.Lock()
         self._reported: set[int] = set()
         self._ended: list[Exit] = []
-        self._output_closed = False
         self._interrupted = 0
+        self._is_unread = False
         self._given_up = False
         self._worker_ends = WorkerTermination(
-            self.slots, job=config.job, grace_s=config.restart.grace_s, say=self._say
+            self.slots, job=config.job, grace_s=config.restart.grace_s, say=say
         )
 
     def run(self) -> int:
@@ -118,7 +117,7 @@ class Launcher:
         ):
             for slot in self.slots:
                 self._start(slot, supervisor, board)
-            self._say(_started_text(len(self.slots)))
+            say(_started_text(len(self.slots)))
             while not all(slot.is_over for slot in self.slots):
                 event = self._next_event()
                 if isinstance(event, Process):
@@ -127,6 +126,8 @@ class Launcher:
                     self._on_halted(event)
                 elif isinstance(event, _Signalled):
                     self._interrupt(event, board)
+                elif isinstance(event, ReaderGone):
+                    self._end_unread(board)
                 elif isinstance(event, _GivenUp):
                     self._end_given_up(event.reason)
                 elif isinstance(event, WorkerStatus):
@@ -135,16 +136,16 @@ class Launcher:
                 self._end_due(supervisor, board)
             self._reporter.flush()
         code = self._exit_code()
-        self._say(f"{self._outcome()}; exit code {code}")
+        say(f"{self._outcome()}; exit code {code}")
         if self._lost:
-            self._say(str(self._reporter.lost))
+            say(str(self._reporter.lost))
         if code == 0 and not any(slot.has_joined for slot in self.slots):
-            self._say(
+            say(
                 f"warning: no worker joined job {self._config.job}: the script never calls"
                 f" shoal.join(), and ran {len(self.slots)} times, each time by itself"
             )
         for advice in sorted({slot.advice for slot in self.slots} - {""}):
-            self._say(advice)
+            say(advice)
         return code
 
     def give_up(self, reason: str) -> None:
@@ -257,12 +258,12 @@ class Launcher:
             slot.start_at_s = time.monotonic() + pause_s
             again = f"started again in {pause_s:g} s" if pause_s else "started again"
             tries = f"restart {len(slot.exits)} of {self._config.restart.max_restarts}"
-            self._say(f"{slot.member_id} {exited}; {again} ({tries})")
+            say(f"{slot.member_id} {exited}; {again} ({tries})")
             return
         self._ended.append(exited)
         is_shown = self._over and exited.code not in (0, DRAINED)
         over = f"; job {self._config.job} is {self._over}" if is_shown else ""
-        self._say(f"{slot.member_id} {exited}{over}")
+        say(f"{slot.member_id} {exited}{over}")
         self._end_if_starved()
 
     def _may_restart(self, slot: WorkerSlot) -> bool:
@@ -302,7 +303,7 @@ class Launcher:
         the last batch does not finish it."""
         if any(slot.joined_too_late for slot in self.slots):
             return True
-        return self._num_done > 0 and not self._reporter.is_job_running
+        return self._num_done > 0 and not self._reporter.is_unfinished
 
     @property
     def _num_done(self) -> int:
@@ -313,7 +314,7 @@ class Launcher:
         few = 0 < num_left < self._config.min_members
         if not (self._config.alone and few) or self._completed or self._worker_ends.were_signalled:
             return
-        self._say(
+        say(
             f"{num_left} workers left, at least {self._config.min_members} needed, and no other can"
             " join: ending them"
         )
@@ -321,7 +322,7 @@ class Launcher:
 
     def _end_given_up(self, reason: str) -> None:
         self._given_up = True
-        self._say(f"ending the workers: {reason}")
+        say(f"ending the workers: {reason}")
         self._worker_ends.order_stop()
 
     def _on_worker_status(self, status: WorkerStatus) -> None:
@@ -345,12 +346,28 @@ class Launcher:
             self._worker_ends.kill(self._worker_ends.running)
             return
         self._interrupted = event.number
+        name = signal.Signals(event.number).name
+        them = "it" if len(self._worker_ends.running) == 1 else "them"
+        say(f"{name}: {self._consequence(board)}; a second signal kills {them}")
+        self._worker_ends.order_stop()
+
+    def _end_unread(self, board: BeatBoard) -> None:
+        # As in any pipeline: end the work when the reader is gone. Ctrl-C ends both, in any order.
+        self._is_unread = True
+        if not self._worker_ends.were_signalled:
+            say(f"the reader of stdout has ended: {self._consequence(board)}")
+            self._worker_ends.order_stop()
+
+    def _consequence(self, board: BeatBoard) -> str:
+        """Say what an order to stop does to the workers."""
         running = self._worker_ends.running
         num_joined = sum(board.slots[slot.index].has_joined(slot.pid) for slot in running)
-        consequence = _drain_text(num_joined, len(running) - num_joined)
-        name, them = signal.Signals(event.number).name, "it" if len(running) == 1 else "them"
-        self._say(f"{name}: {consequence}; a second signal kills {them}")
-        self._worker_ends.order_stop()
+        return _drain_text(num_joined, len(running) - num_joined)
+
+    @property
+    def _ended_by(self) -> int:
+        """Signal that ends the run, which is SIGTERM if the reader of stdout has ended; 0: none."""
+        return self._interrupted or (signal.SIGTERM if self._is_unread else 0)
 
     def _exit_code(self) -> int:
         """Return the run's exit code: 0 for a completed job, even after a signal, unless a script
@@ -361,13 +378,13 @@ class Launcher:
             failed = [slot.exits for slot in self.slots if slot.exits[-1].code != 0]
             firsts = [exits[0] for exits in failed if exits[0].is_scripts_own]
             lasts = [exits[-1] for exits in failed if exits[-1].failed_when_done]
-            if not firsts and self._interrupted and any(each.code < 0 for each in lasts):
-                return 128 + self._interrupted
+            if not firsts and self._ended_by and any(each.code < 0 for each in lasts):
+                return 128 + self._ended_by
             return next((_status_of(each.code) for each in firsts + lasts), 0)
         if self._given_up:
             return 1
-        if self._interrupted:
-            return 128 + self._interrupted
+        if self._ended_by:
+            return 128 + self._ended_by
         codes = [each.code for each in self._ended]
         failing = (code for code in codes if code not in (0, DRAINED))
         first = next(failing, 0 if 0 in codes else DRAINED)
@@ -394,7 +411,7 @@ class Launcher:
     def _on_halted(self, event: _Halted) -> None:
         self._slot_of(event.process).halted = event.halted
         how = "was halted (SIGSTOP)" if event.halted else "goes on (SIGCONT)"
-        self._say(f"{event.process.name} {how}")
+        say(f"{event.process.name} {how}")
 
     def _sink(self, slot: WorkerSlot) -> Callable[[str], None]:
         prefix, kept = f"[{slot.member_id}] ", self._logs[slot.index]
@@ -405,18 +422,9 @@ class Launcher:
             if not kept.problem:
                 kept.write(line)
                 if kept.problem:
-                    self._say(f"the output of {slot.member_id} is no longer kept: {kept.problem}")
+                    say(f"the output of {slot.member_id} is no longer kept: {kept.problem}")
             slot.printed.add(line)
-            with self._output:
-                if self._output_closed:
-                    return
-                try:
-                    print(f"{prefix}{line}", flush=True)
-                except BrokenPipeError:
-                    # As in any pipeline: end the work when the reader is gone.
-                    self._output_closed = True
-                    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-                    self._events.put(_Signalled(signal.SIGTERM))
+            self._output.print(f"{prefix}{line}")
 
         return write
 
@@ -433,13 +441,6 @@ class Launcher:
         )
         tails = {slot.member_id: slot.printed for slot in self.slots}
         return HostOutputs(self._beats.coordinators, request, tails)
-
-    def _say(self, text: str) -> None:
-        with self._output:
-            message = printable(text, lines=True)
-            # A lost ssh connection leaves no reader, but workers still drain.
-            with suppress(BrokenPipeError):
-                print(f"shoal run: {message}", file=sys.stderr, flush=True)
 
     @contextmanager
     def _lifelines(self) -> Iterator[None]:

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import FrameType
 
 from shoal.launcher.hosts import num_workers_of
+from shoal.launcher.output import discard
 from shoal_client.cli import main as run_command
 from shoal_client.local.directory import temporary_directory
 from shoal_client.remote.ssh import MARK
@@ -124,9 +125,8 @@ def _relay(orders: FileIO) -> None:
     while orders.readline(MAX_ORDER_BYTES):
         signal.pthread_kill(main_thread, signal.SIGINT)
     # Without a reader, workers must still be able to print.
-    nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
-        os.dup2(nowhere, stream.fileno())
+        discard(stream)
     signal.pthread_kill(main_thread, signal.SIGTERM)
 
 

@@ -11,7 +11,6 @@ import queue
 import signal
 import socket
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -24,10 +23,12 @@ from types import TracebackType
 
 from shoal.launcher.hosts import RunHost, WorkerCount
 from shoal.launcher.on_host import HostEnding, HostGreeting, LaunchOrder
+from shoal.launcher.output import ReaderGone, WorkerOutput
 from shoal.launcher.run_config import RunConfig, worker_files
 from shoal_client.certificates.authority import CertificateHolder
 from shoal_client.certificates.folder import CertificateFolder
 from shoal_client.commands.jobs import phase_of
+from shoal_client.host.reports import FINISHED
 from shoal_client.host.stop_orders import StopOrders, next_of
 from shoal_client.local.process import ChildCommand, Process, Supervisor
 from shoal_client.remote.ssh import ADVICE, MARK, check_ssh, command_on
@@ -60,8 +61,10 @@ KEPT_BACK = {
 
 
 Sink = Callable[[str], None]
-_Message = HostGreeting | HostEnding | Process | int | str
-"""A host's message or ended process; without a host, a signal or the reason to give up."""
+_Order = int | str | ReaderGone
+"""A signal, the reason to give up, or the end of the reader: the workers are to end."""
+_Message = HostGreeting | HostEnding | Process | _Order
+"""A host's message or ended process; without a host, an order."""
 
 
 class _Connection:
@@ -116,11 +119,16 @@ class HostLaunchers:
         self._by_name = {host.name: _Connection(host) for host in config.over_ssh.hosts}
         self._connections = [*self._by_name.values()]
         self._supervisor = Supervisor(on_exit=self._exited, grace_s=5.0)
-        self._output = threading.Lock()
+        self._output = WorkerOutput(lambda gone: self._events.put((None, gone)))
         self._interrupted: list[int] = []
+        self._is_unread = False
+        self._num_orders = 0
+        """Number of orders that the hosts have got: the first one to drain, the second to kill."""
         self._give_up_s = math.inf
         self._given_up = ""
         self._codes: list[int] = []
+        self._codes_if_finished: list[int] = []
+        """Exit codes that count although the job is finished."""
 
     def __enter__(self) -> "HostLaunchers":
         self._supervisor.__enter__()
@@ -264,22 +272,30 @@ class HostLaunchers:
 
     def _on_event(self, connection: _Connection | None, message: _Message) -> None:
         if connection is None:
-            assert isinstance(message, int | str)
+            assert isinstance(message, _Order)
             self._end(message)
         elif connection not in self._connections:
             pass  # it was left out
         elif isinstance(message, HostEnding):
             connection.exit_code = message.exit_code
             self._codes.append(message.exit_code)
+            if self._counts_if_finished(message.exit_code):
+                self._codes_if_finished.append(message.exit_code)
         elif isinstance(message, Process):
             connection.is_over = True
             if connection.exit_code is None:
                 self._say(f"{connection.host.name} was lost: its connection has ended")
             self._end_if_starved()
 
-    def _end(self, order: int | str) -> None:
-        """End the hosts' launchers. `order`: a signal, or the reason of `give_up`."""
-        if isinstance(order, str):
+    def _end(self, order: _Order) -> None:
+        """End the hosts' launchers."""
+        if isinstance(order, ReaderGone):
+            # As in any pipeline: end the work when the reader is gone. Ctrl-C ends both.
+            self._is_unread = True
+            if self._num_orders:
+                return
+            self._say("the reader of stdout has ended: workers finish their step and end")
+        elif isinstance(order, str):
             self._given_up = order
             self._say(f"ending the workers: {order}")
         else:
@@ -291,6 +307,9 @@ class HostLaunchers:
                 else f"{name}: workers finish their step and end; a second signal kills them"
             )
         again = len(self._interrupted) > 1
+        if self._num_orders > again:
+            return  # the hosts have got this order
+        self._num_orders += 1
         limit_s = KILLED_S if again else self._config.restart.grace_s + END_S
         self._give_up_s = time.monotonic() + limit_s
         for each in self._connections:
@@ -303,8 +322,7 @@ class HostLaunchers:
         if (
             not 0 < num_left < self._config.min_members
             or not self._config.alone
-            or self._interrupted
-            or self._given_up
+            or self._num_orders
             or 0 in codes
         ):
             return
@@ -314,25 +332,47 @@ class HostLaunchers:
     def _left_s(self) -> float:
         return self._give_up_s - time.monotonic()
 
+    def _counts_if_finished(self, code: int) -> bool:
+        """True if a launcher's code counts although the job is finished. Workers that were killed
+        before the job's end do not count: the others went on without them."""
+        if code < 128:
+            return True
+        if self._num_orders:
+            return self._ended_by != 0
+        return self._phase == FINISHED
+
     def _exit_code(self) -> int:
         """Return the run's exit code. Lost hosts do not count in a finished job."""
-        phase = ""
-        with suppress(ShoalError):
-            phase = phase_of(self._config.coordinators, self._config.job)
+        phase = self._phase
         if phase:
             self._say(f"job {self._config.job} is {phase}")
-        failed = [code for code in self._codes if code not in (0, DRAINED)]
-        if phase == "finished":
-            return next((code for code in failed if code < 128), 0)
+        codes = self._codes_if_finished if phase == FINISHED else self._codes
+        failed = [code for code in codes if code not in (0, DRAINED)]
+        if phase == FINISHED:
+            was_killed = bool(failed) and failed[0] >= 128
+            return self._ended_by if was_killed and self._ended_by else (failed or [0])[0]
         if self._given_up:
             return 1
-        if self._interrupted:
-            return 128 + self._interrupted[0]
+        if self._ended_by:
+            return self._ended_by
         if failed:
             return failed[0]
         if not self._codes:
             return 1
         return 0 if 0 in self._codes else DRAINED
+
+    @property
+    def _phase(self) -> str:
+        """The job's phase; empty if it is not known."""
+        with suppress(ShoalError):
+            return phase_of(self._config.coordinators, self._config.job)
+        return ""
+
+    @property
+    def _ended_by(self) -> int:
+        """Exit code of a run that a signal or the end of the reader has ended; 0: neither."""
+        signals = [*self._interrupted, *([signal.SIGTERM] if self._is_unread else [])]
+        return 128 + signals[0] if signals else 0
 
     # --- called on the threads of the connections ---
 
@@ -350,18 +390,9 @@ class HostLaunchers:
             elif connection.greeting is None:
                 connection.last_lines = [*connection.last_lines, line][-LAST_LINES:]
             else:
-                self._print(f"{connection.host.name}: {line}")
+                self._output.print(f"{connection.host.name}: {line}")
 
         return take
-
-    def _print(self, line: str) -> None:
-        with self._output:
-            try:
-                print(line, flush=True)
-            except BrokenPipeError:
-                # As in any pipeline: end the work when the reader is gone.
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-                self._events.put((None, signal.SIGTERM))
 
 
 def _greeted(connection: _Connection) -> HostGreeting:

@@ -64,6 +64,12 @@ class RestartOptions:
             raise InvalidSpec("bad --max-restarts", seen=str(self.max_restarts), expected=">= 0")
         if not self.grace_s > 0:
             raise InvalidSpec("bad --grace-s", seen=f"{self.grace_s:g}", expected="above 0")
+        if self.finished_file is not None and not _may_write(self.finished_file):
+            raise InvalidSpec(
+                "bad --finished-file",
+                seen=str(self.finished_file),
+                expected="a file in a directory that exists, and in which this user may write",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,6 +249,10 @@ class RunConfig:
 def _job_of(target: str, module: bool) -> str:
     name = target.rpartition(".")[2] if module else Path(target).stem
     return name or "job"
+
+
+def _may_write(file: Path) -> bool:
+    return os.access(file.absolute().parent, os.W_OK | os.X_OK) and not file.is_dir()
 
 
 def worker_files(config: RunConfig) -> TlsFiles | None:

@@ -82,6 +82,8 @@ class WorkerSlot:
     launch_secret: str = field(default_factory=new_secret, repr=False)
     """Proves that a report comes from the launcher."""
     process: Process | None = None
+    asked: Process | None = None
+    """The newest process that was asked to end."""
     halted: bool = False
     lost_s: float | None = None
     """Time (monotonic) when the running process was seen as lost."""

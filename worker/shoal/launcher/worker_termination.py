@@ -31,12 +31,20 @@ class WorkerTermination:
         return [slot for slot in self._slots if slot.process is not None]
 
     def order_stop(self) -> None:
-        """Ask all workers to end within the grace time."""
-        # Not SIGINT: each script would end within its step.
+        """Ask all workers to end within the grace time. A repeated order changes nothing."""
+        if self.were_signalled:
+            return
         self.were_signalled = True
         self._kill_s = time.monotonic() + self._grace_s
         for slot in self.running:
-            assert slot.process is not None
+            self._ask(slot)
+
+    def _ask(self, slot: WorkerSlot) -> None:
+        """Ask a worker's process to end, once: a second SIGTERM ends a worker that drains."""
+        assert slot.process is not None
+        if slot.asked is not slot.process:
+            slot.asked = slot.process
+            # Not SIGINT: each script would end within its step.
             slot.process.terminate()
 
     def kill(self, slots: Sequence[WorkerSlot]) -> None:
@@ -86,10 +94,9 @@ class WorkerTermination:
     def _end_starting(self, board: BeatBoard) -> None:
         """Ask workers that have not joined to end: an operator may retry the stopped job."""
         for slot in self.running:
-            assert slot.process is not None
             if not board.slots[slot.index].has_joined(slot.pid):
                 self._say(f"job {self._job} is stopped: ending {slot.member_id}, which starts")
-                slot.process.terminate()
+                self._ask(slot)
 
     def _is_stuck(self, slot: WorkerSlot, over: str, board: BeatBoard) -> bool:
         """True if a worker of an ended job is to be killed; not for a script that has left a
