@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader
 
 from shoal.checkpoint.background import Checkpoints
 from shoal.data.batches import Batch
-from shoal.integrations.job_batches import WholeCollate
+from shoal.integrations.job_batches import JobBatches, WholeCollate
 from shoal.session.session import Session
 from shoal.session.step import Step
 from shoal.strategies.base import Strategy
@@ -240,52 +240,53 @@ class AcceleratedSteps(AbstractContextManager[None]):
 
 
 class PreparedLoader:
-    """Loader of this member's shares. An iteration ends with the epoch of its first batch."""
+    """Loader of this member's shares. Iteration n of the script ends with the job's epoch n, so
+    that its number is the epoch also on a member that joins later."""
 
     def __init__(
         self, steps: AcceleratedSteps, loader: DataLoader[Any], epochs: int, seed: int | None
     ) -> None:
-        self._steps, self._loader, self._seed, self._epochs = steps, loader, seed, epochs
-        self._batches: Iterator[Batch] | None = None
+        self._steps, self._epochs = steps, epochs
+        self._num_iterations = 0
         self._ahead: Batch | None = None
         if loader.batch_size is None:
             raise InvalidSpec("the DataLoader has no batch_size", expected="batch_size=...")
-        self._size = loader.batch_size * steps.num_parts
+        self._job = JobBatches(
+            steps.session,
+            loader,
+            global_batch_size=loader.batch_size * steps.num_parts,
+            epochs=epochs,
+            seed=seed,
+            collate=WholeCollate(loader.collate_fn),
+        )
 
     def __len__(self) -> int:
         """Number of parts in an epoch; the loop gets each as a batch."""
-        num_samples = len(self._loader.dataset)  # type: ignore[arg-type]
-        whole, rest = divmod(num_samples, self._size)
-        return (whole + int(bool(rest) and not self._loader.drop_last)) * self._steps.num_parts
+        return self._job.steps_per_epoch * self._steps.num_parts
 
     def __iter__(self) -> Iterator[Any]:
-        epoch = None
-        while True:
+        number = self._num_iterations
+        self._num_iterations += 1
+        while not self._has_ended(number):
             part = self._steps.next_part()
-            if part is None:
-                batch, self._ahead = self._ahead or self._next(), None
-                if batch is None:
-                    return
-                # A rollback, even to an earlier epoch, does not end the iteration: the script
-                # iterates once per epoch.
-                if epoch is not None and batch.epoch > epoch:
-                    self._ahead = batch
-                    return
-                epoch = batch.epoch if epoch is None else epoch
-                self._steps.begin(batch)
+            if part is not None:
+                yield send_to_device(part.inputs["batch"], self._steps.device)
                 continue
-            yield send_to_device(part.inputs["batch"], self._steps.device)
+            batch, self._ahead = self._ahead or self._job.take(), None
+            if batch is None:
+                return
+            # A rollback to an earlier epoch does not end the iteration: the script iterates once
+            # per epoch.
+            if batch.epoch > number:
+                self._ahead = batch
+                return
+            self._steps.begin(batch)
 
-    def _next(self) -> Batch | None:
-        if self._batches is None:
-            self._batches = self._steps.session.batches(
-                self._loader,
-                global_batch_size=self._size,
-                epochs=self._epochs,
-                seed=self._seed,
-                collate=WholeCollate(self._loader.collate_fn),
-            )
-        return next(self._batches, None)
+    def _has_ended(self, number: int) -> bool:
+        # A request for the next batch ends the last step, to which the script's changes between two
+        # epochs belong. Only after the last epoch does the loader request one: the job is over.
+        num_done = self._job.num_epochs_done
+        return self._steps.committed and number < num_done < self._epochs
 
 
 class PreparedOptimizer:
