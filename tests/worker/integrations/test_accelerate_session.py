@@ -121,6 +121,19 @@ def test_a_pass_outside_of_accumulate_is_refused(session: shoal.Session) -> None
         accelerator.backward(cross_entropy(model(inputs), targets))
 
 
+def test_clipping_of_a_part_of_the_model_is_refused_by_name(session: shoal.Session) -> None:
+    """Regression: all gradients were clipped to the norm that was meant for one layer."""
+    accelerator, model, _, loader = prepared(session)
+    first, _, last = accelerator.unwrap_model(model)
+    inputs, targets = next(iter(loader))
+    with accelerator.accumulate(model):
+        accelerator.backward(cross_entropy(model(inputs), targets))
+        with pytest.raises(InvalidSpec, match=r"without 0\.weight, 0\.bias; expected model"):
+            accelerator.clip_grad_norm_(last.parameters(), 1.0)
+        assert accelerator.clip_grad_norm_([*first.parameters(), *last.parameters()], 1.0) > 0
+    assert session.step_number == 1
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [

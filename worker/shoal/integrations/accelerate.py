@@ -15,7 +15,7 @@ The loop is accelerate's own. The global batch is the batch size of the script's
 `gradient_accumulation_steps`, and each member takes its share. If a member is lost, the code within
 `accumulate` runs again on the samples of that step."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
@@ -35,14 +35,17 @@ from shoal.session.step import Step
 from shoal.strategies.base import Strategy
 from shoal_proto.errors import InvalidSpec
 
+MAX_NAMES = 4
+"""Longest list of parameters in a message."""
+
 
 class SessionAccelerator(Accelerator):
     """An Accelerator for one member; see the module.
 
     `prepare` takes the model, the optimizer, the training DataLoader and any schedulers in one
     call. Raises InvalidSpec for float16, several processes of accelerate, a backward pass outside
-    of `accumulate`, clipping other than by 2-norm, `save_state`, `load_state`, `no_sync`, and calls
-    that gather values.
+    of `accumulate`, clipping other than by 2-norm or of a part of the model, `save_state`,
+    `load_state`, `no_sync`, and calls that gather values.
     """
 
     def __init__(
@@ -68,6 +71,8 @@ class SessionAccelerator(Accelerator):
         self._epochs, self._seed = epochs, seed
         self._strategy, self._checkpoints = strategy, checkpoints
         self._steps: AcceleratedSteps | None = None
+        self._model = nn.Module()
+        """The distributed model; empty before `prepare`."""
 
     # --- what a script calls ---
 
@@ -91,6 +96,7 @@ class SessionAccelerator(Accelerator):
         model, optimizer = self._session.distribute(
             model, optimizers[0], self._strategy, checkpoints=self._checkpoints
         )
+        self._model = model
         self._steps = AcceleratedSteps(self, self._session, self.gradient_accumulation_steps)
         prepared: dict[int, Any] = {
             id(models[0]): model,
@@ -115,10 +121,29 @@ class SessionAccelerator(Accelerator):
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
         """Clip the whole model's gradients to `max_norm` in a step's last part, and return their
-        norm. Does nothing in other parts, and returns None."""
+        norm. Does nothing in other parts, and returns None. Raises InvalidSpec for a part of the
+        trained parameters."""
         if norm_type != 2:
             raise _refused("clip_grad_norm_", f"norm_type={norm_type}", "norm_type=2")
-        return self._session.clip_grad_norm(max_norm) if self.sync_gradients else None
+        if not self.sync_gradients:
+            return None
+        self._check_whole([parameters] if isinstance(parameters, Tensor) else parameters)
+        return self._session.clip_grad_norm(max_norm)
+
+    def _check_whole(self, parameters: Iterable[Tensor]) -> None:
+        """Refuse some of the trained parameters. Parameters that the script has listed before
+        `prepare`, or in an earlier generation, may be other objects."""
+        given = {id(each) for each in parameters}
+        named = self._model.named_parameters()
+        trained = {name: id(each) for name, each in named if each.requires_grad}
+        left_out = [name for name, each in trained.items() if each not in given]
+        if 0 < len(left_out) < len(trained):
+            raise _refused(
+                "clip_grad_norm_",
+                f"parameters without {', '.join(left_out[:MAX_NAMES])}"
+                + (", ..." if len(left_out) > MAX_NAMES else ""),
+                "model.parameters(): a session clips the gradients of the whole model",
+            )
 
     @property
     def is_main_process(self) -> bool:
