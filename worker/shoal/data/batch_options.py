@@ -166,6 +166,7 @@ def _completed(options: BatchOptions, loader: "DataLoader[Any]") -> BatchOptions
         seen = type(loader.batch_sampler).__name__
         raise _unkept("batch_sampler", seen, "batch_size=..., and no batch_sampler")
     sampler: Any = loader.sampler
+    source: Any
     seed: int | None = None
     generator = loader.generator
     # Not isinstance: a subclass may choose other samples.
