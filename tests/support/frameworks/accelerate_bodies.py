@@ -17,7 +17,7 @@ import shoal
 from shoal.integrations.accelerate import SessionAccelerator
 
 NEVER = -1
-MICRO_BATCH, NUM_PARTS, EPOCHS = 6, 2, 3
+NUM_SAMPLES, NUM_PARTS, EPOCHS = 48, 2, 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +29,8 @@ class Run:
     member_id: str
     strategy: str = "ddp"
     num_members: int = 2
+    by_epoch: bool = False
+    """True if the schedule is stepped after each epoch, between two iterations over the loader."""
     hold_at: int = NEVER
     """Step in the middle of which the member waits until `gate` is opened."""
     gate: str = ""
@@ -77,48 +79,52 @@ def network() -> nn.Module:
 
 def data() -> TensorDataset:
     generator = torch.Generator().manual_seed(1)
-    inputs = torch.randn(48, 6, generator=generator)
+    inputs = torch.randn(NUM_SAMPLES, 6, generator=generator)
     return TensorDataset(inputs, inputs.argmax(dim=1) % 3)
 
 
+def steps_per_epoch(*, by_epoch: bool) -> int:
+    """Return a number with which step 6 is the first of an epoch if schedules are stepped there."""
+    return 3 if by_epoch else 4
+
+
 def loop(
-    make: Callable[[], Accelerator], on_part: Callable[[], None], behind: Callable[[], None]
+    make: Callable[[], Accelerator],
+    on_part: Callable[[int], None],
+    behind: Callable[[], None],
+    *,
+    by_epoch: bool = False,
 ) -> nn.Module:
-    """Run a training loop as users write it, with either accelerator."""
+    """Run a training loop as users write it, with either accelerator. `on_part` gets the number of
+    the iteration over the loader."""
     accelerator = make()
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
-    loader = DataLoader(data(), MICRO_BATCH)
+    micro_batch = NUM_SAMPLES // NUM_PARTS // steps_per_epoch(by_epoch=by_epoch)
+    loader = DataLoader(data(), micro_batch)
     schedule = StepLR(optimizer, 2, 0.9)
     model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
-    for _ in range(EPOCHS):
+    for epoch in range(EPOCHS):
         for inputs, targets in loader:
             with accelerator.accumulate(model):
-                on_part()
+                on_part(epoch)
                 loss = cross_entropy(model(inputs), targets)
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:
                     accelerator.clip_grad_norm_(model.parameters(), 0.3)
                     behind()
                 optimizer.step()
-                schedule.step()
+                if not by_epoch:
+                    schedule.step()
                 optimizer.zero_grad()
+        if by_epoch:
+            schedule.step()
     return accelerator.unwrap_model(model)
-
-
-ACCELERATED_STEPS = 48 // (MICRO_BATCH * NUM_PARTS) * EPOCHS
 
 
 def train_with_accelerate(report: Report, run: Run) -> None:
     with joined(run) as session:
         held = Held(session, report, run)
-        parts = 0
-
-        def on_part() -> None:
-            nonlocal parts
-            parts += 1
-            held.tried()
-
         loop(
             lambda: SessionAccelerator(
                 session,
@@ -127,18 +133,18 @@ def train_with_accelerate(report: Report, run: Run) -> None:
                 gradient_accumulation_steps=NUM_PARTS,
                 cpu=True,
             ),
-            on_part,
+            lambda _: held.tried(),
             held.hold,
+            by_epoch=run.by_epoch,
         )
         report("finished", weights=listed(session.state_dict()), step=session.step_number)
 
 
-def plain_accelerate() -> Mapping[str, Tensor]:
+def plain_accelerate(*, by_epoch: bool = False) -> Mapping[str, Tensor]:
     model = loop(
-        lambda: Accelerator(gradient_accumulation_steps=NUM_PARTS, cpu=True), _nothing, _nothing
+        lambda: Accelerator(gradient_accumulation_steps=NUM_PARTS, cpu=True),
+        lambda _: None,
+        lambda: None,
+        by_epoch=by_epoch,
     )
     return model.state_dict()
-
-
-def _nothing() -> None:
-    """Do nothing: no test observes."""

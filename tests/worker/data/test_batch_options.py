@@ -132,6 +132,13 @@ class Stream(IterableDataset[int]):
         return iter(range(5))
 
 
+class Halves(DistributedSampler[Any]):
+    """A sampler that draws one half of the samples."""
+
+    def __iter__(self) -> Any:
+        return iter(range(5))
+
+
 @pytest.mark.parametrize(
     ("loader", "words"),
     [
@@ -145,8 +152,18 @@ class Stream(IterableDataset[int]):
         (DataLoader(DATASET, 4, sampler=RandomSampler(DATASET, num_samples=5)), "of 5 samples"),
         (DataLoader(DATASET, 4, sampler=[3, 1]), "list"),
         (DataLoader(Stream(), 4), "saw Stream"),
+        (DataLoader(DATASET, 4, sampler=Halves(DATASET, 1, 0)), "saw Halves"),
+        (
+            DataLoader(DATASET, 4, sampler=DistributedSampler(Subset(DATASET, [3]), 1, 0)),
+            "DistributedSampler of 1 samples; expected a sampler of all 10 samples",
+        ),
+        (DataLoader(DATASET, 4, sampler=RandomSampler(range(5))), "RandomSampler of 5 samples"),
+        (DataLoader(DATASET, 4, sampler=SequentialSampler(range(5))), "SequentialSampler of 5 s"),
     ],
-    ids=["batch_sampler", "no batches", "weighted", "replacement", "a part", "list", "iterable"],
+    ids=[
+        *("batch_sampler", "no batches", "weighted", "replacement", "a part", "list", "iterable"),
+        *("subclass", "distributed part", "random part", "first part"),
+    ],
 )
 def test_loaders_that_choose_their_own_samples_are_refused(
     loader: DataLoader[Any], words: str

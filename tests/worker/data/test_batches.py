@@ -120,6 +120,25 @@ def test_all_kinds_of_datasets_give_the_same_batches(dataset: Any) -> None:
     assert batch.targets.tolist() == [index * index for index in batch.indices]
 
 
+class Shifted(TensorDataset):
+    """The first three rows, with 1 added to each value on access."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> Any:
+        return tuple(tensor[index] + 1 for tensor in self.tensors)
+
+
+def test_samples_of_a_subclass_of_tensor_dataset_are_its_own() -> None:
+    """Regression: whole tensors were indexed, without the subclass's length and `__getitem__`."""
+    dataset = Shifted(torch.arange(5), torch.arange(5))
+    order = Order(num_samples=dataset_size(dataset), global_batch_size=3, shuffle=False)
+    batch = Loader(dataset, order).synchronous(0, 0, 1)
+    assert batch.inputs.tolist() == batch.targets.tolist() == [1, 2, 3]
+    assert describe(dataset) == "Shifted of 3"
+
+
 def test_three_columns_are_two_inputs_and_a_target() -> None:
     """A single column is an input without target."""
     column = torch.arange(4)

@@ -5,13 +5,14 @@ import pickle
 import secrets
 import tarfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
 import fsspec
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -184,6 +185,36 @@ def test_reading_past_samples_keeps_few_of_them() -> None:
     assert len(alive) == 16
     assert shards[8_990].number == 8_990
     assert num_opened == 1
+
+
+def centred(sample: Any) -> Any:
+    """Change a sample in place, as a `decode` may."""
+    values, _ = sample if isinstance(sample, tuple) else (sample["values"], 0)
+    values -= 1
+    return values.tolist()
+
+
+class Opened(dict[str, Any]):
+    """A sample that cannot be copied, as one with an open file."""
+
+    def __deepcopy__(self, memo: object) -> Any:
+        raise TypeError("cannot pickle")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda number: (np.full(2, number), number),
+        lambda number: {"values": torch.full((2,), number)},
+        lambda number: Opened(values=np.full(2, number)),
+    ],
+    ids=["arrays", "tensors", "not copied"],
+)
+def test_a_decode_in_place_changes_no_kept_sample(make: Callable[[int], Any]) -> None:
+    """Regression: a sample that was requested again had the changes of the first time."""
+    options: dict[str, Any] = {"read": lambda shard: map(make, shard), "decode": centred}
+    shards = shoal.Shards([range(10)], lengths=[10], **options)
+    assert [shards[index] for index in (3, 3, 5, 3)] == [[2, 2], [2, 2], [4, 4], [2, 2]]
 
 
 @pytest.mark.parametrize(("count", "seen"), [(5, "saw more samples"), (7, "saw 6 samples")])

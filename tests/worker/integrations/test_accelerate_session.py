@@ -1,5 +1,7 @@
 """accelerate's loop in a session: exact over a loss; unsupported calls are refused."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,13 +10,14 @@ import torch
 from accelerate.tracking import GeneralTracker
 from support.frameworks import accelerate_bodies
 from support.frameworks.accelerate_bodies import (
-    ACCELERATED_STEPS,
     EPOCHS,
     NUM_PARTS,
     Run,
     data,
+    loop,
     network,
     plain_accelerate,
+    steps_per_epoch,
 )
 from support.members.held_members import replaced_in_step_6
 from torch.nn.functional import cross_entropy
@@ -32,26 +35,61 @@ TOLERANCE = 1e-6
 
 @pytest.mark.long
 @pytest.mark.sampled()
-@pytest.mark.parametrize(("strategy", "earliest"), [("ddp", 6), ("fsdp", 1)])
+@pytest.mark.parametrize(
+    ("strategy", "earliest", "by_epoch"),
+    [("ddp", 6, False), ("ddp", 6, True), ("fsdp", 1, False)],
+)
 def test_a_session_goes_on_without_a_lost_member(
-    cluster: LocalCluster, tmp_path: Path, strategy: str, earliest: int
+    cluster: LocalCluster, tmp_path: Path, strategy: str, earliest: int, by_epoch: bool
 ) -> None:
     """Member b of two is killed in the midst of step 6; a third takes its place. The weights are
-    those of accelerate alone."""
+    those of accelerate alone, also if the schedule was stepped just before step 6, between two
+    epochs (regression: that step of the schedule was undone)."""
     run = Run(
         coordinator=cluster.coordinator,
-        job=f"accelerate-{strategy}",
+        job=f"accelerate-{strategy}-{by_epoch}",
         member_id="",
         strategy=strategy,
+        by_epoch=by_epoch,
     )
     body = accelerate_bodies.train_with_accelerate
     a, c, *_ = replaced_in_step_6(cluster, body, run, tmp_path, earliest)
-    alone = plain_accelerate()
+    alone = plain_accelerate(by_epoch=by_epoch)
     for each in (a, c):
-        assert each["step"] == ACCELERATED_STEPS
+        assert each["step"] == steps_per_epoch(by_epoch=by_epoch) * EPOCHS
         for name, expected in alone.items():
             found = torch.tensor(each["weights"][name])
             assert torch.allclose(found, expected, rtol=0, atol=TOLERANCE), name
+
+
+class Interrupted(Exception):
+    """Ends a script within a step."""
+
+
+def test_a_job_resumes_between_two_epochs_with_the_schedule_of_the_next(tmp_path: Path) -> None:
+    """Regression: the checkpoint of an epoch's last step did not have the schedule's step after the
+    epoch. The number of an iteration is the epoch, also after the job has begun again."""
+    size = steps_per_epoch(by_epoch=True)
+
+    def run(session: shoal.Session, on_part: Callable[[int], None]) -> None:
+        options: dict[str, Any] = {"gradient_accumulation_steps": NUM_PARTS, "cpu": True}
+        options["checkpoints"] = shoal.Checkpoints(tmp_path, every_steps=size)
+        make = partial(SessionAccelerator, session, epochs=EPOCHS, **options)
+        loop(make, on_part, lambda: None, by_epoch=True)
+
+    def interrupt(epoch: int) -> None:
+        if epoch == 2:
+            raise Interrupted
+
+    with pytest.raises(Interrupted), shoal.join() as session:
+        run(session, interrupt)
+    seen = []
+    with shoal.join() as session:
+        run(session, lambda epoch: seen.append((epoch, session.step_number)))
+        found = session.state_dict()
+    assert seen == [(2, step) for step in range(2 * size, 3 * size) for _ in range(NUM_PARTS)]
+    for name, expected in plain_accelerate(by_epoch=True).items():
+        assert torch.allclose(found[name], expected, rtol=0, atol=TOLERANCE), name
 
 
 def prepared(session: shoal.Session, **options: Any) -> tuple[SessionAccelerator, Any, Any, Any]:
@@ -81,6 +119,19 @@ def test_a_pass_outside_of_accumulate_is_refused(session: shoal.Session) -> None
     inputs, targets = next(iter(loader))
     with pytest.raises(InvalidSpec, match=r"accelerator\.backward.*outside of accumulate"):
         accelerator.backward(cross_entropy(model(inputs), targets))
+
+
+def test_clipping_of_a_part_of_the_model_is_refused_by_name(session: shoal.Session) -> None:
+    """Regression: all gradients were clipped to the norm that was meant for one layer."""
+    accelerator, model, _, loader = prepared(session)
+    first, _, last = accelerator.unwrap_model(model)
+    inputs, targets = next(iter(loader))
+    with accelerator.accumulate(model):
+        accelerator.backward(cross_entropy(model(inputs), targets))
+        with pytest.raises(InvalidSpec, match=r"without 0\.weight, 0\.bias; expected model"):
+            accelerator.clip_grad_norm_(last.parameters(), 1.0)
+        assert accelerator.clip_grad_norm_([*first.parameters(), *last.parameters()], 1.0) > 0
+    assert session.step_number == 1
 
 
 @pytest.mark.parametrize(

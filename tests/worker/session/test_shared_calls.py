@@ -273,6 +273,29 @@ def test_a_value_for_each_sample_is_refused_and_not_spread_over_another_batch() 
                 session.evaluate((torch.ones(5),), measure, batch_size=4)
 
 
+def test_an_evaluation_of_a_subclass_of_tensor_dataset_measures_its_samples() -> None:
+    """Regression: whole tensors were indexed, without the subclass's `__getitem__`."""
+
+    class Doubled(TensorDataset):
+        def __getitem__(self, index: int) -> Any:
+            inputs, targets = super().__getitem__(index)
+            return 2 * inputs, targets
+
+    def measure(batch: Batch) -> dict[str, float]:
+        return {"sum": float(batch.inputs.sum())}
+
+    model: Any
+    model, optimizer = build("sgd", "layers")
+    inputs, targets = data()
+    with shoal.join() as session:
+        model, optimizer = session.distribute(model, optimizer)
+        for step in session.batches(data(), global_batch_size=NUM_SAMPLES):
+            with session.step():
+                session.backward(cross_entropy(model(step.inputs), step.targets))
+            found = session.evaluate(Doubled(inputs, targets), measure, batch_size=NUM_SAMPLES)
+            assert found["sum"] == pytest.approx(2 * float(inputs.sum()), abs=1e-3)
+
+
 @pytest.mark.parametrize(("body", "words"), refusals())
 def test_different_calls_of_members_are_an_error_that_names_them(
     cluster: LocalCluster, body: Body, words: str

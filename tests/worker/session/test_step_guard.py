@@ -19,7 +19,7 @@ from shoal.session.session import Session
 from shoal.session.step import reason_of
 from shoal.strategies import find_strategy
 from shoal_client.local.cluster import LocalCluster
-from shoal_proto.errors import InvalidSpec
+from shoal_proto.errors import InvalidSpec, LoadingFailed
 
 TOGETHER = ("ddp", "zero1", "zero2", "fsdp", "tensor", "hybrid", "local-sgd", "diloco")
 APART = ("async-sgd", "bsp", "async-diloco")
@@ -239,6 +239,28 @@ def test_a_second_loop_over_the_batches_is_refused_with_the_remedy(cluster: Loca
         loop(session, model, batches)
         with pytest.raises(InvalidSpec, match=r"second loop begins.*epochs=n.*batch\.epoch"):
             loop(session, model, batches)
+
+
+def test_a_second_loop_after_an_error_raises_the_error_again() -> None:
+    """Regression: the loop ended at once without an error, as if all was trained."""
+
+    class Away(list[Any]):
+        def __getitem__(self, index: Any) -> Any:
+            if index == 30:
+                raise OSError("the storage does not answer")
+            return super().__getitem__(index)
+
+    model, optimizer = build("sgd", "layers")
+    with shoal.join() as session:
+        model, optimizer = session.distribute(model, optimizer)
+        samples = Away(zip(*data(), strict=True))
+        batches = session.batches(samples, global_batch_size=24, shuffle=False)
+        for _ in range(2):
+            with pytest.raises(LoadingFailed, match=r"sample 30 .*storage does not answer"):
+                for batch in batches:
+                    with session.step():
+                        session.backward(loss_of(session, model, batch))
+        assert session.step_number == 1
 
 
 @pytest.mark.parametrize(

@@ -166,10 +166,12 @@ def _completed(options: BatchOptions, loader: "DataLoader[Any]") -> BatchOptions
         seen = type(loader.batch_sampler).__name__
         raise _unkept("batch_sampler", seen, "batch_size=..., and no batch_sampler")
     sampler: Any = loader.sampler
+    source: Any
     seed: int | None = None
     generator = loader.generator
-    if isinstance(sampler, DistributedSampler):
-        shuffle, seed = sampler.shuffle, sampler.seed
+    # Not isinstance: a subclass may choose other samples.
+    if type(sampler) is DistributedSampler:
+        source, shuffle, seed = sampler.dataset, sampler.shuffle, sampler.seed
         if sampler.drop_last:
             raise _unkept("sampler", "DistributedSampler(drop_last=True)", "drop_last=False")
         if sampler.num_replicas > 1 and options.global_batch_size is None:
@@ -178,11 +180,15 @@ def _completed(options: BatchOptions, loader: "DataLoader[Any]") -> BatchOptions
         if sampler.replacement or sampler.num_samples != len(sampler.data_source):
             drawn = f"RandomSampler of {sampler.num_samples} samples"
             raise _unkept("sampler", drawn, "each sample once an epoch")
-        shuffle, generator = True, sampler.generator or generator
+        source, shuffle, generator = sampler.data_source, True, sampler.generator or generator
     elif type(sampler) is SequentialSampler:
-        shuffle = False
+        source, shuffle = sampler.data_source, False
     else:
         raise _unkept("sampler", type(sampler).__name__, "shuffle=True or shuffle=False")
+    num_samples = dataset_size(loader.dataset)
+    if len(source) != num_samples:
+        seen = f"{type(sampler).__name__} of {len(source)} samples"
+        raise _unkept("sampler", seen, f"a sampler of all {num_samples} samples of the dataset")
     if seed is None and isinstance(generator, torch.Generator):
         seed = generator.initial_seed()
     return replace(

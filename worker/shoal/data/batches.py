@@ -326,7 +326,8 @@ def _misused_tensors(dataset: Any) -> str | None:
 
 
 def _columns(dataset: Dataset) -> Sequence[Tensor] | None:
-    columns: Any = dataset.tensors if isinstance(dataset, TensorDataset) else dataset
+    # Not isinstance: a subclass may compute its samples from the tensors.
+    columns: Any = dataset.tensors if type(dataset) is TensorDataset else dataset
     if not isinstance(columns, tuple) or not columns:
         return None
     if not all(isinstance(column, Tensor) for column in columns):

@@ -9,7 +9,7 @@ import tarfile
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from copy import copy
+from copy import deepcopy
 from hashlib import blake2b
 from itertools import accumulate
 from pathlib import Path
@@ -199,8 +199,7 @@ class _OpenShards:
                 self._open.popitem(last=False)
         sample = shard.sample(offset)
         self._open[number] = shard
-        # A caller may change the sample, but not the kept one.
-        return copy(sample) if isinstance(sample, dict | list) else sample
+        return sample
 
 
 class _OpenShard:
@@ -217,12 +216,19 @@ class _OpenShard:
         return offset >= self._num_read or offset in self._kept
 
     def sample(self, offset: int) -> Any:
+        """Return a sample that the caller may change."""
         if offset >= self._num_read:
             # The reader must not divide samples by torch's worker info, nor change the samples'
             # random numbers.
             with hidden_worker_info(), preserve_generators():
                 self._read_to(offset)
-        return self._kept[offset]
+        kept = self._kept[offset]
+        try:
+            return deepcopy(kept)
+        except Exception:  # noqa: BLE001 - of the sample's own class, such as an open file's
+            # The next request of this sample reads the shard again.
+            del self._kept[offset]
+            return kept
 
     def _read_to(self, offset: int) -> None:
         for kept in [kept for kept in self._kept if kept <= offset - self._keep]:

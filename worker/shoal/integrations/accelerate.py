@@ -15,7 +15,7 @@ The loop is accelerate's own. The global batch is the batch size of the script's
 `gradient_accumulation_steps`, and each member takes its share. If a member is lost, the code within
 `accumulate` runs again on the samples of that step."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
@@ -29,11 +29,14 @@ from torch.utils.data import DataLoader
 
 from shoal.checkpoint.background import Checkpoints
 from shoal.data.batches import Batch
-from shoal.integrations.job_batches import WholeCollate
+from shoal.integrations.job_batches import JobBatches, WholeCollate
 from shoal.session.session import Session
 from shoal.session.step import Step
 from shoal.strategies.base import Strategy
 from shoal_proto.errors import InvalidSpec
+
+MAX_NAMES = 4
+"""Longest list of parameters in a message."""
 
 
 class SessionAccelerator(Accelerator):
@@ -41,8 +44,8 @@ class SessionAccelerator(Accelerator):
 
     `prepare` takes the model, the optimizer, the training DataLoader and any schedulers in one
     call. Raises InvalidSpec for float16, several processes of accelerate, a backward pass outside
-    of `accumulate`, clipping other than by 2-norm, `save_state`, `load_state`, `no_sync`, and calls
-    that gather values.
+    of `accumulate`, clipping other than by 2-norm or of a part of the model, `save_state`,
+    `load_state`, `no_sync`, and calls that gather values.
     """
 
     def __init__(
@@ -68,6 +71,8 @@ class SessionAccelerator(Accelerator):
         self._epochs, self._seed = epochs, seed
         self._strategy, self._checkpoints = strategy, checkpoints
         self._steps: AcceleratedSteps | None = None
+        self._model = nn.Module()
+        """The distributed model; empty before `prepare`."""
 
     # --- what a script calls ---
 
@@ -91,6 +96,7 @@ class SessionAccelerator(Accelerator):
         model, optimizer = self._session.distribute(
             model, optimizers[0], self._strategy, checkpoints=self._checkpoints
         )
+        self._model = model
         self._steps = AcceleratedSteps(self, self._session, self.gradient_accumulation_steps)
         prepared: dict[int, Any] = {
             id(models[0]): model,
@@ -115,10 +121,29 @@ class SessionAccelerator(Accelerator):
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
         """Clip the whole model's gradients to `max_norm` in a step's last part, and return their
-        norm. Does nothing in other parts, and returns None."""
+        norm. Does nothing in other parts, and returns None. Raises InvalidSpec for a part of the
+        trained parameters."""
         if norm_type != 2:
             raise _refused("clip_grad_norm_", f"norm_type={norm_type}", "norm_type=2")
-        return self._session.clip_grad_norm(max_norm) if self.sync_gradients else None
+        if not self.sync_gradients:
+            return None
+        self._check_whole([parameters] if isinstance(parameters, Tensor) else parameters)
+        return self._session.clip_grad_norm(max_norm)
+
+    def _check_whole(self, parameters: Iterable[Tensor]) -> None:
+        """Refuse some of the trained parameters. Parameters that the script has listed before
+        `prepare`, or in an earlier generation, may be other objects."""
+        given = {id(each) for each in parameters}
+        named = self._model.named_parameters()
+        trained = {name: id(each) for name, each in named if each.requires_grad}
+        left_out = [name for name, each in trained.items() if each not in given]
+        if 0 < len(left_out) < len(trained):
+            raise _refused(
+                "clip_grad_norm_",
+                f"parameters without {', '.join(left_out[:MAX_NAMES])}"
+                + (", ..." if len(left_out) > MAX_NAMES else ""),
+                "model.parameters(): a session clips the gradients of the whole model",
+            )
 
     @property
     def is_main_process(self) -> bool:
@@ -240,52 +265,53 @@ class AcceleratedSteps(AbstractContextManager[None]):
 
 
 class PreparedLoader:
-    """Loader of this member's shares. An iteration ends with the epoch of its first batch."""
+    """Loader of this member's shares. Iteration n of the script ends with the job's epoch n, so
+    that its number is the epoch also on a member that joins later."""
 
     def __init__(
         self, steps: AcceleratedSteps, loader: DataLoader[Any], epochs: int, seed: int | None
     ) -> None:
-        self._steps, self._loader, self._seed, self._epochs = steps, loader, seed, epochs
-        self._batches: Iterator[Batch] | None = None
+        self._steps, self._epochs = steps, epochs
+        self._num_iterations = 0
         self._ahead: Batch | None = None
         if loader.batch_size is None:
             raise InvalidSpec("the DataLoader has no batch_size", expected="batch_size=...")
-        self._size = loader.batch_size * steps.num_parts
+        self._job = JobBatches(
+            steps.session,
+            loader,
+            global_batch_size=loader.batch_size * steps.num_parts,
+            epochs=epochs,
+            seed=seed,
+            collate=WholeCollate(loader.collate_fn),
+        )
 
     def __len__(self) -> int:
         """Number of parts in an epoch; the loop gets each as a batch."""
-        num_samples = len(self._loader.dataset)  # type: ignore[arg-type]
-        whole, rest = divmod(num_samples, self._size)
-        return (whole + int(bool(rest) and not self._loader.drop_last)) * self._steps.num_parts
+        return self._job.steps_per_epoch * self._steps.num_parts
 
     def __iter__(self) -> Iterator[Any]:
-        epoch = None
-        while True:
+        number = self._num_iterations
+        self._num_iterations += 1
+        while not self._has_ended(number):
             part = self._steps.next_part()
-            if part is None:
-                batch, self._ahead = self._ahead or self._next(), None
-                if batch is None:
-                    return
-                # A rollback, even to an earlier epoch, does not end the iteration: the script
-                # iterates once per epoch.
-                if epoch is not None and batch.epoch > epoch:
-                    self._ahead = batch
-                    return
-                epoch = batch.epoch if epoch is None else epoch
-                self._steps.begin(batch)
+            if part is not None:
+                yield send_to_device(part.inputs["batch"], self._steps.device)
                 continue
-            yield send_to_device(part.inputs["batch"], self._steps.device)
+            batch, self._ahead = self._ahead or self._job.take(), None
+            if batch is None:
+                return
+            # A rollback to an earlier epoch does not end the iteration: the script iterates once
+            # per epoch.
+            if batch.epoch > number:
+                self._ahead = batch
+                return
+            self._steps.begin(batch)
 
-    def _next(self) -> Batch | None:
-        if self._batches is None:
-            self._batches = self._steps.session.batches(
-                self._loader,
-                global_batch_size=self._size,
-                epochs=self._epochs,
-                seed=self._seed,
-                collate=WholeCollate(self._loader.collate_fn),
-            )
-        return next(self._batches, None)
+    def _has_ended(self, number: int) -> bool:
+        # A request for the next batch ends the last step, to which the script's changes between two
+        # epochs belong. Only after the last epoch does the loader request one: the job is over.
+        num_done = self._job.num_epochs_done
+        return self._steps.committed and number < num_done < self._epochs
 
 
 class PreparedOptimizer:

@@ -85,6 +85,11 @@ class JobBatches:
         return self.epoch_and_batch_index(self._session.step_number)[1] == 0
 
     @property
+    def num_epochs_done(self) -> int:
+        """Number of epochs that are committed whole."""
+        return self.epoch_and_batch_index(self._session.step_number)[0]
+
+    @property
     def last_is_done(self) -> bool:
         """True if this member has committed the job's last step."""
         return self._session.step_number >= self._order.num_steps

@@ -111,8 +111,8 @@ class LightningBatches:
 
     @property
     def num_epochs_done(self) -> int:
-        """Number of epochs that are committed whole."""
-        return self._job.epoch_and_batch_index(self._job.step_number)[0]
+        """See `JobBatches.num_epochs_done`."""
+        return self._job.num_epochs_done
 
     @property
     def is_last(self) -> bool:

@@ -276,13 +276,14 @@ class Batches(Iterator[Batch]):
 
     After a loop over the batches, a call between steps raises StateLost if the state was rolled
     back to an earlier step. A later loop continues from the job's present step, or raises
-    InvalidSpec if no step was taken on the last batch.
+    InvalidSpec if no step was taken on the last batch. After an error it raises the error again.
     """
 
     def __init__(self, source: BatchSource) -> None:
         self._source = source
         self._batches = iter(source)
         self._is_over = False
+        self._failure: BaseException | None = None
 
     @property
     def order(self) -> Order:
@@ -305,10 +306,16 @@ class Batches(Iterator[Batch]):
             self._source.left()
 
     def __next__(self) -> Batch:
+        if self._failure is not None:
+            raise self._failure
         try:
             return next(self._batches)
         except StopIteration:
             self._is_over = True
+            raise
+        except BaseException as failure:
+            # The generator has ended: a second loop would end at once, as if all was trained.
+            self._failure = failure
             raise
 
     def __len__(self) -> int:
