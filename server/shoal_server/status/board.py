@@ -117,14 +117,14 @@ class StatusBoard:
         self._clock = clock
         self._is_live = is_live
         self._jobs: OrderedDict[str, _JobBoard] = OrderedDict()
-        # Ids start at the clock's milliseconds, so that they rise from leader to leader.
-        self._last_event_id = int(clock() * 1000)
+        self._last_event_id = 0
 
     def event(
         self, job: str, kind: str, reason: str, *, member_id: str = "", generation: int = 0
     ) -> EventView:
         """Record an event. `kind` is in the past tense, as in the log."""
-        self._last_event_id += 1
+        # At least the clock's milliseconds: ids rise from leader to leader.
+        self._last_event_id = max(self._last_event_id + 1, int(self._clock() * 1000))
         event = EventView(
             id=self._last_event_id,
             unix_s=self._clock(),
