@@ -59,10 +59,12 @@ class HistoryKeeper:
             await self.take_up()
             began_s = time.monotonic()
             self.read()
+            # Without `keep`, which waits for etcd.
+            read_s = time.monotonic() - began_s
             if began_s >= keep_s:
                 keep_s = began_s + KEEP_EACH_S
                 await self.keep()
-            await asyncio.sleep(max(READ_EACH_S, (time.monotonic() - began_s) / MAX_SHARE))
+            await asyncio.sleep(max(READ_EACH_S, read_s / MAX_SHARE))
 
     def read(self) -> None:
         """Record a reading of each running job with fresh reports."""

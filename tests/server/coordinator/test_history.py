@@ -1,19 +1,24 @@
 """Charts of a job are kept in etcd, and continued by the next leader."""
 
+import asyncio
 import json
 import math
 import time
 import zlib
+from types import SimpleNamespace
 
 import pytest
 import structlog
-from support.clusters.coordinator_world import Served, served
+from support.clusters.coordinator_world import Served, leader_store, served
 
 from shoal_client.membership.member_session import MemberSession
 from shoal_proto.health import CourseFigures, RunOrigin
 from shoal_proto.incarnation import public_id
-from shoal_server.coordinator.history import HistoryKeeper
+from shoal_server.coordinator import history
+from shoal_server.coordinator.assembly import Coordinator
+from shoal_server.coordinator.history import READ_EACH_S, HistoryKeeper
 from shoal_server.coordinator.kept_history import read
+from shoal_server.core.limits import Limits
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import Delete, Put
 from shoal_server.etcd.memory import MemoryStore
@@ -167,6 +172,35 @@ async def test_no_charts_are_written_for_a_removed_job() -> None:
         await store.transact((), [Delete(keys.job_prefix("j"), prefix=True)])
         await own.keep()
         assert await store.get(keys.history("j")) is None
+
+
+async def test_a_slow_etcd_does_not_delay_further_readings(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The wait after a reading grows with the time that the reading took, and not with the time in
+    which etcd stores the charts."""
+    now_s, waits = 0.0, list[float]()
+
+    class SlowlyKept(HistoryKeeper):
+        async def keep(self) -> None:
+            nonlocal now_s
+            now_s += 5.0
+
+    async def sleep(seconds: float) -> None:
+        nonlocal now_s
+        now_s += seconds
+        waits.append(seconds)
+        if now_s > 60.0:
+            raise asyncio.CancelledError
+
+    clock = SimpleNamespace(monotonic=lambda: now_s, time=lambda: now_s)
+    monkeypatch.setattr(history, "time", clock)
+    monkeypatch.setattr(history, "asyncio", SimpleNamespace(sleep=sleep))
+    coordinator = Coordinator(MemoryStore(), Limits())
+    slow = SlowlyKept(leader_store(MemoryStore()), coordinator.registry, coordinator.board)
+    with pytest.raises(asyncio.CancelledError):
+        await slow.run()
+    assert set(waits) == {READ_EACH_S}
 
 
 async def test_an_old_report_of_a_member_is_not_charted() -> None:
