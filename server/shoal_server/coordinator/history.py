@@ -77,7 +77,10 @@ class HistoryKeeper:
                     self._board.measured(job, reading)
 
     async def keep(self) -> None:
-        """Write each changed history of at most MAX_BYTES. Logs failures."""
+        """Write each changed history of at most MAX_BYTES, and forget removed jobs. Logs failures."""
+        gone = {job for job in self._taken_up if self._registry.is_free(job)}
+        self._taken_up -= gone
+        self._kept = {job: value for job, value in self._kept.items() if job not in gone}
         await gather_bounded(self._keep_one, self._registry.actors(), AT_ONCE)
 
     async def take_up(self) -> None:

@@ -174,6 +174,24 @@ async def test_no_charts_are_written_for_a_removed_job() -> None:
         assert await store.get(keys.history("j")) is None
 
 
+async def test_a_removed_job_is_forgotten() -> None:
+    """Its charts stay no longer in memory, and those of the next job of this name are read."""
+    store = MemoryStore()
+    async with served(store) as world:
+        (member,) = await world.training("a")
+        own = keeper(world)
+        await own.take_up()
+        await asyncio.to_thread(member.leave, completed=True, reason="it ended")
+        await world.coordinator.resetting.reset("j")
+        await own.keep()
+        await world.training("b")
+        begun_s = world.coordinator.registry.find("j").job.tally.begun_s
+        await store.transact((), [Put(keys.history("j"), kept(begun_unix_s=begun_s))])
+        await own.take_up()
+        found = world.coordinator.board.history("j")
+        assert found is not None and found[1].view().step == (1, 2)
+
+
 async def test_a_slow_etcd_does_not_delay_further_readings(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
