@@ -39,7 +39,7 @@ AT_ONCE = 16
 
 
 class HistoryKeeper:
-    """Recorder of the history of jobs, for a coordinator that leads."""
+    """Recorder of the history of jobs, for one term of a coordinator."""
 
     def __init__(self, store: LeaderStore, registry: Registry, board: StatusBoard) -> None:
         self._store = store
@@ -52,8 +52,6 @@ class HistoryKeeper:
 
     async def run(self) -> None:
         """Record and store the history of jobs, until cancelled."""
-        self._taken_up.clear()
-        self._kept.clear()
         keep_s = time.monotonic() + KEEP_EACH_S
         while True:
             await self.take_up()

@@ -174,7 +174,7 @@ class StatusBoard:
         return board.reports.extra_s if board else 0.0
 
     def change_totals(self, job: str) -> ChangeTotals:
-        """Cost of membership changes since this coordinator started, or since the last reset."""
+        """Cost of membership changes in this coordinator's term, or since the last reset."""
         board = self._jobs.get(job)
         return board.reports.totals if board else ChangeTotals()
 
@@ -209,7 +209,7 @@ class StatusBoard:
         are gone; `by_process`: of the job's members, by public id."""
         board = self._board(job)
         for name, each in list(board.health.items()):
-            # Ended since this coordinator led before: `gone_steps` has its steps.
+            # Ended since its report: `gone_steps` has its steps.
             if each.latest.public_id not in by_process:
                 board.gone_highest_step = max(board.gone_highest_step, each.step)
                 del board.health[name]
@@ -330,6 +330,12 @@ class StatusBoard:
             board.last_loss = None
             board.reports, board.series, board.logged = ChangeReports(), Series(), LoggedValues()
             board.checkpoints, board.run = _Checkpoints(), None
+
+    def end_term(self) -> None:
+        """Drop all that members reported, since this coordinator no longer leads. The next term
+        continues the stored history, which has most of it."""
+        for job in self._jobs:
+            self.reset_reports(job)
 
     def health(self, job: str, member_id: str, process: str) -> HealthView | None:
         """Latest report of the member's process with that public id; None without one."""

@@ -98,6 +98,40 @@ async def test_the_sum_of_steps_does_not_fall_when_another_coordinator_leads() -
         assert board.total_steps("j") == 108
 
 
+async def test_a_coordinator_that_leads_again_counts_its_history_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It has stored its charts and pauses in its earlier term, and continues them as another
+    coordinator would. A run that ended meanwhile leaves nothing."""
+
+    async def idle(self: HistoryKeeper) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(HistoryKeeper, "run", idle)
+    store = MemoryStore()
+    async with served(store) as world:
+        coordinator, board = world.coordinator, world.coordinator.board
+        (member,) = await world.training("a")
+        stored = read(kept())
+        board.restore_history("j", stored.series, stored.changes, extra_s=5.0)
+        report(world, member)
+        board.report("removed", "a", HealthView(public_id="x", received_unix_s=0.0, step=9))
+        own = keeper(world)
+        await own.take_up()
+        await own.keep()
+        before = board.history("j")
+        assert before is not None
+        await coordinator.step_down()
+        await coordinator.lead(())
+        await keeper(world).take_up()
+        after = board.history("j")
+        assert after is not None
+        assert board.paused_s("j") == 5.0
+        assert after[1].view() == before[1].view()
+        assert list(after[0].changes) == list(before[0].changes)
+        assert board.highest_step("removed") == 0
+
+
 SERIES = {
     "interval_s": 5.0,
     "unix_s": [100.0, 105.0],
