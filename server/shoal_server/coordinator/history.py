@@ -75,7 +75,7 @@ class HistoryKeeper:
                     self._board.measured(job, reading)
 
     async def keep(self) -> None:
-        """Write each changed history of at most MAX_BYTES, and forget removed jobs. Logs failures."""
+        """Write each changed history of at most MAX_BYTES; forget removed jobs. Logs failures."""
         gone = {job for job in self._taken_up if self._registry.is_free(job)}
         self._taken_up -= gone
         self._kept = {job: value for job, value in self._kept.items() if job not in gone}
@@ -104,7 +104,13 @@ class HistoryKeeper:
             return
         if kept.begun_unix_s == actor.job.tally.begun_s:
             self._board.restore_history(
-                job, kept.series, kept.changes, kept.extra_s, logged=kept.logged, run=kept.run
+                job,
+                kept.series,
+                kept.changes,
+                kept.extra_s,
+                logged=kept.logged,
+                run=kept.run,
+                last_removal=kept.last_removal,
             )
             live = {public_id(member.incarnation) for member in actor.job.members.values()}
             steps = kept.steps_by_process
@@ -130,6 +136,7 @@ class HistoryKeeper:
                 run=self._board.run_origin(job),
                 gone_steps=gone_steps,
                 steps_by_process=steps_by_process,
+                last_removal=self._board.last_removal_reason(job),
             )
         )
         if value == self._kept.get(job) or len(value) > MAX_BYTES:

@@ -5,6 +5,7 @@ import json
 import math
 import time
 import zlib
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -22,6 +23,7 @@ from shoal_server.core.limits import Limits
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import Delete, Put
 from shoal_server.etcd.memory import MemoryStore
+from shoal_server.status.reading import StatusQueries
 from shoal_server.status.views import HealthView
 
 RUN = RunOrigin(command="train.py --lr 0.1", commit="5f" * 20, is_modified=False)
@@ -31,6 +33,12 @@ def keeper(world: Served) -> HistoryKeeper:
     """Return a second keeper; the coordinator's own writes nothing so early."""
     coordinator = world.coordinator
     return HistoryKeeper(world.store, coordinator.registry, coordinator.board)
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10.0):
+        while not holds():  # noqa: ASYNC110 - the coordinator reads in the background
+            await asyncio.sleep(0)
 
 
 def report(
@@ -96,6 +104,26 @@ async def test_the_sum_of_steps_does_not_fall_when_another_coordinator_leads() -
         assert board.total_steps("j") == 107
         report(world, a, step=71)
         assert board.total_steps("j") == 108
+
+
+async def test_the_next_leader_knows_how_the_last_member_of_a_job_ended() -> None:
+    """An interrupted job may wait for its next worker for days."""
+    store = MemoryStore()
+    async with served(store) as world:
+        (member,) = await world.training("a")
+        own = keeper(world)
+        await own.take_up()
+        reason = "ValueError('no such file')"
+        await asyncio.to_thread(member.leave, completed=False, reason=reason)
+        await own.keep()
+    async with served(store) as world:
+        coordinator = world.coordinator
+        await until(lambda: coordinator.registry.actor_if_known("j") is not None)
+        await keeper(world).take_up()
+        queries = StatusQueries(coordinator.view, coordinator.board)
+        summary = queries.summary(queries.job("j"))
+        assert summary.state == "interrupted"
+        assert summary.last_ending == "a: left: ValueError('no such file')"
 
 
 async def test_a_coordinator_that_leads_again_counts_its_history_once(
@@ -166,6 +194,7 @@ def test_a_good_record_is_read_although_it_has_unknown_fields() -> None:
         kept(begun_unix_s=math.nan),
         kept(steps_by_process={"a": 10**300}),
         kept(gone_steps=-1),
+        kept(last_removal="a" * 10_000),
         kept(extra_s="Infinity"),
         kept(series=SERIES | {"step": [1]}),
         kept(series=SERIES | {"step_s_by_rank": [[0.1]]}),

@@ -36,8 +36,8 @@ def test_ended_jobs_are_kept_up_to_a_bound() -> None:
 
 
 def test_ids_of_events_rise_from_leader_to_leader() -> None:
-    """Also if the next leader's process is older than the first one's: a reader that asks for events
-    after the last one gets them."""
+    """Also if the next leader's process is older than the first one's: a reader that asks for
+    events after the last one gets them."""
     now_s = 1_700_000_000.0
     older = StatusBoard(lambda: now_s)
     now_s += 60
