@@ -8,7 +8,7 @@ from typing import Any
 
 from support.processes.loop_thread import LoopThread
 
-from shoal_proto.errors import UnknownMember
+from shoal_proto.errors import Unavailable, UnknownMember
 from shoal_proto.incarnation import public_id
 from shoal_server.serving.access.caller_proof import CallerProof
 from shoal_server.status.app import build_app
@@ -57,6 +57,8 @@ class World:
 
     ready: Readiness = READY
     by_name: dict[str, JobDetail] = field(default_factory=dict)
+    unread: set[str] = field(default_factory=set)
+    """Jobs that are still being read from etcd."""
     samples_of: dict[str, SamplesView] = field(default_factory=dict)
     shards_of: dict[str, ShardsView] = field(default_factory=dict)
     shards_error: Exception | None = None
@@ -84,6 +86,8 @@ class World:
         ]
 
     def job(self, name: str) -> JobDetail | None:
+        if name in self.unread:
+            raise Unavailable(f"job {name} is being read from etcd")
         job = self.by_name.get(name)
         return None if job is None else replace(job, samples=self.samples_of.get(name))
 
