@@ -8,10 +8,10 @@ from shoal_server.coordinator.jobs.outputs import OutputsService
 from shoal_server.coordinator.jobs.registry import Registry
 from shoal_server.coordinator.plug_in.interface import PlugIn
 from shoal_server.coordinator.publications.service import WeightSeriesService
-from shoal_server.core.generations.roster import GenerationRecord
 from shoal_server.serving.access.caller_proof import CallerProof
 from shoal_server.status.from_core import JobReader, quarantined_detail, series_view
 from shoal_server.status.views import (
+    GenerationView,
     JobDetail,
     MemberView,
     OutputView,
@@ -65,10 +65,10 @@ class CoordinatorView:
         if actor is None:
             self._registry.require_settled(name)
             return None
-        return self._job(actor, actor.records.values())
+        return self._job(actor, actor.records.views())
 
-    def _job(self, actor: JobActor, records: Iterable[GenerationRecord] = ()) -> JobDetail:
-        return self._reader(actor).detail(records, self._plug_in.samples(actor.job.spec.job))
+    def _job(self, actor: JobActor, generations: Iterable[GenerationView] = ()) -> JobDetail:
+        return self._reader(actor).detail(generations, self._plug_in.samples(actor.job.spec.job))
 
     def _reader(self, actor: JobActor) -> JobReader:
         name = actor.job.spec.job
