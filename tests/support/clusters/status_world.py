@@ -66,6 +66,8 @@ class World:
     printed: dict[str, list[str]] = field(default_factory=dict)
     """Output lines by member, of any job; a position is a line's number."""
     launchers_live: bool = True
+    silent: set[str] = field(default_factory=set)
+    """Members whose launcher does not answer."""
     askers: list[CallerProof] = field(default_factory=list)
     """Callers that asked for output lines."""
     board: StatusBoard = field(default_factory=StatusBoard)
@@ -112,6 +114,8 @@ class World:
         self, job: str, member_id: str, who: CallerProof, after: str | None, before: str | None
     ) -> OutputView:
         self.askers.append(who)
+        if member_id in self.silent:
+            raise Unavailable(f"the launcher of {member_id} did not answer")
         if member_id not in self.printed:
             what = f"no launcher passes on the output of {member_id}"
             raise UnknownMember(what, fix="Look there.")
