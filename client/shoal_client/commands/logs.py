@@ -111,16 +111,21 @@ def _with_job(client: StatusClient, config: LogsConfig) -> LogsConfig:
 def _from_coordinator(client: StatusClient, config: LogsConfig) -> int:
     members = [config.member_id] if config.member_id else _members(client, config.job)
     number = _number(config, members)
-    positions: dict[str, str] = {}
+    positions: dict[str, str | None] = {}
+    silent: RetryError | None = None
     for member in members:
         try:
             lines, positions[member] = _newest(client, config.job, member, number)
-        except UnknownMember as error:
+        except (RetryError, UnknownMember) as error:
             if config.member_id:
                 raise
             _say(error.what)
+            if isinstance(error, RetryError):
+                silent, positions[member] = error, None  # its launcher may answer later
         else:
             _show(lines, member if len(members) > 1 else "")
+    if silent is not None and not any(positions.values()):
+        raise silent
     if config.follow:
         _follow(client, config.job, positions, prefixed=len(members) > 1)
     return 0
@@ -152,7 +157,9 @@ def _newest(client: StatusClient, job: str, member: str, number: int) -> tuple[l
     return lines[len(lines) - min(number, len(lines)) :], after
 
 
-def _follow(client: StatusClient, job: str, positions: dict[str, str], *, prefixed: bool) -> None:
+def _follow(
+    client: StatusClient, job: str, positions: dict[str, str | None], *, prefixed: bool
+) -> None:
     while positions:
         time.sleep(ASK_EACH_S)
         for member, after in list(positions.items()):

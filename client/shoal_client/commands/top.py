@@ -47,14 +47,14 @@ def top(config: TopConfig) -> int:
         if config.once or not console.is_terminal:
             console.print(_screen(client, config.job, console.size.height))
             return 0
-        shown = _screen(client, config.job, console.size.height)
-        with Live(shown, console=console, screen=True, auto_refresh=False) as live:
+        newest = _screen(client, config.job, console.size.height)
+        with Live(newest, console=console, screen=True, auto_refresh=False) as live:
             while True:
                 time.sleep(config.every_s)
                 try:
-                    shown = _screen(client, config.job, console.size.height)
+                    shown = newest = _screen(client, config.job, console.size.height)
                 except RetryError as error:
-                    shown = Group(Text(str(error), style="red"), shown)
+                    shown = Group(Text(str(error), style="red"), newest)
                 live.update(shown, refresh=True)
 
 

@@ -229,5 +229,6 @@ class Coordinator:
         self.rendezvous.forget_all()
         self.view.outputs.forget_all()
         await self.registry.step_down()
+        self.board.end_term()
         await self.plug_in.hand_over()
         self.term.end()

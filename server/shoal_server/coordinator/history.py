@@ -39,7 +39,7 @@ AT_ONCE = 16
 
 
 class HistoryKeeper:
-    """Recorder of the history of jobs, for a coordinator that leads."""
+    """Recorder of the history of jobs, for one term of a coordinator."""
 
     def __init__(self, store: LeaderStore, registry: Registry, board: StatusBoard) -> None:
         self._store = store
@@ -52,17 +52,17 @@ class HistoryKeeper:
 
     async def run(self) -> None:
         """Record and store the history of jobs, until cancelled."""
-        self._taken_up.clear()
-        self._kept.clear()
         keep_s = time.monotonic() + KEEP_EACH_S
         while True:
             await self.take_up()
             began_s = time.monotonic()
             self.read()
+            # Without `keep`, which waits for etcd.
+            read_s = time.monotonic() - began_s
             if began_s >= keep_s:
                 keep_s = began_s + KEEP_EACH_S
                 await self.keep()
-            await asyncio.sleep(max(READ_EACH_S, (time.monotonic() - began_s) / MAX_SHARE))
+            await asyncio.sleep(max(READ_EACH_S, read_s / MAX_SHARE))
 
     def read(self) -> None:
         """Record a reading of each running job with fresh reports."""
@@ -75,7 +75,10 @@ class HistoryKeeper:
                     self._board.measured(job, reading)
 
     async def keep(self) -> None:
-        """Write each changed history of at most MAX_BYTES. Logs failures."""
+        """Write each changed history of at most MAX_BYTES; forget removed jobs. Logs failures."""
+        gone = {job for job in self._taken_up if self._registry.is_free(job)}
+        self._taken_up -= gone
+        self._kept = {job: value for job, value in self._kept.items() if job not in gone}
         await gather_bounded(self._keep_one, self._registry.actors(), AT_ONCE)
 
     async def take_up(self) -> None:
@@ -101,7 +104,13 @@ class HistoryKeeper:
             return
         if kept.begun_unix_s == actor.job.tally.begun_s:
             self._board.restore_history(
-                job, kept.series, kept.changes, kept.extra_s, logged=kept.logged, run=kept.run
+                job,
+                kept.series,
+                kept.changes,
+                kept.extra_s,
+                logged=kept.logged,
+                run=kept.run,
+                last_removal=kept.last_removal,
             )
             live = {public_id(member.incarnation) for member in actor.job.members.values()}
             steps = kept.steps_by_process
@@ -127,6 +136,7 @@ class HistoryKeeper:
                 run=self._board.run_origin(job),
                 gone_steps=gone_steps,
                 steps_by_process=steps_by_process,
+                last_removal=self._board.last_removal_reason(job),
             )
         )
         if value == self._kept.get(job) or len(value) > MAX_BYTES:

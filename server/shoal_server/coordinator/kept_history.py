@@ -13,6 +13,7 @@ from pydantic import TypeAdapter
 from shoal_proto.deflated import inflate
 from shoal_proto.health import MAX_LOGGED, RunOrigin
 from shoal_server.etcd.json_fields import MAX_COUNT, UnreadableRecord, as_unreadable
+from shoal_server.status.board import MAX_REASON_LENGTH
 from shoal_server.status.history.change_reports import MAX_CHANGES
 from shoal_server.status.history.records import ChangeView, LoggedView, SeriesView
 from shoal_server.status.history.thinned import MAX_POINTS
@@ -36,6 +37,8 @@ class KeptHistory:
     """Sum of the steps of ended processes."""
     steps_by_process: Mapping[str, int] = field(default_factory=dict)
     """Steps of each process that has not ended, by public id."""
+    last_removal: str = ""
+    """Reason of the last removal of a member."""
 
 
 _KEPT = TypeAdapter(KeptHistory)
@@ -58,6 +61,8 @@ def read(value: bytes) -> KeptHistory:
 def _problem(kept: KeptHistory) -> str:
     if len(kept.changes) > MAX_CHANGES or len(kept.logged) > MAX_LOGGED:
         return f"{len(kept.changes)} changes and {len(kept.logged)} names of logged values"
+    if len(kept.last_removal) > MAX_REASON_LENGTH:
+        return f"a reason of {len(kept.last_removal)} characters"
     numbers = [kept.begun_unix_s, kept.extra_s, *(each.unix_s for each in kept.changes)]
     counts = [each.generation for each in kept.changes]
     counts += [kept.gone_steps, *kept.steps_by_process.values()]

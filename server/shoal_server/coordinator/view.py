@@ -8,10 +8,10 @@ from shoal_server.coordinator.jobs.outputs import OutputsService
 from shoal_server.coordinator.jobs.registry import Registry
 from shoal_server.coordinator.plug_in.interface import PlugIn
 from shoal_server.coordinator.publications.service import WeightSeriesService
-from shoal_server.core.generations.roster import GenerationRecord
 from shoal_server.serving.access.caller_proof import CallerProof
 from shoal_server.status.from_core import JobReader, quarantined_detail, series_view
 from shoal_server.status.views import (
+    GenerationView,
     JobDetail,
     MemberView,
     OutputView,
@@ -53,17 +53,22 @@ class CoordinatorView:
             quarantined_detail(name, str(why), since_s)
             for name, (why, since_s) in self._registry.quarantined.items()
         ]
-        return quarantined + [self._job(actor) for actor in self._registry.actors()]
+        now_s = self._registry.clock()
+        unread = [JobReader(job=job, now_s=now_s).detail() for job in self._registry.unread_jobs()]
+        return [*quarantined, *unread, *map(self._job, self._registry.actors())]
 
     def job(self, name: str) -> JobDetail | None:
         if entry := self._registry.quarantined.get(name):
             why, since_s = entry
             return quarantined_detail(name, str(why), since_s)
         actor = self._registry.actor_if_known(name)
-        return None if actor is None else self._job(actor, actor.records.values())
+        if actor is None:
+            self._registry.require_settled(name)
+            return None
+        return self._job(actor, actor.records.views())
 
-    def _job(self, actor: JobActor, records: Iterable[GenerationRecord] = ()) -> JobDetail:
-        return self._reader(actor).detail(records, self._plug_in.samples(actor.job.spec.job))
+    def _job(self, actor: JobActor, generations: Iterable[GenerationView] = ()) -> JobDetail:
+        return self._reader(actor).detail(generations, self._plug_in.samples(actor.job.spec.job))
 
     def _reader(self, actor: JobActor) -> JobReader:
         name = actor.job.spec.job

@@ -75,6 +75,8 @@ class _JobBoard:
     snapshot_unix_s: float | None = None
     checkpoints: _Checkpoints = field(default_factory=_Checkpoints)
     run: RunOrigin | None = None
+    last_removal: str = ""
+    """Reason of the last removal of a member."""
 
     def replace(self, member_id: str, health: HealthView) -> _MemberHealth:
         if (before := self.health.pop(member_id, None)) is not None:
@@ -117,14 +119,14 @@ class StatusBoard:
         self._clock = clock
         self._is_live = is_live
         self._jobs: OrderedDict[str, _JobBoard] = OrderedDict()
-        # Ids start at the clock's milliseconds, so that they rise from leader to leader.
-        self._last_event_id = int(clock() * 1000)
+        self._last_event_id = 0
 
     def event(
         self, job: str, kind: str, reason: str, *, member_id: str = "", generation: int = 0
     ) -> EventView:
         """Record an event. `kind` is in the past tense, as in the log."""
-        self._last_event_id += 1
+        # At least the clock's milliseconds: ids rise from leader to leader.
+        self._last_event_id = max(self._last_event_id + 1, int(self._clock() * 1000))
         event = EventView(
             id=self._last_event_id,
             unix_s=self._clock(),
@@ -137,6 +139,8 @@ class StatusBoard:
         board = self._board(job)
         board.events.append(event)
         board.event_counts[kind] += 1
+        if kind == "member_removed":
+            board.last_removal = event.reason
         return event
 
     def record_generation(self, job: str, story: ChangeSummary) -> None:
@@ -174,7 +178,7 @@ class StatusBoard:
         return board.reports.extra_s if board else 0.0
 
     def change_totals(self, job: str) -> ChangeTotals:
-        """Cost of membership changes since this coordinator started, or since the last reset."""
+        """Cost of membership changes in this coordinator's term, or since the last reset."""
         board = self._jobs.get(job)
         return board.reports.totals if board else ChangeTotals()
 
@@ -196,10 +200,12 @@ class StatusBoard:
         *,
         logged: Sequence[LoggedView] = (),
         run: RunOrigin | None = None,
+        last_removal: str = "",
     ) -> None:
         """Continue the history that an earlier leader stored."""
         board = self._board(job)
         board.run = board.run or run
+        board.last_removal = board.last_removal or last_removal
         board.logged.restore(logged)
         board.series.restore(series)
         board.reports.restore(changes, extra_s)
@@ -209,7 +215,7 @@ class StatusBoard:
         are gone; `by_process`: of the job's members, by public id."""
         board = self._board(job)
         for name, each in list(board.health.items()):
-            # Ended since this coordinator led before: `gone_steps` has its steps.
+            # Ended since its report: `gone_steps` has its steps.
             if each.latest.public_id not in by_process:
                 board.gone_highest_step = max(board.gone_highest_step, each.step)
                 del board.health[name]
@@ -277,10 +283,7 @@ class StatusBoard:
     def last_removal_reason(self, job: str) -> str:
         """Reason of the last removal of a member; empty if there is none."""
         board = self._jobs.get(job)
-        for event in reversed(board.events if board else ()):
-            if event.kind == "member_removed":
-                return event.reason
-        return ""
+        return board.last_removal if board else ""
 
     def event_counts(self, job: str) -> Mapping[str, int]:
         """Number of events of each kind."""
@@ -320,8 +323,8 @@ class StatusBoard:
             known.losses.append((health.step, health.loss))
 
     def reset_reports(self, job: str) -> None:
-        """Drop all that members of the job reported, for its next run. Events, counts, and the
-        newest snapshot's time stay."""
+        """Drop all that members of the job reported, and the reason of the last removal, for the
+        next run. Events, counts, and the newest snapshot's time stay."""
         board = self._jobs.get(job)
         if board is not None:
             board.health.clear()
@@ -329,7 +332,13 @@ class StatusBoard:
             board.restored_steps.clear()
             board.last_loss = None
             board.reports, board.series, board.logged = ChangeReports(), Series(), LoggedValues()
-            board.checkpoints, board.run = _Checkpoints(), None
+            board.checkpoints, board.run, board.last_removal = _Checkpoints(), None, ""
+
+    def end_term(self) -> None:
+        """Reset the reports of all jobs, since this coordinator no longer leads. The next term
+        continues the stored history, which has most of them."""
+        for job in self._jobs:
+            self.reset_reports(job)
 
     def health(self, job: str, member_id: str, process: str) -> HealthView | None:
         """Latest report of the member's process with that public id; None without one."""

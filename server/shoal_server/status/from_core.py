@@ -32,7 +32,6 @@ from shoal_server.status.views import (
     WeightReaderView,
 )
 
-MAX_GENERATIONS = 100
 QUARANTINED = "quarantined"
 OWN_CODE_SHOWN_AFTER_S = 5.0
 MAX_AWAY = 3
@@ -54,14 +53,13 @@ class JobReader:
     paused."""
 
     def detail(
-        self, records: Iterable[GenerationRecord] = (), samples: SamplesView | None = None
+        self, generations: Iterable[GenerationView] = (), samples: SamplesView | None = None
     ) -> JobDetail:
-        """Details of the job, without what its members reported. `records`: its decided generations
-        in any order, of which the newest are shown."""
+        """Details of the job, without what its members reported. `generations`: its decided ones,
+        the newest first."""
         job, tally = self.job, self.job.tally
         members = tuple(self.member(member) for member in job.members.values())
         roster = job.attempt or job.running or job.previous
-        newest = sorted(records, key=lambda record: -record.roster.generation)[:MAX_GENERATIONS]
         state, result = _job_state(job), tally.result
         return JobDetail(
             summary=JobSummary(
@@ -89,7 +87,7 @@ class JobReader:
             synchronous=roster.synchronous if roster else True,
             fields=dict(roster.fields) if roster else {},
             members=tuple(MemberDetail(member=m, health=None, losses=()) for m in members),
-            generations=tuple(generation_view(record) for record in newest),
+            generations=tuple(generations),
             samples=samples,
         )
 

@@ -16,7 +16,7 @@ from fastapi import APIRouter, Query
 from fastapi.responses import Response, StreamingResponse
 from pydantic import RootModel, TypeAdapter
 
-from shoal_proto.errors import ShoalError
+from shoal_proto.errors import ShoalError, Unavailable
 from shoal_proto.names import MAX_NAME_LENGTH
 from shoal_server.serving.json_view import View
 from shoal_server.status.http.streams import LiveResponse, LiveStreams
@@ -202,7 +202,10 @@ class PageMaker:
     async def state(self, selection: PageSelection) -> PageState:
         """State that the page shows now."""
         reading, name = self._reading, selection.job
-        job = reading.source.job(name)
+        try:
+            job = reading.source.job(name)
+        except Unavailable:
+            job = None  # it is only among `jobs` until it is read
         shards, shards_error = None, ""
         if job is not None:
             try:

@@ -98,7 +98,8 @@ class StatusQueries:
             )
 
     def job(self, name: str) -> JobDetail:
-        """The job of that name. Raises UnknownJob, NotLeader."""
+        """The job of that name. Raises UnknownJob, NotLeader, and Unavailable while the job is read
+        from etcd."""
         self._require_ready()
         job = self.source.job(name)
         if job is None:

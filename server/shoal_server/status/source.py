@@ -21,12 +21,13 @@ class StatusSource(Protocol):
     def readiness(self) -> Readiness: ...
 
     def jobs(self) -> Sequence[JobDetail]:
-        """List the jobs that this coordinator knows, including ended ones, without their
-        generations."""
+        """List the jobs that this coordinator knows, including ended ones, and ones that are still
+        being read from etcd, without their generations."""
         ...
 
     def job(self, name: str) -> JobDetail | None:
-        """A job with its newest generations; None if there is none of that name."""
+        """A job with its newest generations; None if there is none of that name. Raises Unavailable
+        while the job is being read from etcd."""
         ...
 
     def member(self, name: str, member_id: str) -> MemberView | None:

@@ -42,6 +42,32 @@ def test_the_lines_of_all_members_of_a_job_are_shown(
     assert errors == "shoal logs: no launcher passes on the output of w1\n"
 
 
+def test_a_launcher_that_does_not_answer_hides_no_other_members_lines(
+    world: World,
+    url: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Its lines follow once it answers. Without any answer the command fails."""
+    monkeypatch.setenv("SHOAL_LOG_DIR", str(tmp_path))
+    world.printed |= {name: [f"line of {name}"] for name in ("w0", "w1", "w2")}
+    world.silent = {"w1"}
+
+    def meanwhile(seconds: float) -> None:
+        world.launchers_live = bool(world.silent)
+        world.silent.clear()
+
+    monkeypatch.setattr(logs, "time", SimpleNamespace(sleep=meanwhile))
+    assert main(["logs", "digits", "-f", "--http", url]) == 0
+    shown, errors = capsys.readouterr()
+    assert shown.splitlines() == [f"[{name}] line of {name}" for name in ("w0", "w2", "w1")]
+    assert "the launcher of w1 did not answer" in errors
+    world.silent = {"w0", "w1", "w2"}
+    assert main(["logs", "digits", "--http", url]) == 1
+    assert "the launcher of w2 did not answer" in capsys.readouterr().err
+
+
 @pytest.mark.long
 def test_lines_are_followed_until_the_launcher_ends(
     world: World, url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -1,22 +1,29 @@
 """Charts of a job are kept in etcd, and continued by the next leader."""
 
+import asyncio
 import json
 import math
 import time
 import zlib
+from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import structlog
-from support.clusters.coordinator_world import Served, served
+from support.clusters.coordinator_world import Served, leader_store, served
 
 from shoal_client.membership.member_session import MemberSession
 from shoal_proto.health import CourseFigures, RunOrigin
 from shoal_proto.incarnation import public_id
-from shoal_server.coordinator.history import HistoryKeeper
+from shoal_server.coordinator import history
+from shoal_server.coordinator.assembly import Coordinator
+from shoal_server.coordinator.history import READ_EACH_S, HistoryKeeper
 from shoal_server.coordinator.kept_history import read
+from shoal_server.core.limits import Limits
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import Delete, Put
 from shoal_server.etcd.memory import MemoryStore
+from shoal_server.status.reading import StatusQueries
 from shoal_server.status.views import HealthView
 
 RUN = RunOrigin(command="train.py --lr 0.1", commit="5f" * 20, is_modified=False)
@@ -26,6 +33,12 @@ def keeper(world: Served) -> HistoryKeeper:
     """Return a second keeper; the coordinator's own writes nothing so early."""
     coordinator = world.coordinator
     return HistoryKeeper(world.store, coordinator.registry, coordinator.board)
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10.0):
+        while not holds():  # noqa: ASYNC110 - the coordinator reads in the background
+            await asyncio.sleep(0)
 
 
 def report(
@@ -93,6 +106,60 @@ async def test_the_sum_of_steps_does_not_fall_when_another_coordinator_leads() -
         assert board.total_steps("j") == 108
 
 
+async def test_the_next_leader_knows_how_the_last_member_of_a_job_ended() -> None:
+    """An interrupted job may wait for its next worker for days."""
+    store = MemoryStore()
+    async with served(store) as world:
+        (member,) = await world.training("a")
+        own = keeper(world)
+        await own.take_up()
+        reason = "ValueError('no such file')"
+        await asyncio.to_thread(member.leave, completed=False, reason=reason)
+        await own.keep()
+    async with served(store) as world:
+        coordinator = world.coordinator
+        await until(lambda: coordinator.registry.actor_if_known("j") is not None)
+        await keeper(world).take_up()
+        queries = StatusQueries(coordinator.view, coordinator.board)
+        summary = queries.summary(queries.job("j"))
+        assert summary.state == "interrupted"
+        assert summary.last_ending == "a: left: ValueError('no such file')"
+
+
+async def test_a_coordinator_that_leads_again_counts_its_history_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It has stored its charts and pauses in its earlier term, and continues them as another
+    coordinator would. A run that ended meanwhile leaves nothing."""
+
+    async def idle(self: HistoryKeeper) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(HistoryKeeper, "run", idle)
+    store = MemoryStore()
+    async with served(store) as world:
+        coordinator, board = world.coordinator, world.coordinator.board
+        (member,) = await world.training("a")
+        stored = read(kept())
+        board.restore_history("j", stored.series, stored.changes, extra_s=5.0)
+        report(world, member)
+        board.report("removed", "a", HealthView(public_id="x", received_unix_s=0.0, step=9))
+        own = keeper(world)
+        await own.take_up()
+        await own.keep()
+        before = board.history("j")
+        assert before is not None
+        await coordinator.step_down()
+        await coordinator.lead(())
+        await keeper(world).take_up()
+        after = board.history("j")
+        assert after is not None
+        assert board.paused_s("j") == 5.0
+        assert after[1].view() == before[1].view()
+        assert list(after[0].changes) == list(before[0].changes)
+        assert board.highest_step("removed") == 0
+
+
 SERIES = {
     "interval_s": 5.0,
     "unix_s": [100.0, 105.0],
@@ -127,6 +194,7 @@ def test_a_good_record_is_read_although_it_has_unknown_fields() -> None:
         kept(begun_unix_s=math.nan),
         kept(steps_by_process={"a": 10**300}),
         kept(gone_steps=-1),
+        kept(last_removal="a" * 10_000),
         kept(extra_s="Infinity"),
         kept(series=SERIES | {"step": [1]}),
         kept(series=SERIES | {"step_s_by_rank": [[0.1]]}),
@@ -167,6 +235,53 @@ async def test_no_charts_are_written_for_a_removed_job() -> None:
         await store.transact((), [Delete(keys.job_prefix("j"), prefix=True)])
         await own.keep()
         assert await store.get(keys.history("j")) is None
+
+
+async def test_a_removed_job_is_forgotten() -> None:
+    """Its charts stay no longer in memory, and those of the next job of this name are read."""
+    store = MemoryStore()
+    async with served(store) as world:
+        (member,) = await world.training("a")
+        own = keeper(world)
+        await own.take_up()
+        await asyncio.to_thread(member.leave, completed=True, reason="it ended")
+        await world.coordinator.resetting.reset("j")
+        await own.keep()
+        await world.training("b")
+        begun_s = world.coordinator.registry.find("j").job.tally.begun_s
+        await store.transact((), [Put(keys.history("j"), kept(begun_unix_s=begun_s))])
+        await own.take_up()
+        found = world.coordinator.board.history("j")
+        assert found is not None and found[1].view().step == (1, 2)
+
+
+async def test_a_slow_etcd_does_not_delay_further_readings(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The wait after a reading grows with the time that the reading took, and not with the time in
+    which etcd stores the charts."""
+    now_s, waits = 0.0, list[float]()
+
+    class SlowlyKept(HistoryKeeper):
+        async def keep(self) -> None:
+            nonlocal now_s
+            now_s += 5.0
+
+    async def sleep(seconds: float) -> None:
+        nonlocal now_s
+        now_s += seconds
+        waits.append(seconds)
+        if now_s > 60.0:
+            raise asyncio.CancelledError
+
+    clock = SimpleNamespace(monotonic=lambda: now_s, time=lambda: now_s)
+    monkeypatch.setattr(history, "time", clock)
+    monkeypatch.setattr(history, "asyncio", SimpleNamespace(sleep=sleep))
+    coordinator = Coordinator(MemoryStore(), Limits())
+    slow = SlowlyKept(leader_store(MemoryStore()), coordinator.registry, coordinator.board)
+    with pytest.raises(asyncio.CancelledError):
+        await slow.run()
+    assert set(waits) == {READ_EACH_S}
 
 
 async def test_an_old_report_of_a_member_is_not_charted() -> None:

@@ -33,3 +33,16 @@ def test_ended_jobs_are_kept_up_to_a_bound() -> None:
         board.event(f"job-{number}", "member_joined", "it asked")
     assert not board.events("job-0")
     assert board.events("job-1")
+
+
+def test_ids_of_events_rise_from_leader_to_leader() -> None:
+    """Also if the next leader's process is older than the first one's: a reader that asks for
+    events after the last one gets them."""
+    now_s = 1_700_000_000.0
+    older = StatusBoard(lambda: now_s)
+    now_s += 60
+    newer = StatusBoard(lambda: now_s)
+    last = [newer.event("job", "member_joined", "it asked").id for _ in range(3)][-1]
+    now_s += 1
+    older.event("job", "member_joined", "it asked")
+    assert len(older.events("job", after=last)) == 1

@@ -268,12 +268,15 @@ async def test_jobs_are_chosen_by_keyboard(world: World, server: StatusServer, p
 
 
 async def test_problems_have_their_reason(world: World, server: StatusServer, page: Page) -> None:
-    """The coordinator is not ready, shards cannot be read, or there is no such job."""
+    """The coordinator is not ready, shards cannot be read, the job is not read yet, or there is no
+    such job."""
     world.ready = Readiness(ready=False, reason="etcd is away")
     world.shards_error = Unavailable("etcd does not answer")
     await page.goto(f"{server.url}/?job=digits")
     await expect(page.get_by_role("alert")).to_have_text("Not ready: etcd is away")
     await expect(page.get_by_role("region", name="Shards")).to_contain_text("etcd does not answer")
+    world.unread.add("digits")
+    await expect(page.locator("#job")).to_contain_text("is reading this job from etcd")
     await page.goto(f"{server.url}/?job=nope")
     await expect(page.get_by_role("heading", level=1)).to_have_text("There is no job nope")
     world.by_name.clear()

@@ -51,6 +51,32 @@ async def test_a_members_dialog_shows_its_output(
     assert await page.evaluate("output.path") == ""
 
 
+async def test_no_line_is_missing_once_the_dialog_is_full(
+    world: World, server: StatusServer, page: Page
+) -> None:
+    """Of earlier lines only those are shown for which there is space; new lines follow the newest
+    one."""
+    world.printed["w1"] = [f"line {number}" for number in range(6000)]
+    await page.goto(f"{server.url}/?job=digits")
+    await page.get_by_role("button", name="w1", exact=True).click()
+    shown = page.get_by_role("dialog", name="Member")
+    output = shown.get_by_role("log", name="Output of w1")
+    await expect(output).to_contain_text("line 5999")
+    # As after a hundred requests for earlier lines.
+    most = await page.evaluate("MAX_OUTPUT_LINES")
+    held = world.printed["w1"][-(most - 20) :]
+    start = len(world.printed["w1"]) - len(held)
+    await page.evaluate(
+        "([lines, before]) => Object.assign(output, { lines, before })", [held, f"ab-{start}"]
+    )
+    earlier = shown.get_by_role("button", name="Earlier lines")
+    await earlier.click()
+    await expect(earlier).to_be_hidden()
+    world.printed["w1"].append("a new line")
+    await expect(output).to_contain_text("a new line")
+    assert (await output.inner_text()).splitlines() == world.printed["w1"][-most:]
+
+
 async def test_one_dialog_shows_the_output_of_all_members(
     world: World, server: StatusServer, page: Page
 ) -> None:

@@ -19,6 +19,8 @@ from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.shards_pb2 import ParameterSpec
 from shoal_server.coordinator.parameters import samples_view
 from shoal_server.core.samples.requests import EpochCounts, LedgerCounts
+from shoal_server.etcd import keys
+from shoal_server.etcd.api import RangeResult
 from shoal_server.etcd.memory import MemoryStore
 from shoal_server.status.app import build_app
 from shoal_server.status.serve import StatusServer
@@ -29,15 +31,52 @@ WITHIN_S = 10.0
 
 
 @asynccontextmanager
-async def endpoint() -> AsyncIterator[tuple[Served, httpx.AsyncClient]]:
+async def endpoint(
+    store: MemoryStore | None = None,
+) -> AsyncIterator[tuple[Served, httpx.AsyncClient]]:
     """Run a coordinator that leads, and a client of its status endpoint."""
-    async with served(MemoryStore()) as world:
+    async with served(store or MemoryStore()) as world:
         app = build_app(world.coordinator.view, world.coordinator.board)
         async with (
             StatusServer(app, "127.0.0.1", 0) as server,
             httpx.AsyncClient(base_url=server.url, trust_env=False) as http,
         ):
             yield world, http
+
+
+class HeldStore(MemoryStore):
+    """A store that does not answer while a job is read from it, after `holds` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.holds = False
+        self.goes_on = asyncio.Event()
+
+    async def range(self, prefix: str) -> RangeResult:
+        if self.holds and prefix == keys.members("j"):
+            await self.goes_on.wait()
+        return await super().range(prefix)
+
+
+async def test_a_job_that_a_new_leader_still_reads_is_not_unknown() -> None:
+    """The job is listed, and its details are to be had in a moment: no caller is told that there is
+    no such job."""
+    store = HeldStore()
+    async with endpoint(store) as (world, _):
+        (member,) = await world.training("a")
+        await asyncio.to_thread(member.leave, completed=False, reason="an error")
+    store.holds = True
+    async with endpoint(store) as (world, http):
+        (listed,) = (await http.get("/api/v1/jobs")).json()
+        assert (listed["job"], listed["state"]) == ("j", "interrupted")
+        for path in ("j", "j/generations", "j/events", "j/members/a/why"):
+            answer = await http.get(f"/api/v1/jobs/{path}")
+            assert (answer.status_code, answer.json()["kind"]) == (503, "Unavailable")
+        assert (await http.get("/api/v1/jobs/other")).status_code == 404
+        store.goes_on.set()
+        while world.coordinator.registry.actor_if_known("j") is None:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        assert (await http.get("/api/v1/jobs/j")).status_code == 200
 
 
 @pytest.mark.long

@@ -8,7 +8,7 @@ from typing import Any
 
 from support.processes.loop_thread import LoopThread
 
-from shoal_proto.errors import UnknownMember
+from shoal_proto.errors import Unavailable, UnknownMember
 from shoal_proto.incarnation import public_id
 from shoal_server.serving.access.caller_proof import CallerProof
 from shoal_server.status.app import build_app
@@ -57,6 +57,8 @@ class World:
 
     ready: Readiness = READY
     by_name: dict[str, JobDetail] = field(default_factory=dict)
+    unread: set[str] = field(default_factory=set)
+    """Jobs that are still being read from etcd."""
     samples_of: dict[str, SamplesView] = field(default_factory=dict)
     shards_of: dict[str, ShardsView] = field(default_factory=dict)
     shards_error: Exception | None = None
@@ -64,6 +66,8 @@ class World:
     printed: dict[str, list[str]] = field(default_factory=dict)
     """Output lines by member, of any job; a position is a line's number."""
     launchers_live: bool = True
+    silent: set[str] = field(default_factory=set)
+    """Members whose launcher does not answer."""
     askers: list[CallerProof] = field(default_factory=list)
     """Callers that asked for output lines."""
     board: StatusBoard = field(default_factory=StatusBoard)
@@ -84,6 +88,8 @@ class World:
         ]
 
     def job(self, name: str) -> JobDetail | None:
+        if name in self.unread:
+            raise Unavailable(f"job {name} is being read from etcd")
         job = self.by_name.get(name)
         return None if job is None else replace(job, samples=self.samples_of.get(name))
 
@@ -108,6 +114,8 @@ class World:
         self, job: str, member_id: str, who: CallerProof, after: str | None, before: str | None
     ) -> OutputView:
         self.askers.append(who)
+        if member_id in self.silent:
+            raise Unavailable(f"the launcher of {member_id} did not answer")
         if member_id not in self.printed:
             what = f"no launcher passes on the output of {member_id}"
             raise UnknownMember(what, fix="Look there.")

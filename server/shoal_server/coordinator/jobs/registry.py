@@ -151,11 +151,12 @@ class Registry:
 
     def _add_finished(self, state: StateRecord, now_s: float) -> JobActor:
         read = partial(self._dependencies.stored.records, state.spec.job)
+        job = self._job_of(state, now_s)
+        return self._add(JobActor(job, self._dependencies, read_records=read), state)
+
+    def _job_of(self, state: StateRecord, now_s: float) -> Job:
         job = StoredJob(state=state, records=(), members={}, generations=StoredGenerations())
-        return self._add(
-            JobActor(job.restored_job(self.limits, now_s), self._dependencies, read_records=read),
-            state,
-        )
+        return job.restored_job(self.limits, now_s)
 
     def keep_state_only(self, state: StateRecord) -> None:
         """Add a job that is over, of which only the state record is left. Does nothing if this
@@ -234,7 +235,7 @@ class Registry:
         Raises JobQuarantined if it still cannot continue, Unavailable, NotLeader.
         """
         self.require_leading()
-        self._require_settled(name)
+        self.require_settled(name)
         state = await self._dependencies.stored.state(name)
         if name not in self._quarantine:
             return self._actors.get(name)
@@ -284,6 +285,12 @@ class Registry:
     def actors(self) -> list[JobActor]:
         return list(self._actors.values())
 
+    def unread_jobs(self) -> list[Job]:
+        """Jobs that are still being read, as their state records have them: without members and
+        generations."""
+        states = self._unread.values() if self._leads else ()
+        return [self._job_of(state, self._dependencies.clock()) for state in states]
+
     def find(self, job: str) -> JobActor:
         """The job's actor. Raises UnknownJob, NotLeader, JobQuarantined or Unavailable."""
         self.require_leading()
@@ -301,9 +308,10 @@ class Registry:
 
     def _require_usable(self, job: str) -> None:
         self._quarantine.check(job)
-        self._require_settled(job)
+        self.require_settled(job)
 
-    def _require_settled(self, job: str) -> None:
+    def require_settled(self, job: str) -> None:
+        """Raise Unavailable while the job is being read, reset or cleared."""
         if job in self._unread:
             raise Unavailable(f"job {job} is being read from etcd", expected="a retry in a moment")
         if job in self._resetting:
@@ -382,7 +390,7 @@ class Registry:
         or reset.
         """
         self.require_leading()
-        self._require_settled(job)
+        self.require_settled(job)
         actor = self._actors.get(job)
         if actor is not None:
             check_unused(job, actor.job.members)

@@ -2,18 +2,20 @@
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 import structlog
 
 from shoal_proto.errors import UnknownGeneration
 from shoal_server.core.generations.roster import GenerationRecord
+from shoal_server.status.from_core import generation_view
+from shoal_server.status.views import GenerationView
 
 log = structlog.get_logger(__name__)
 
 MAX_RECORDS = 100
 MAX_ENTRIES = 40_000
-"""Roster entries in all records: some 20 MB."""
+"""Roster entries in all records: some 20 MB, and 6 MB more with their views."""
 MIN_RECORDS = 2
 
 
@@ -30,6 +32,7 @@ class Records:
         self._job = job
         self._read = read
         self._records: OrderedDict[int, GenerationRecord] = OrderedDict()
+        self._views: dict[int, GenerationView] = {}
         self._num_entries = 0
         for record in records:
             self._put(record)
@@ -44,6 +47,7 @@ class Records:
         known = {each.roster.generation: each for each in (*older, *self._records.values())}
         self._read, self._num_entries = None, 0
         self._records.clear()
+        self._views.clear()
         for _, record in sorted(known.items()):
             self._put(record)
 
@@ -58,14 +62,21 @@ class Records:
         self._num_entries += len(record.roster.entries)
         self._num_entries -= len(known.roster.entries) if known is not None else 0
         self._records[record.roster.generation] = record
+        self._views.pop(record.roster.generation, None)
         while len(self._records) > MAX_RECORDS or (
             self._num_entries > MAX_ENTRIES and len(self._records) > MIN_RECORDS
         ):
-            _, oldest = self._records.popitem(last=False)
+            number, oldest = self._records.popitem(last=False)
+            self._views.pop(number, None)
             self._num_entries -= len(oldest.roster.entries)
 
-    def values(self) -> Iterable[GenerationRecord]:
-        return self._records.values()
+    def views(self) -> Iterator[GenerationView]:
+        """Yield the views of the records, the newest generation first. Each is made once: to make
+        all takes up to half a second, and pages ask each second."""
+        for number, record in sorted(self._records.items(), reverse=True):
+            if number not in self._views:
+                self._views[number] = generation_view(record)
+            yield self._views[number]
 
     async def get(self, generation: int, wait_s: float) -> GenerationRecord:
         """Record of a generation (0: the newest); waits for it for up to `wait_s`.

@@ -51,7 +51,8 @@ async function earlierOutput() {
   output.before = found.before;
   const pre = document.getElementById("output");
   const below = pre.scrollHeight - pre.scrollTop;
-  showOutput([...found.lines, ...output.lines].slice(0, MAX_OUTPUT_LINES), false);
+  // The newest lines stay: later ones follow them.
+  showOutput([...found.lines, ...output.lines].slice(-MAX_OUTPUT_LINES), false);
   pre.scrollTop = pre.scrollHeight - below;
 }
 

@@ -517,7 +517,9 @@ function jobView(state) {
 }
 
 function blank(state, wanted) {
-  const message = wanted && state.jobs.length
+  const message = state.jobs.some((each) => each.job === wanted)
+    ? [h("h1", null, wanted), h("p", null, "The coordinator is reading this job from etcd.")]
+    : wanted && state.jobs.length
     ? [h("h1", null, `There is no job ${wanted}`), h("p", null, "Choose a job from the list.")]
     : [h("h1", null, "No jobs yet"),
       h("p", null, "Start one: ", h("code", null, "shoal run -n 3 --job NAME script.py"))];

@@ -135,4 +135,20 @@ async def test_the_newest_record_stays_the_newest_once_older_ones_are_read() -> 
 
     records = Records("j", every[2:], read)
     assert (await records.get(0, 0.0)).roster.generation == 3
-    assert list(records.values()) == every
+    assert [each.generation for each in records.views()] == [3, 2, 1]
+
+
+def test_a_record_is_converted_once_for_all_that_show_it() -> None:
+    """A page asks each second for records with thousands of members. A record that is replaced is
+    converted anew."""
+    records = Records("j", [record(number, NAMES[:1]) for number in (1, 2)])
+    before = list(records.views())
+    records.keep(record(2, NAMES[:1], verdict=Verdict.ABORTED))
+    records.keep(record(3, NAMES[:1]))
+    after = list(records.views())
+    assert [(each.generation, each.verdict) for each in after] == [
+        (3, "committed"),
+        (2, "aborted"),
+        (1, "committed"),
+    ]
+    assert after[2] is before[1]
