@@ -192,7 +192,8 @@ def work_done(job: JobState, member: MemberState, event: MemberWorkDone, now_s: 
 
 def left(job: JobState, member: MemberState, event: MemberLeft, now_s: float) -> None:
     # A member that joins with its work done does not end the others' training.
-    concerns_all = job.running is None or member.is_in(job.running)
+    trained = job.running or job.previous
+    concerns_all = trained is None or member.is_in(trained)
     if event.completed and member.proposal is not None and member.proposal.stateless:
         # torchrun's nodes may end at different times.
         finish(job, member, event.reason, now_s)
