@@ -78,6 +78,8 @@ class MemberCore:
         self._back_off = BackOff()
         self._certificate = CertificateWait(certificate_wait_s)
         self._own_pause: OwnPause | None = None
+        self._unreported: ev.CallLeader | None = None
+        """Newest report of a pause, if it failed."""
         self._held_since_s: float | None = None
         """Time since which the trainer waits to begin a step."""
 
@@ -334,6 +336,8 @@ class MemberCore:
             self._end_certificate_wait()
             return self._calls.handle_answer(call, now_s)
         if rule is ev.Persistence.ONCE:
+            if isinstance(call.request, pb.PauseRequest):
+                self._unreported = call
             return self._calls.give_up_call(call, error)
         if rule is ev.Persistence.FOR_A_TIME:
             return self._drain_unanswered(call, error, now_s)
@@ -349,10 +353,11 @@ class MemberCore:
             if self._outlasts(event.error, now_s):
                 return []
             return [*self._fail(event.error), ev.RaiseError(error=event.error)]
-        if event.has_recent_beat:
-            return []
-        request = ev.heartbeat_request(event, self.token, self.track.step)
-        return [self._calls.new(request, ev.Persistence.ONCE, self.limits.lease_s, now_s)]
+        effects: Effects = []
+        if not event.has_recent_beat:
+            request = ev.heartbeat_request(event, self.token, self.track.step)
+            effects = [self._calls.new(request, ev.Persistence.ONCE, self.limits.lease_s, now_s)]
+        return effects + self._pause_again(now_s)
 
     def _pause(self, event: ev.PauseBegun | ev.PauseEnded, now_s: float) -> Effects:
         if isinstance(event, ev.PauseBegun):
@@ -366,6 +371,22 @@ class MemberCore:
             return []
         request = self._own_pause.request(self.token, now_s)
         return [self._calls.new(request, ev.Persistence.ONCE, self.limits.lease_s, now_s)]
+
+    def _pause_again(self, now_s: float) -> Effects:
+        """Report the newest pause again, if a report failed: the coordinator would not notice the
+        end of a pause by itself."""
+        failed, self._unreported = self._unreported, None
+        if failed is None or self._own_pause is None or self.failure is not None:
+            return []
+        # The next heartbeat waits for this call.
+        return [
+            replace(
+                failed,
+                request=self._own_pause.request(self.token, now_s),
+                timeout_s=self.limits.lease_s / 2,
+                num_failures=failed.num_failures + 1,
+            )
+        ]
 
     # --- the end ---
 

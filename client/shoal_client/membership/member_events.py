@@ -206,7 +206,8 @@ class Persistence(enum.Enum):
     FOR_A_TIME = enum.auto()
     """A request to drain: repeated until `give_up_s`; then the member leaves."""
     ONCE = enum.auto()
-    """Logged and dropped: a new leader gets the report again, or the next call includes it."""
+    """Logged and dropped: a new leader gets the report again, or the next call includes it. The
+    report of a pause is repeated with the next heartbeat."""
     LAST = enum.auto()
     """The call to leave. Not repeated: the coordinator notices the leave by itself."""
 
