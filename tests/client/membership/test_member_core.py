@@ -641,6 +641,33 @@ def test_a_drained_member_without_a_coordinator_leaves() -> None:
     ]
 
 
+def test_a_leave_with_the_work_done_is_repeated_until_it_is_answered() -> None:
+    """No coordinator would notice by itself that the work is done. A new leader gets no heartbeats
+    of the launcher: they would be refused after the leave."""
+    member = training()
+    leave = ev.LeaveWanted(completed=True, reason="all is trained", timeout_s=None)
+    call = the_call(member.core.step(leave, 0))
+    member.does(ev.StreamEnded(error=NOBODY))
+    assert member.does(ended(call, NOBODY)) == ["coordinator_disconnected", "Leave"]
+    member.now_s = 5000.0
+    again = the_call(member.core.step(ended(call, NOBODY), member.now_s))
+    assert not member.core.is_idle(again)
+    assert "ClaimBeats" not in member.receive(ADMITTED)
+    assert member.does(ended(again)) == []
+    assert member.core.leaving.is_acknowledged
+
+
+@pytest.mark.parametrize(
+    ("completed", "timeout_s"), [(False, None), (True, 3.0)], ids=["incomplete", "limited"]
+)
+def test_another_leave_is_not_repeated(completed: bool, timeout_s: float | None) -> None:
+    member = training()
+    leave = ev.LeaveWanted(completed=completed, reason="", timeout_s=timeout_s)
+    call = the_call(member.core.step(leave, 0))
+    assert call.timeout_s == 3.0
+    assert member.does(ended(call, NOBODY)) == ["leave_failed"]
+
+
 def test_the_end_of_a_leaving_member_is_reported_to_its_launcher_once() -> None:
     member = training()
     leave = ev.LeaveWanted(completed=False, reason="an error", timeout_s=3)
