@@ -31,7 +31,7 @@ from shoal_server.core.membership.events import (
 )
 from shoal_server.core.membership.member import MemberState
 from shoal_server.core.membership.membership_table import MembershipTable
-from shoal_server.core.membership.pauses import Pause, pause_in_words
+from shoal_server.core.membership.pauses import MAX_NAMES, Pause, PausedMembers, pause_in_words
 from shoal_server.core.membership.phases import Phase, Trigger, next_phase
 from shoal_server.core.membership.setbacks import Setbacks
 
@@ -134,8 +134,8 @@ class JobState:
     end: JobEnd = field(default_factory=JobEnd)
     setbacks: Setbacks = field(default_factory=Setbacks)
     progress: JobProgress = field(default_factory=JobProgress)
-    announced_paused: tuple[str, ...] = ()
-    """Paused members in the last notice."""
+    announced: PausedMembers = field(default_factory=PausedMembers)
+    """Paused members at the last notice."""
     effects: list[Effect] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -242,9 +242,10 @@ class JobState:
         pausing = self.pausing()
         texts = [
             pause_in_words(member, self.rank_of(member), pause, now_s)
-            for member, pause in pausing[:3]
+            for member, pause in pausing[:MAX_NAMES]
         ]
-        more = [f"and {len(pausing) - 3} more"] if len(pausing) > 3 else []
+        num_more = len(pausing) - len(texts)
+        more = [f"and {num_more} more"] if num_more else []
         return "; ".join(texts + more)
 
     @property
