@@ -126,7 +126,7 @@ def remove(
     job.emit(ExpelMember(member_id=member.member_id, incarnation=member.incarnation, reason=reason))
     job.log("member_completed" if completed else "member_removed", reason, member)
     if not job.table.candidates:
-        job.deadlines.first_proposal_s = None
+        job.deadlines.first_proposal_s = job.deadlines.short_since_s = None
     if not job.members and job.table.finished:
         # The next members need the whole minimum again.
         job.table.finished.clear()
