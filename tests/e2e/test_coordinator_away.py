@@ -77,3 +77,32 @@ def test_training_continues_while_the_coordinator_or_etcd_is_down(
         text = leader.log_path.read_text()
         assert "member_removed" not in text
         assert "phase_aborted" not in text
+
+
+@pytest.mark.long
+def test_a_job_that_ends_while_the_coordinator_is_down_is_finished_afterwards(
+    shoal_command: Shoal, tmp_path: Path
+) -> None:
+    """The workers wait at the end of their session, and repeat no step."""
+    num_epochs = 10
+    num_steps = num_epochs * STEPS_PER_EPOCH
+    (tmp_path / "train.py").write_text(counting_script(num_epochs, STEPS_PER_EPOCH, RATE))
+    with etcd_processes(tmp_path) as (supervisor, (etcd,)):
+        first = CoordinatorProcess(supervisor, tmp_path, "first", etcd.endpoint).ready()
+        to_cluster = {"SHOAL_COORDINATOR": first.grpc, "OMP_NUM_THREADS": "1"}
+        run = shoal_command.start(
+            "run", "-n", "2", "--job", "ddp", "train.py", "ddp", environment=to_cluster
+        )
+        output = read_until(run, "stepped on 20")
+        first.process.send_signal(signal.SIGKILL)
+        (tmp_path / "done").touch()
+        output += read_until(run, f"stepped on {num_steps}", count=2)
+        # Longer than a member that has not done its work takes to leave.
+        time.sleep(8.0)
+        second = CoordinatorProcess(
+            supervisor, tmp_path, "second", etcd.endpoint, listen=first.grpc
+        ).ready()
+        code, text = finish(run, output)
+        assert code == 0, text
+        assert text.count(f"did {num_steps} ") == 2, text
+        assert "phase_finished" in second.log_path.read_text()

@@ -2,10 +2,11 @@
 
 from shoal_client.membership import member_events as ev
 from shoal_client.membership.identity import Identity
-from shoal_proto.errors import Fenced, MemberDrained, ShoalError
+from shoal_proto.errors import Fenced, MemberDrained, ShoalError, Unavailable
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.identity_pb2 import Token
 
+LEAVE_TIMEOUT_S = 3.0
 UNANSWERED_LEAVE_TIMEOUT_S = 0.3
 """Time limit of the call to leave after a drain without an answer."""
 
@@ -40,8 +41,9 @@ class LeaveState:
         """Begin to leave. `drained`: the coordinator has removed the member already."""
         self.has_begun, self._drained = True, drained
 
-    def call_timeout_s(self, timeout_s: float) -> float:
+    def call_timeout_s(self, timeout_s: float | None) -> float:
         """Time limit for the call to leave."""
+        timeout_s = LEAVE_TIMEOUT_S if timeout_s is None else timeout_s
         return min(timeout_s, UNANSWERED_LEAVE_TIMEOUT_S) if self.is_unanswered else timeout_s
 
     def end_call(self, error: ShoalError | None, member_id: str) -> list[ev.Effect]:
@@ -59,6 +61,17 @@ class LeaveState:
             ev.ReportEnding(error=error),
             ev.LogMessage(event="leave_not_needed", fields=fields),
         ]
+
+    @staticmethod
+    def not_recorded(error: ShoalError, failure: ShoalError | None) -> ShoalError:
+        """Error of a leave with the work done that was given up. `failure`: the membership's."""
+        return Unavailable(
+            "no coordinator has recorded that this member's work is done",
+            seen="; ".join(str(each) for each in (failure, error) if each is not None),
+            expected="an answer before this process has to end",
+            fix="Run the job again once a coordinator answers: it continues from its newest"
+            " checkpoint, and is then finished.",
+        )
 
     # --- staying with the work done ---
 

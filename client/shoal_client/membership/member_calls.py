@@ -102,7 +102,7 @@ class MemberCalls:
         return replace(call, after_s=call.back_off.pause_s(1.0))
 
     def give_up_call(self, call: ev.CallLeader, error: ShoalError) -> list[ev.Effect]:
-        is_news = True
+        is_news = not call.num_failures
         if isinstance(call.request, pb.HeartbeatRequest):
             is_news, self._is_answered = self._is_answered, False
         fields = {"member": self._member_id, "reason": str(error)}

@@ -4,6 +4,7 @@ trainer's decisions (`begin_step`, `next_generation`, `judge_break`) are methods
 call them again after every event.
 """
 
+import math
 from dataclasses import dataclass, replace
 
 from shoal_client.connection.admission import ADMISSION_S
@@ -78,6 +79,8 @@ class MemberCore:
         self._back_off = BackOff()
         self._certificate = CertificateWait(certificate_wait_s)
         self._own_pause: OwnPause | None = None
+        self._unreported: ev.CallLeader | None = None
+        """Newest report of a pause, if it failed."""
         self._held_since_s: float | None = None
         """Time since which the trainer waits to begin a step."""
 
@@ -101,8 +104,9 @@ class MemberCore:
         return self.identity.token(self.track.generation)
 
     def is_idle(self, call: ev.CallLeader) -> bool:
-        """True if the call is of no use since the membership has ended."""
-        return call.persistence in ev.FOR_MEMBERS and self.failure is not None
+        """True if the call is of no use, or not to be repeated, since the membership has ended."""
+        is_last = call.persistence is ev.Persistence.LAST and call.give_up_s > 0
+        return (call.persistence in ev.FOR_MEMBERS or is_last) and self.failure is not None
 
     def is_over(self, generation: int) -> bool:
         """True if the generation broke or has a successor, or the membership ended."""
@@ -219,13 +223,14 @@ class MemberCore:
         self.clock.pause((), now_s)
         self.track.num_waiting = 0
         limits = admitted.limits
-        effects: Effects = [
-            ev.ClaimBeats(
+        effects: Effects = []
+        if not self.leaving.has_begun:
+            beats = ev.ClaimBeats(
                 token=self.identity.token(0),
                 heartbeat_s=limits.heartbeat_s,
                 patience_s=limits.watchdog_s,
             )
-        ]
+            effects.append(beats)
         if self.leaving.reason:
             effects.append(ev.AskForDrain(reason=self.leaving.reason))
         if not again:
@@ -329,11 +334,13 @@ class MemberCore:
         call, error = event.call, event.error
         rule = call.persistence
         if rule is ev.Persistence.LAST:
-            return self.leaving.end_call(error, self.identity.member_id)
+            return self._leave_ended(event, now_s)
         if error is None:
             self._end_certificate_wait()
             return self._calls.handle_answer(call, now_s)
         if rule is ev.Persistence.ONCE:
+            if isinstance(call.request, pb.PauseRequest):
+                self._unreported = call
             return self._calls.give_up_call(call, error)
         if rule is ev.Persistence.FOR_A_TIME:
             return self._drain_unanswered(call, error, now_s)
@@ -349,10 +356,11 @@ class MemberCore:
             if self._outlasts(event.error, now_s):
                 return []
             return [*self._fail(event.error), ev.RaiseError(error=event.error)]
-        if event.has_recent_beat:
-            return []
-        request = ev.heartbeat_request(event, self.token, self.track.step)
-        return [self._calls.new(request, ev.Persistence.ONCE, self.limits.lease_s, now_s)]
+        effects: Effects = []
+        if not event.has_recent_beat:
+            request = ev.heartbeat_request(event, self.token, self.track.step)
+            effects = [self._calls.new(request, ev.Persistence.ONCE, self.limits.lease_s, now_s)]
+        return effects + self._pause_again(now_s)
 
     def _pause(self, event: ev.PauseBegun | ev.PauseEnded, now_s: float) -> Effects:
         if isinstance(event, ev.PauseBegun):
@@ -366,6 +374,22 @@ class MemberCore:
             return []
         request = self._own_pause.request(self.token, now_s)
         return [self._calls.new(request, ev.Persistence.ONCE, self.limits.lease_s, now_s)]
+
+    def _pause_again(self, now_s: float) -> Effects:
+        """Report the newest pause again, if a report failed: the coordinator would not notice the
+        end of a pause by itself."""
+        failed, self._unreported = self._unreported, None
+        if failed is None or self._own_pause is None or self.failure is not None:
+            return []
+        # The next heartbeat waits for this call.
+        return [
+            replace(
+                failed,
+                request=self._own_pause.request(self.token, now_s),
+                timeout_s=self.limits.lease_s / 2,
+                num_failures=failed.num_failures + 1,
+            )
+        ]
 
     # --- the end ---
 
@@ -444,6 +468,9 @@ class MemberCore:
         # A heartbeat after the leave would be refused like a lost member's.
         effects: Effects = [ev.UnclaimBeats()]
         if self.admitted and (self.failure is None or drained):
+            # Only this call reports that the work is done.
+            is_needed = not drained or self.leaving.is_unanswered
+            persists = event.completed and event.timeout_s is None and is_needed
             request = pb.LeaveRequest(
                 token=self.token,
                 completed=event.completed,
@@ -451,8 +478,21 @@ class MemberCore:
                 failed=event.failed,
             )
             within_s = self.leaving.call_timeout_s(event.timeout_s)
-            effects.append(self._calls.new(request, ev.Persistence.LAST, within_s, now_s))
+            if persists and not drained:
+                within_s = self.limits.join_s
+            give_up_s = math.inf if persists else 0.0
+            last = self._calls.new(request, ev.Persistence.LAST, within_s, now_s, give_up_s)
+            effects.append(last)
         return effects
+
+    def _leave_ended(self, event: ev.CallEnded, now_s: float) -> Effects:
+        call, error = event.call, event.error
+        unanswered = error is not None and self._outlasts(error, now_s)
+        if error is None or not unanswered or not call.give_up_s:
+            return self.leaving.end_call(error, self.identity.member_id)
+        if self.failure is None and not self.closed:
+            return self._calls.repeat_call(call, error, event.chance, now_s)
+        return [ev.RaiseError(error=self.leaving.not_recorded(error, self.failure))]
 
     # --- the trainer's decisions ---
 

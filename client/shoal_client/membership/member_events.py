@@ -127,7 +127,8 @@ class DrainWanted:
 class LeaveWanted:
     completed: bool
     reason: str
-    timeout_s: float
+    timeout_s: float | None
+    """None: a few seconds; if `completed`, until a coordinator answers or the membership ends."""
     failed: bool = False
     """True if training has ended without a usable result."""
 
@@ -206,9 +207,11 @@ class Persistence(enum.Enum):
     FOR_A_TIME = enum.auto()
     """A request to drain: repeated until `give_up_s`; then the member leaves."""
     ONCE = enum.auto()
-    """Logged and dropped: a new leader gets the report again, or the next call includes it."""
+    """Logged and dropped: a new leader gets the report again, or the next call includes it. The
+    report of a pause is repeated with the next heartbeat."""
     LAST = enum.auto()
-    """The call to leave. Not repeated: the coordinator notices the leave by itself."""
+    """The call to leave. Repeated until `give_up_s` (0: not at all) or the membership ends: a
+    coordinator notices a leave by itself, but not that the work is done."""
 
 
 FOR_MEMBERS = (Persistence.UNTIL_ANSWERED, Persistence.WITH_STREAM)

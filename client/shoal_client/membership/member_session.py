@@ -36,7 +36,6 @@ log = structlog.get_logger(__name__)
 
 FIRST_ANSWER_S = 1.0
 """See `HeldStream`."""
-LEAVE_TIMEOUT_S = 3.0
 BEATEN_WITHIN_HEARTBEATS = 1.5
 """Heartbeat intervals for which a heartbeat of the launcher counts."""
 
@@ -303,24 +302,29 @@ class MemberSession:
         """True if no generation follows this member's leave. Any thread."""
         return self._core.leaving.no_generation_follows
 
-    def leave(self, *, completed: bool, reason: str, timeout_s: float = LEAVE_TIMEOUT_S) -> bool:
+    def leave(self, *, completed: bool, reason: str, timeout_s: float | None = None) -> bool:
         """End the membership; True if the coordinator has acknowledged the leave within
-        `timeout_s`. Coordinators notice an unanswered leave anyway.
+        `timeout_s` (None: LEAVE_TIMEOUT_S). Coordinators notice an unanswered leave anyway.
+
+        `completed` without `timeout_s` waits for a coordinator without a limit. Raises Unavailable
+        if the membership ends first, for example by a drain.
         """
         if completed:
             self._own_job.completed()
-        self._submit(
-            ev.LeaveWanted(
-                completed=completed,
-                reason=reason,
-                timeout_s=timeout_s,
-                failed=self._has_failed and not completed,
+        try:
+            self._submit(
+                ev.LeaveWanted(
+                    completed=completed,
+                    reason=reason,
+                    timeout_s=timeout_s,
+                    failed=self._has_failed and not completed,
+                )
             )
-        )
-        has_left = self._core.leaving.is_acknowledged
-        if completed and has_left and self._slot is not None and self._own_job.is_launchers:
-            self._slot.end(MembershipEnding.COMPLETED)
-        self.close()
+            has_left = self._core.leaving.is_acknowledged
+            if completed and has_left and self._slot is not None and self._own_job.is_launchers:
+                self._slot.end(MembershipEnding.COMPLETED)
+        finally:
+            self.close()
         return self._core.leaving.is_acknowledged
 
     def failed(self, error: ShoalError) -> None:

@@ -814,9 +814,10 @@ Global___Standby: _TypeAlias = Standby  # noqa: Y015
 
 @_typing.final
 class Pauses(_message.Message):
-    """The paused members for which others wait. Without any, the time limits start again from zero.
-    Sent whenever the list changes, on admission unless it is empty, and repeatedly while a long
-    bring-up transfers state: running limits start again with each notice.
+    """Up to three of the paused members for which others wait. Without any, the time limits start again
+    from zero. Sent when the list changes (if there are more, when their number has changed a lot), on
+    admission unless it is empty, and repeatedly while a long bring-up transfers state: running limits
+    start again with each notice.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

@@ -89,7 +89,8 @@ class JobReset:
                 await actor.wait_durable(WRITTEN_WITHIN_S)
             held = (await self._store.range(keys.job_prefix(job))).items
             members = (await self._store.range(keys.members(job))).items
-            check_unused(job, [each.key.removeprefix(keys.members(job)) for each in members])
+            names = [each.key.removeprefix(keys.members(job)) for each in members]
+            check_unused(job, names, is_quarantined=job in self._registry.quarantined)
             existed = bool(held) or actor is not None
             had_weights = await self._weights.clear(job, forgets_numbers=forgets_processes)
             if not existed:

@@ -46,16 +46,23 @@ class Leadership:
     """Term of a coordinator, from `Election.campaign`. Renews the lease until the term ends."""
 
     def __init__(
-        self, store: KeyValueStore, lease: LeaseId, leader: Leader, valid_until_s: float
+        self,
+        store: KeyValueStore,
+        lease: LeaseId,
+        leader: Leader,
+        *,
+        sent_s: float,
+        ttl_s: float,
     ) -> None:
+        """`sent_s`: time at which the renewal was sent that etcd confirmed for `ttl_s`."""
         self.lost = asyncio.Event()
         self.reason = ""
         self.create_revision = leader.create_revision
         self._store = store
         self._lease = lease
         self._clock = asyncio.get_running_loop().time
-        self._own_until_s = valid_until_s
-        self._background_renewal = store.renew_in_background(lease, valid_until_s - self._clock())
+        self._own_until_s = sent_s + SAFETY * ttl_s
+        self._background_renewal = store.renew_in_background(lease, ttl_s)
         self._tasks = (
             asyncio.create_task(self._renew(), name="leader-renew"),
             asyncio.create_task(self._observe(), name="leader-observe"),
@@ -241,7 +248,7 @@ class Election:
             host=self._candidate.host,
             create_revision=result.revision,
         )
-        return Leadership(self._store, lease, leader, sent_s + SAFETY * ttl_s)
+        return Leadership(self._store, lease, leader, sent_s=sent_s, ttl_s=ttl_s)
 
     async def _until_vacant(self) -> None:
         async with aclosing(follow(self._store)) as leaders:

@@ -455,11 +455,42 @@ def test_a_refused_report_ends_the_membership() -> None:
     assert isinstance(member.begins(8), ev.RaiseError)
 
 
-def test_a_failed_report_of_a_pause_has_no_effect() -> None:
+def test_a_failed_report_of_a_pause_does_not_end_the_membership() -> None:
     member = training()
     call = the_call(member.core.step(ev.PauseBegun(reason="validation", limit_s=60), 0))
     assert member.does(ended(call, Fenced("lost"))) == ["pause_not_reported"]
     assert member.core.failure is None
+
+
+def test_the_report_of_a_pause_is_repeated_with_heartbeats_until_it_is_answered() -> None:
+    """Without the report of its end, the pause would hold up joins, and exceed its limit."""
+    member, due = training(), ev.HeartbeatDue(has_recent_beat=True)
+    member.does(ev.PauseBegun(reason="validation", limit_s=60))
+    member.now_s = 5.0
+    call = the_call(member.core.step(ev.PauseEnded(), member.now_s))
+    assert member.does(due) == [], "the first call may be answered yet"
+    assert member.does(ended(call, NOBODY)) == ["pause_not_reported"]
+    for _ in range(2):
+        member.now_s += 1.0
+        call = the_call(member.core.step(due, member.now_s))
+        assert isinstance(call.request, pb.PauseRequest)
+        assert (call.request.paused, call.request.pause_number) == (False, 1)
+        assert member.does(ended(call, NOBODY)) == []
+    assert member.does(ev.HeartbeatDue()) == ["Heartbeat", "Pause"]
+    assert member.does(ended(call)) == ["coordinator_reconnected"]
+    assert member.does(due) == []
+
+
+def test_the_newest_pause_is_reported_in_place_of_an_earlier_one() -> None:
+    """A late report of an earlier pause would be ignored."""
+    member = training()
+    first = the_call(member.core.step(ev.PauseBegun(reason="validation", limit_s=60), 0))
+    member.does(ended(first, NOBODY))
+    member.does(ev.PauseEnded())
+    member.does(ev.PauseBegun(reason="export", limit_s=90))
+    call = the_call(member.core.step(ev.HeartbeatDue(has_recent_beat=True), 2.0))
+    assert isinstance(call.request, pb.PauseRequest)
+    assert (call.request.reason, call.request.pause_number) == ("export", 2)
 
 
 # --- heartbeats ---
@@ -608,6 +639,33 @@ def test_a_drained_member_without_a_coordinator_leaves() -> None:
         "drain_noticed",
         "ReportEnding MemberDrained",
     ]
+
+
+def test_a_leave_with_the_work_done_is_repeated_until_it_is_answered() -> None:
+    """No coordinator would notice by itself that the work is done. A new leader gets no heartbeats
+    of the launcher: they would be refused after the leave."""
+    member = training()
+    leave = ev.LeaveWanted(completed=True, reason="all is trained", timeout_s=None)
+    call = the_call(member.core.step(leave, 0))
+    member.does(ev.StreamEnded(error=NOBODY))
+    assert member.does(ended(call, NOBODY)) == ["coordinator_disconnected", "Leave"]
+    member.now_s = 5000.0
+    again = the_call(member.core.step(ended(call, NOBODY), member.now_s))
+    assert not member.core.is_idle(again)
+    assert "ClaimBeats" not in member.receive(ADMITTED)
+    assert member.does(ended(again)) == []
+    assert member.core.leaving.is_acknowledged
+
+
+@pytest.mark.parametrize(
+    ("completed", "timeout_s"), [(False, None), (True, 3.0)], ids=["incomplete", "limited"]
+)
+def test_another_leave_is_not_repeated(completed: bool, timeout_s: float | None) -> None:
+    member = training()
+    leave = ev.LeaveWanted(completed=completed, reason="", timeout_s=timeout_s)
+    call = the_call(member.core.step(leave, 0))
+    assert call.timeout_s == 3.0
+    assert member.does(ended(call, NOBODY)) == ["leave_failed"]
 
 
 def test_the_end_of_a_leaving_member_is_reported_to_its_launcher_once() -> None:

@@ -18,7 +18,7 @@ from shoal_client.progress.clocks import Clock
 from shoal_client.progress.ranges import SampleRange, joined
 from shoal_client.progress.samples import Reserve, SampleLease
 from shoal_proto import back_off
-from shoal_proto.errors import Fenced, MemberDrained, Unavailable
+from shoal_proto.errors import Fenced, JobFinished, MemberDrained, Unavailable
 from shoal_proto.v1 import clocks_pb2
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_server.core.limits import Limits
@@ -78,6 +78,19 @@ async def test_a_trainers_report_arrives_when_a_coordinator_is_back() -> None:
             await outlasts(proposed, come_back)
             record = await entered(client, 0)
             assert record.roster.generation == 1
+
+
+@pytest.mark.long
+async def test_a_job_that_ends_during_an_outage_is_finished_when_a_coordinator_is_back() -> None:
+    """Otherwise the job would be recorded as failed, and a rerun would repeat its steps."""
+    store = MemoryStore()
+    async with served(store, LIMITS) as world:
+        (client,) = await world.training("a")
+        async with away(store, world) as come_back:
+            left = asyncio.to_thread(client.leave, completed=True, reason="all is trained")
+            assert await outlasts(asyncio.ensure_future(left), come_back), "no acknowledgement"
+            with pytest.raises(JobFinished, match="all is trained"):
+                await asyncio.to_thread(world.client("late").join)
 
 
 @pytest.mark.long
@@ -257,6 +270,27 @@ def test_a_drain_ends_a_wait_for_clocks_without_a_coordinator() -> None:
     with pytest.raises(MemberDrained, match="SIGTERM"):
         clock.begin()
     leaving.join()
+
+
+@pytest.mark.parametrize("drained_first", [False, True])
+async def test_a_drain_ends_the_wait_to_report_that_the_work_is_done(drained_first: bool) -> None:
+    """The process ends with an error, so that its launcher does not take the job for finished."""
+    limits = Limits(heartbeat_s=0.05, collective_s=10.0, join_s=60.0)
+    async with served(MemoryStore(), limits) as world:
+        (a,) = await world.training("a")
+        a.limits.drain_s = 0.2
+        await world.coordinator.step_down()
+        await world.server.stop(None)
+        left = asyncio.to_thread(a.leave, completed=True, reason="all is trained")
+        if drained_first:
+            a.drain("SIGTERM")
+            assert await asyncio.to_thread(a.wait_generation_over, 1, limits.join_s)
+        leaving = asyncio.ensure_future(left)
+        if not drained_first:
+            a.drain("SIGTERM")
+        async with asyncio.timeout(limits.join_s / 2):
+            with pytest.raises(Unavailable, match=r"SIGTERM.*Run the job again"):
+                await leaving
 
 
 async def test_a_drain_ends_a_report_without_a_coordinator() -> None:

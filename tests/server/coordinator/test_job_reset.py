@@ -7,6 +7,7 @@ import grpc.aio
 import pytest
 from support.clusters.coordinator_world import Served, served
 from support.clusters.hooked_store import Transaction, UnreliableStore
+from support.processes.served_process import awaited
 
 from shoal_client.commands.jobs import check_not_finished, reset_job
 from shoal_client.membership import calls as membership_calls
@@ -18,6 +19,7 @@ from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.membership_pb2_grpc import MembershipStub
 from shoal_proto.v1.samples_pb2 import LeaseRequest
+from shoal_server.core.limits import Limits
 from shoal_server.core.processes import MemberProcess
 from shoal_server.etcd import keys
 from shoal_server.etcd.memory import MemoryStore
@@ -135,6 +137,29 @@ async def test_a_job_with_members_is_not_reset() -> None:
         assert "To join them, use `shoal run` without --fresh." in str(raised.value)
         assert await beat(world, a.token) is None
         assert not b.is_broken(1)
+
+
+async def test_a_quarantined_job_with_members_is_repaired_before_its_reset() -> None:
+    """The coordinator cannot tell if the members, which have ended, still run. Once the job goes
+    on, it finds that out."""
+    store, limits = MemoryStore(), Limits(heartbeat_s=0.05)
+    async with served(store, limits) as world:
+        for member in await world.training("a", "b"):
+            await asyncio.to_thread(member.close)
+        newest = await store.get(keys.generation("j", 1))
+    assert newest is not None
+    await store.put(newest.key, b'{"format": 2}')
+    async with served(store, limits) as world:
+        with pytest.raises(JobInUse, match="is quarantined, and its members may") as raised:
+            await asyncio.to_thread(reset_job, [world.address], "j")
+        assert raised.value.seen == "a, b"
+        assert "shoal repair j --apply" in raised.value.fix
+        await store.put(newest.key, newest.value)
+        actor = await world.coordinator.registry.resume_quarantined("j")
+        assert actor is not None
+        await asyncio.to_thread(awaited, lambda: not actor.job.members, 20.0, "they are lost")
+        assert await asyncio.to_thread(reset_job, [world.address], "j")
+        assert await names(store) == {"resets/j"}
 
 
 @pytest.mark.parametrize("new_leader", [False, True])

@@ -14,7 +14,7 @@ from support.processes.load import unhurried
 
 from shoal_client.local.etcd import start_members
 from shoal_server.etcd import keys
-from shoal_server.etcd.api import KeyValueStore, LeaseId, Put, absent
+from shoal_server.etcd.api import KeyValueStore, LeaseId, Put, Renewal, absent
 from shoal_server.etcd.election import Election, Leadership
 from shoal_server.etcd.leader_key import Leader, LeaderCandidate
 from shoal_server.etcd.memory import MemoryStore
@@ -83,6 +83,21 @@ async def test_a_candidate_without_rivals_leads_at_once(store: KeyValueStore) ->
         )
         assert term.held
     assert await store.get(keys.LEADER) is None
+
+
+async def test_the_background_renewal_has_the_lease_that_etcd_granted() -> None:
+    """The pace and the trust of renewals last for the whole term, so a slow campaign must not count
+    against them."""
+
+    class Recording(MemoryStore):
+        renewed_for_s = 0.0
+
+        def renew_in_background(self, lease: LeaseId, ttl_s: float) -> Renewal:
+            self.renewed_for_s = ttl_s
+            return super().renew_in_background(lease, ttl_s)
+
+    async with leading(store := Recording(), ttl_s=3):
+        assert store.renewed_for_s == 3
 
 
 @pytest.mark.long

@@ -19,7 +19,7 @@ from shoal_proto.etcd import etcd_pb2 as pb
 from shoal_proto.etcd import etcd_pb2_grpc as stubs
 from shoal_server.etcd.api import Put, Revision, absent
 from shoal_server.etcd.keys import ROOT
-from shoal_server.etcd.remote.client import EtcdClient
+from shoal_server.etcd.remote.client import EtcdClient, opened
 from shoal_server.etcd.remote.config import EtcdConfig, parse_endpoints
 from shoal_server.etcd.remote.failures import unreachable
 
@@ -169,9 +169,12 @@ async def test_a_renewed_certificate_is_used_from_the_next_connection_on(tmp_pat
 
 
 @pytest.fixture
-async def guarded(tmp_path: Path) -> "Iterator[tuple[Supervisor, RunningEtcd]]":
+async def guarded(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> "Iterator[tuple[Supervisor, RunningEtcd]]":
     """Run an etcd in which the user `shoal`, with the password `secret`, may use the keys of Shoal
-    and nothing else."""
+    (below the prefix in the parameter, if any) and nothing else."""
+    root = getattr(request, "param", "") + ROOT
     with etcd_processes(tmp_path) as (supervisor, (etcd,)):
         async with grpc.aio.insecure_channel(etcd.endpoint) as channel:
             auth = stubs.AuthStub(channel)
@@ -181,8 +184,8 @@ async def guarded(tmp_path: Path) -> "Iterator[tuple[Supervisor, RunningEtcd]]":
                 await auth.UserGrantRole(pb.AuthUserGrantRoleRequest(user=user, role=role))
             permission = pb.Permission(
                 permType=pb.Permission.READWRITE,
-                key=ROOT.encode(),
-                range_end=ROOT[:-1].encode() + b"0",
+                key=root.encode(),
+                range_end=root[:-1].encode() + b"0",
             )
             await auth.RoleGrantPermission(
                 pb.AuthRoleGrantPermissionRequest(name="shoal", perm=permission)
@@ -196,17 +199,22 @@ def login(endpoint: str, password: str = "secret") -> EtcdConfig:
 
 
 @pytest.mark.long
-async def test_a_user_may_do_what_its_role_allows(guarded: tuple[Supervisor, RunningEtcd]) -> None:
+@pytest.mark.parametrize(
+    ("guarded", "prefix"), [("", ""), ("/team", "/team")], indirect=["guarded"]
+)
+async def test_a_user_may_do_what_its_role_allows(
+    guarded: tuple[Supervisor, RunningEtcd], prefix: str
+) -> None:
     """The user can use the keys of its role and no others. Calls and watches continue after a
     restart of etcd, which loses the token."""
     supervisor, etcd = guarded
-    async with EtcdClient(login(etcd.endpoint)) as client:
+    async with opened(replace(login(etcd.endpoint), prefix=prefix)) as client:
         lease = await client.grant(30)
         revision = await client.put(ROOT + "a", b"1", lease)
         assert await client.keep_alive(lease) > 0
         async with aclosing(client.watch(ROOT, revision)) as watch:
             assert (await anext(watch)).revision == revision
-            with pytest.raises(AccessDenied, match="permission denied"):
+            with pytest.raises(AccessDenied, match=f"permission denied.* under {prefix}{ROOT}"):
                 await client.put("/other", b"1")
             with pytest.raises(AccessDenied, match="permission denied"):
                 await anext(client.watch("/other", Revision(1)))

@@ -87,14 +87,23 @@ def from_json(job: str, value: bytes) -> EarlierRuns:
         ) from error
 
 
-def check_unused(job: str, member_ids: Iterable[str]) -> None:
-    """Raise JobInUse if the job has members."""
+def check_unused(job: str, member_ids: Iterable[str], *, is_quarantined: bool = False) -> None:
+    """Raise JobInUse if the job has members, or had some when it was quarantined."""
     names = sorted(member_ids)
     if not names:
         return
+    what = f"job {job} has {len(names)} live member{'s' if len(names) > 1 else ''}"
+    fix = "Stop them first. To join them, use `shoal run` without --fresh."
+    if is_quarantined:
+        what = f"job {job} is quarantined, and its members may still run"
+        fix = (
+            f"`shoal repair {job} --apply` lets the job go on (a record of a later release needs a"
+            " coordinator of that release). Members that have ended are removed within seconds;"
+            " then repeat this command."
+        )
     raise JobInUse(
-        f"job {job} has {len(names)} live member{'s' if len(names) > 1 else ''}",
+        what,
         seen=short_list(names, MAX_SHOWN),
         expected="none: a job that is removed or started over has no members",
-        fix="Stop them first. To join them, use `shoal run` without --fresh.",
+        fix=fix,
     )

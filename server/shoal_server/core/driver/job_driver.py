@@ -105,6 +105,10 @@ class JobDriver(Generic[StreamT, CallT]):
         """Send the member's notices on this stream, and close its old one."""
         old = self._streams.get(stream.member_id)
         self._streams[stream.member_id] = stream
+        member = self.job.members.get(stream.member_id)
+        if member is not None and member.incarnation != stream.incarnation:
+            # The replaced process' heartbeats say nothing about this one.
+            self.liveness.forget(stream.member_id)
         self.liveness.joined(stream.member_id, now_s)
         return [CloseStream(stream=old)] if old is not None else []
 
@@ -258,5 +262,8 @@ class JobDriver(Generic[StreamT, CallT]):
         if stream is not None and stream.incarnation == effect.incarnation:
             del self._streams[effect.member_id]
             yield CloseStream(stream=stream)
-        self.liveness.forget(effect.member_id)
+            stream = None
+        if stream is None:
+            # Else the member has a new process, whose silence counts from its stream.
+            self.liveness.forget(effect.member_id)
         yield ForgetMember(member_id=effect.member_id, incarnation=effect.incarnation)

@@ -79,7 +79,7 @@ def joined(job: JobState, event: MemberJoined, now_s: float) -> None:
     job.table.admit(member)
     job.emit(AdmitMember(member_id=member.member_id, incarnation=member.incarnation))
     job.log("member_joined", f"{member.member_id} joined from {event.info.host}", member)
-    if job.announced_paused:
+    if job.announced.num_members:
         job.notify_member(member, pausing.notice(job))
 
 
@@ -131,7 +131,7 @@ def _repeat_notices(
     elif not member.settled and not missed_end:
         # The member missed the break of its last generation.
         job.notify_member(member, job.break_notice(job.last_generation))
-    if job.announced_paused:
+    if job.announced.num_members:
         job.notify_member(member, pausing.notice(job))
     if member.is_standby:
         job.notify_member(member, StandbyNotice(reason=member.waiting_for, position=0))

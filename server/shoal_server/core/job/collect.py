@@ -172,9 +172,12 @@ def _hold_for_members(job: JobState, now_s: float) -> None:
         return
     waiting = [m for m in job.eligible if m.settled]
     if not _waits_for_members(job):
+        job.deadlines.short_since_s = None
         for member in [m for m in waiting if m.is_standby]:
             member.set_wait("other members", now_s)
         return
+    if job.deadlines.short_since_s is None:
+        job.deadlines.short_since_s = now_s
     missing = job.min_roster_size - len(waiting)
     limit_s = job.limits.wait_for_members_s
     until = "no limit" if limit_s is None else f"until it has waited for {limit_s:g} s"
@@ -321,25 +324,30 @@ def _refuse_confined(
 
 
 def drop_overdue(job: JobState, now_s: float) -> None:
-    """Refuse ready members that have waited for `join_s`, or for `wait_for_members_s` if the job
-    lacks only members."""
+    """Refuse ready members that have waited for `join_s`, or if the job lacks only members, all of
+    them `wait_for_members_s` after the loss."""
     job.deadlines.overdue_check_s = None
     if job.running is not None or job.phase is not Phase.COLLECT:
         return
-    limit_s = job.limits.join_s
+    limit_s, short_since_s = job.limits.join_s, None
     if _waits_for_members(job):
         limit_s = job.limits.wait_for_members_s or math.inf
+        short_since_s = job.deadlines.short_since_s
+
+    def over_s(member: MemberState) -> float:
+        return _waits_since_s(job, member, short_since_s) + limit_s
+
     ready = list(job.table.candidates.values())
     left_out = job.setbacks.left_out_errors(now_s)
     without = "".join(f"; {name} was left out: {error}" for name, error in left_out)
     seen = f"{_ready_in_words(job, ready)}{without}"
     reason = f"no generation formed within {limit_s:g} s: {seen}"
-    for member in [m for m in ready if now_s >= _waits_since_s(job, m) + limit_s]:
+    for member in [m for m in ready if now_s >= over_s(m)]:
         endings.refuse(job, member, refusals.timeout(reason), now_s)
     # Without a member that keeps the job, the join limit applies again.
     again_s = now_s + job.limits.join_s
     job.deadlines.overdue_check_s = min(
-        (min(_waits_since_s(job, m) + limit_s, again_s) for m in job.table.candidates.values()),
+        (min(over_s(m), again_s) for m in job.table.candidates.values()),
         default=None,
     )
 
@@ -356,12 +364,10 @@ def _ready_in_words(job: JobState, ready: list[MemberState]) -> str:
     )
 
 
-def _waits_since_s(job: JobState, member: MemberState) -> float:
-    return max(
-        member.waiting_since_s,
-        job.phase_since_s,
-        job.table.pauses.released_s,
-    )
+def _waits_since_s(job: JobState, member: MemberState, short_since_s: float | None) -> float:
+    own_s = max(member.waiting_since_s, job.phase_since_s)
+    since_s = own_s if short_since_s is None else short_since_s
+    return max(since_s, job.table.pauses.released_s)
 
 
 def deadlines(job: JobState) -> Iterator[float]:

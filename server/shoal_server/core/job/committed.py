@@ -53,6 +53,7 @@ def became_ready(
     job.running, job.agreement = roster, None
     job.deadlines.deadline_s = job.deadlines.broken_since_s = None
     job.deadlines.suspect_since_s = job.deadlines.overdue_check_s = None
+    job.deadlines.short_since_s = None
     job.tries.failures = job.tries.num_excluded = 0
     job.setbacks.succeeded(roster.member_ids)
     assert job.record is not None

@@ -126,7 +126,7 @@ def remove(
     job.emit(ExpelMember(member_id=member.member_id, incarnation=member.incarnation, reason=reason))
     job.log("member_completed" if completed else "member_removed", reason, member)
     if not job.table.candidates:
-        job.deadlines.first_proposal_s = None
+        job.deadlines.first_proposal_s = job.deadlines.short_since_s = None
     if not job.members and job.table.finished:
         # The next members need the whole minimum again.
         job.table.finished.clear()
@@ -192,7 +192,8 @@ def work_done(job: JobState, member: MemberState, event: MemberWorkDone, now_s: 
 
 def left(job: JobState, member: MemberState, event: MemberLeft, now_s: float) -> None:
     # A member that joins with its work done does not end the others' training.
-    concerns_all = job.running is None or member.is_in(job.running)
+    trained = job.running or job.previous
+    concerns_all = trained is None or member.is_in(trained)
     if event.completed and member.proposal is not None and member.proposal.stateless:
         # torchrun's nodes may end at different times.
         finish(job, member, event.reason, now_s)

@@ -31,7 +31,7 @@ from shoal_server.core.membership.events import (
 )
 from shoal_server.core.membership.member import MemberState
 from shoal_server.core.membership.membership_table import MembershipTable
-from shoal_server.core.membership.pauses import Pause, pause_in_words
+from shoal_server.core.membership.pauses import MAX_NAMES, Pause, PausedMembers, pause_in_words
 from shoal_server.core.membership.phases import Phase, Trigger, next_phase
 from shoal_server.core.membership.setbacks import Setbacks
 
@@ -53,13 +53,15 @@ class Deadlines:
     """Time of the notices to stop after a break."""
     suspect_since_s: float | None = None
     """Time of a failed collective, while the report of a loss is awaited."""
+    short_since_s: float | None = None
+    """Time since which the job has lacked members, through failed attempts too."""
     overdue_check_s: float | None = None
     """Next check for members that have waited too long."""
 
     def stop(self) -> None:
         """Stop all limits except `first_proposal_s`."""
         self.deadline_s = self.broken_since_s = self.suspect_since_s = None
-        self.bring_up_over_s = self.overdue_check_s = None
+        self.bring_up_over_s = self.overdue_check_s = self.short_since_s = None
 
     def postpone(self, by_s: float) -> None:
         """Move the limits by a time in which no member could be notified."""
@@ -68,6 +70,7 @@ class Deadlines:
         self.broken_since_s = _later(self.broken_since_s, by_s)
         self.suspect_since_s = _later(self.suspect_since_s, by_s)
         self.overdue_check_s = _later(self.overdue_check_s, by_s)
+        self.short_since_s = _later(self.short_since_s, by_s)
 
     def extend(self, by_s: float) -> None:
         """Move the limits by the time of a pause, except the one for the report of a loss."""
@@ -75,6 +78,7 @@ class Deadlines:
         self.bring_up_over_s = _later(self.bring_up_over_s, by_s)
         self.broken_since_s = _later(self.broken_since_s, by_s)
         self.overdue_check_s = _later(self.overdue_check_s, by_s)
+        self.short_since_s = _later(self.short_since_s, by_s)
         self.first_proposal_s = _later(self.first_proposal_s, by_s)
 
 
@@ -134,8 +138,8 @@ class JobState:
     end: JobEnd = field(default_factory=JobEnd)
     setbacks: Setbacks = field(default_factory=Setbacks)
     progress: JobProgress = field(default_factory=JobProgress)
-    announced_paused: tuple[str, ...] = ()
-    """Paused members in the last notice."""
+    announced: PausedMembers = field(default_factory=PausedMembers)
+    """Paused members at the last notice."""
     effects: list[Effect] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -242,9 +246,10 @@ class JobState:
         pausing = self.pausing()
         texts = [
             pause_in_words(member, self.rank_of(member), pause, now_s)
-            for member, pause in pausing[:3]
+            for member, pause in pausing[:MAX_NAMES]
         ]
-        more = [f"and {len(pausing) - 3} more"] if len(pausing) > 3 else []
+        num_more = len(pausing) - len(texts)
+        more = [f"and {num_more} more"] if num_more else []
         return "; ".join(texts + more)
 
     @property

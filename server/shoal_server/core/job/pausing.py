@@ -5,7 +5,7 @@ from shoal_server.core.job.job_state import JobState
 from shoal_server.core.membership import refusals
 from shoal_server.core.membership.events import MemberPaused, MemberResumed, PausesNotice
 from shoal_server.core.membership.member import MemberState
-from shoal_server.core.membership.pauses import pause_in_words
+from shoal_server.core.membership.pauses import MAX_NAMES, PausedMembers, pause_in_words
 
 
 def begin(job: JobState, member: MemberState, event: MemberPaused, now_s: float) -> None:
@@ -37,13 +37,14 @@ def keep_limits(job: JobState, now_s: float) -> None:
 
 
 def announce(job: JobState, now_s: float) -> None:
-    """Notify all members if the paused members have changed. Call after each event."""
-    paused = tuple(sorted(member.member_id for member, _ in job.pausing()))
-    job.table.pauses.hold(now_s, held=bool(paused))
-    if paused == job.announced_paused:
-        return
-    job.announced_paused = paused
-    send_notice(job)
+    """Notify all members if that is worth a notice. Call after each event."""
+    pausing = job.pausing()
+    job.table.pauses.hold(now_s, held=bool(pausing))
+    names = tuple(member.member_id for member, _ in pausing[:MAX_NAMES])
+    paused = PausedMembers(num_members=len(pausing), member_ids=names)
+    if paused.is_worth_a_notice(job.announced):
+        job.announced = paused
+        send_notice(job)
 
 
 def send_notice(job: JobState) -> None:
@@ -55,7 +56,7 @@ def send_notice(job: JobState) -> None:
 
 def notice(job: JobState) -> PausesNotice:
     reason = job.why_paused() or job.reason
-    return PausesNotice(reason=reason, member_ids=job.announced_paused)
+    return PausesNotice(reason=reason, member_ids=job.announced.member_ids)
 
 
 def drop_overdue(job: JobState, now_s: float) -> None:

@@ -226,7 +226,7 @@ class StandbyNotice(Notice):
 
 @dataclass(frozen=True, kw_only=True)
 class PausesNotice(Notice):
-    """Paused members that other members wait for."""
+    """Paused members that other members wait for: some of them, if there are many."""
 
     member_ids: tuple[str, ...]
 

@@ -10,6 +10,25 @@ from shoal_server.core.membership.events import MemberPaused
 from shoal_server.core.membership.member import MemberState
 
 MAX_NAMES = 3
+ANNOUNCED_FACTOR = 4
+"""Growth or shrinkage of a large number of paused members that is worth a notice to all: in an
+evaluation each of thousands of members pauses and resumes once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PausedMembers:
+    """Number of paused members that others wait for, and up to MAX_NAMES of them."""
+
+    num_members: int = 0
+    member_ids: tuple[str, ...] = ()
+
+    def is_worth_a_notice(self, announced: "PausedMembers") -> bool:
+        """True if the members should be notified, after the last notice about `announced`: if other
+        members are paused and all can be named, or if the number differs by ANNOUNCED_FACTOR."""
+        if self.num_members <= MAX_NAMES:
+            return self != announced
+        fewer, more = sorted((self.num_members, announced.num_members))
+        return more >= ANNOUNCED_FACTOR * fewer
 
 
 @dataclass(frozen=True, kw_only=True)

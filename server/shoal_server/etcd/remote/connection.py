@@ -141,7 +141,7 @@ class Connections:
                     limit_s = min(self.config.attempt_timeout_s, retry.left_s())
                     return await attempt(Attempt(connection, metadata, limit_s))
             except grpc.RpcError as error:
-                await retry.after(connection, classify(error, connection.address), token)
+                await retry.after(connection, self.failure_of(error, connection.address), token)
 
     async def call_once(self, attempt: Callable[[Attempt], Awaitable[T]]) -> T:
         """Send a request once; again only if etcd certainly did not carry it out.
@@ -156,24 +156,36 @@ class Connections:
         retry = _Retry(self)
         while True:
             if not self.current.is_connected:
-                await self.call(_probe)
+                await self.call(self._probe)
             connection = self.current
             try:
                 with self.cancel_as_failure(connection):
                     metadata = await self.metadata(connection)
             except grpc.RpcError as error:
-                await retry.after(connection, classify(error, connection.address), None)
+                await retry.after(connection, self.failure_of(error, connection.address), None)
                 continue
             token = self.token
             try:
                 with self.cancel_as_failure(connection):
                     return await attempt(Attempt(connection, metadata, retry.left_s()))
             except grpc.RpcError as error:
-                failure = classify(error, connection.address)
+                failure = self.failure_of(error, connection.address)
                 if not failure.untouched:
                     self.switch_endpoint(connection.address)
                     raise _unknown_outcome(failure.error) from error
                 await retry.after(connection, failure, token)
+
+    async def _probe(self, attempt: Attempt) -> None:
+        # A key that the user's role covers.
+        key = (self.config.prefix + keys.LEADER).encode()
+        request = pb.RangeRequest(key=key, count_only=True)
+        await attempt.connection.kv.Range(
+            request, timeout=attempt.timeout_s, metadata=attempt.metadata
+        )
+
+    def failure_of(self, error: grpc.RpcError, address: str) -> Failure:
+        """Classify a failed call to the endpoint."""
+        return classify(error, address, self.config.prefix)
 
     async def metadata(self, connection: EtcdConnection) -> Metadata:
         """Metadata of a call, after a login if needed. Raises grpc.RpcError."""
@@ -271,11 +283,6 @@ class _Retry:
                 timeout_s=self._config.timeout_s,
             )
         await asyncio.sleep(pause_s)
-
-
-async def _probe(attempt: Attempt) -> None:
-    request = pb.RangeRequest(key=keys.LEADER.encode(), count_only=True)
-    await attempt.connection.kv.Range(request, timeout=attempt.timeout_s, metadata=attempt.metadata)
 
 
 def _closed() -> RefusedError:

@@ -52,12 +52,13 @@ _RETRY_CODES = (
 )
 
 
-def classify(error: grpc.RpcError, address: str) -> Failure:
+def classify(error: grpc.RpcError, address: str, prefix: str) -> Failure:
+    """Classify a failed call. `prefix`: what all keys begin with, before `keys.ROOT`."""
     code, text = error.code(), error.details() or ""
     if code is Code.UNAUTHENTICATED or any(known in text for known in _LOGIN):
-        return Failure(Remedy.LOGIN, True, _denied(address, text))
+        return Failure(Remedy.LOGIN, True, _denied(address, text, prefix))
     if "authentication failed" in text or code is Code.PERMISSION_DENIED:
-        return Failure(Remedy.NONE, True, _denied(address, text))
+        return Failure(Remedy.NONE, True, _denied(address, text, prefix))
     if any(known in text for known in _ELSEWHERE_UNTOUCHED):
         return Failure(
             Remedy.ELSEWHERE, True, Unavailable(f"a call to etcd at {address} failed", seen=text)
@@ -72,11 +73,12 @@ def classify(error: grpc.RpcError, address: str) -> Failure:
     return Failure(Remedy.NONE, True, _refusal(code, text, address))
 
 
-def _denied(address: str, text: str) -> AccessDenied:
+def _denied(address: str, text: str, prefix: str) -> AccessDenied:
+    under = prefix + keys.ROOT
     return AccessDenied(
         f"etcd at {address} denies access",
         seen=text,
-        expected=f"a user and password that etcd knows, with a role for the keys under {keys.ROOT}",
+        expected=f"a user and password that etcd knows, with a role for the keys under {under}",
         fix="Check --etcd-user and --etcd-password-file.",
     )
 

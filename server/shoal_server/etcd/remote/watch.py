@@ -18,7 +18,7 @@ from shoal_proto.etcd import etcd_pb2 as pb
 from shoal_server.etcd.api import RangeResult, Revision, WatchBatch
 from shoal_server.etcd.remote import wire
 from shoal_server.etcd.remote.connection import Connections
-from shoal_server.etcd.remote.failures import Remedy, classify
+from shoal_server.etcd.remote.failures import Remedy
 from shoal_server.etcd.tracker import WatchTracker
 from shoal_server.serving.tasks import cancel
 
@@ -227,7 +227,7 @@ async def _check_history(
 def _lost(
     connections: Connections, address: str, token: str | None, error: grpc.RpcError
 ) -> ShoalError:
-    failure = classify(error, address)
+    failure = connections.failure_of(error, address)
     if failure.remedy is Remedy.NONE:
         return failure.error
     if failure.remedy is Remedy.LOGIN:

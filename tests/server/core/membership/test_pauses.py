@@ -1,9 +1,10 @@
 """Pauses of members, and bring-ups that make progress, in virtual time."""
 
 import pytest
-from support.members.job_world import SimMember, World, training
+from support.members.job_world import SimMember, World, digest_of, training
 
 from shoal_server.core.generations.roster import Generation, JobSpec, MemberInfo
+from shoal_server.core.job.job import Job
 from shoal_server.core.limits import Limits
 from shoal_server.core.membership import events
 from shoal_server.core.membership.phases import Phase
@@ -39,6 +40,39 @@ def test_a_joiner_waits_for_the_end_of_a_pause_beyond_the_join_limit() -> None:
     w.run(w.now_s + 5.0)
     assert w.job.running.member_ids == ("a", "b", "c")
     assert not w.job.why_paused()
+
+
+def test_an_evaluation_of_many_members_notifies_each_of_them_a_few_times() -> None:
+    """Each member pauses, then each resumes; a notice about each of these to each member would
+    overflow their streams. Up to three paused members are always named."""
+    names = [f"m{number:03}" for number in range(200)]
+    job = Job(spec=JobSpec(job="j", max_members=200), limits=LIMITS, digest_of=digest_of)
+    for name in names:
+        joined = events.MemberJoined(
+            member_id=name, incarnation=name, spec=job.spec, info=MemberInfo(host="h")
+        )
+        job.handle(joined, 0.0)
+    notices: list[tuple[str, ...]] = []
+
+    def note(event: events.MemberEvent) -> None:
+        for effect in job.handle(event, 1.0):
+            if isinstance(effect, events.SendNotice) and effect.member_id == "m000":
+                assert isinstance(effect.notice, events.PausesNotice)
+                notices.append(effect.notice.member_ids)
+
+    for name in names:
+        paused = events.MemberPaused(
+            member_id=name, incarnation=name, reason="evaluation", limit_s=1800.0
+        )
+        note(paused)
+    num_paused = len(notices)
+    for name in names:
+        note(events.MemberResumed(member_id=name, incarnation=name))
+    assert notices[:3] == [("m000",), ("m000", "m001"), ("m000", "m001", "m002")]
+    assert notices[-4:] == [("m197", "m198", "m199"), ("m198", "m199"), ("m199",), ()]
+    assert max(len(each) for each in notices) == 3
+    assert num_paused <= 8
+    assert len(notices) <= 16
 
 
 def test_a_late_report_of_an_earlier_pause_changes_nothing() -> None:

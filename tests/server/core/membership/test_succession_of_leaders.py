@@ -22,7 +22,7 @@ from shoal_server.core.job.restore import SavedJob, restored
 from shoal_server.core.limits import Limits
 from shoal_server.core.membership import events
 from shoal_server.core.membership.member import MemberState
-from shoal_server.core.membership.phases import Phase
+from shoal_server.core.membership.phases import OVER, Phase
 
 SPEC = JobSpec(job="j", max_members=8)
 FIELDS = {"schema": "s1"}
@@ -240,16 +240,21 @@ def test_a_joiner_that_may_have_trained_is_waited_for() -> None:
     assert {m.member_id for m in job.table.unsettled()} == {"a", "x"}
 
 
-def test_a_joiner_that_leaves_as_completed_does_not_end_the_job() -> None:
-    """A joiner cannot have completed the work: the members of the running generation may have."""
+@pytest.mark.parametrize("lost", ["", "a", "ab"])
+def test_a_joiner_that_leaves_as_completed_does_not_end_the_job(lost: str) -> None:
+    """A joiner cannot have completed the work: the members of the newest generation may have, also
+    after its break."""
     job = new_leader("ab", roster(1, "ab"))
     for name in "ab":
         attend(job, name, 0.1)
         job.handle(events.ReadinessReported(**who(name), generation=Generation(1)), 0.2)
     attend(job, "x", 0.3, step=50)
+    for name in lost:
+        job.handle(events.MemberLost(**who(name), reason="exit"), 0.35)
+    assert (job.running is None) == bool(lost)
     job.handle(events.MemberLeft(**who("x"), completed=True, reason="done"), 0.4)
     assert not job.is_completing
-    assert job.running is not None
+    assert job.phase not in OVER
 
 
 def test_a_failed_collective_does_not_remove_members_that_have_yet_to_rejoin() -> None:

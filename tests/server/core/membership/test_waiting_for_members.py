@@ -174,6 +174,43 @@ def test_the_operator_may_limit_the_wait(allowed_s: float) -> None:
     )
 
 
+@pytest.mark.parametrize("low", [2, 3], ids=["enough", "too-few"])
+def test_the_wait_counts_from_the_loss_though_newcomers_come_and_go(low: int) -> None:
+    """Each newcomer changes the reason to wait; an attempt with enough members fails."""
+    w = below_minimum(low=low, limits=Limits(wait_for_members_s=600))
+    a = w.members["a"]
+    for number in range(10):
+        w.join(f"x{number}").paused = True
+        w.run(w.now_s + 1.0)
+        w.kill(f"x{number}", seen_by_launcher=True)
+        w.run(200.0 * (number + 1))
+        if a.refused is not None:
+            break
+        assert w.now_s <= 600.0 + JOIN_S
+    assert a.refused is not None
+    assert a.refused.what.startswith("no generation formed within 600 s")
+    assert w.now_s > 600.0
+
+
+def test_each_shortage_has_the_whole_time() -> None:
+    """The job trained between the two, or all its members had gone."""
+    w = below_minimum(limits=Limits(wait_for_members_s=600))
+    w.run(500.0)
+    w.join("b")
+    w.run(501.0)
+    assert w.roster() == ["a", "b"]
+    w.kill("b", seen_by_launcher=True)
+    w.run(1000.0)
+    assert w.members["a"].refused is None
+    w.kill("a", seen_by_launcher=True)
+    w.run(1100.0)
+    again = w.join("a", step=STEP)
+    w.run(1600.0)
+    assert again.refused is None
+    w.run(1700.0 + JOIN_S)
+    assert again.refused is not None
+
+
 def test_a_member_that_waits_may_be_drained() -> None:
     """A drained member leaves at once although a joiner waits too: the two are too few for a
     generation."""
