@@ -210,6 +210,7 @@ class LayoutStrategy(SynchronousStrategy):
         group.
         """
         if not self._begun:
+            self.position.check_batch()
             self._begun = True
             self._before_first_pass()
             self._layout().begin()
