@@ -24,6 +24,7 @@ from support.training.elastic_bodies import NUM_SAMPLES, build
 from support.training.elastic_bodies import numbers as data
 from support.training.evaluation_bodies import BATCH, Evaluating
 from torch.nn.functional import cross_entropy
+from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
@@ -428,6 +429,8 @@ def test_a_batch_from_before_a_loss_in_a_call_is_handed_out_again(
     without the lost member's samples, and after a rollback with another step's samples."""
     job, at_step = ThreadJob(cluster=cluster, num_members=3), 3
     trained: dict[str, list[int]] = {"a": [], "b": [], "c": []}
+    # Not in the members' threads, which share torch's generator.
+    built = {name: build("sgd", "layers") for name in trained}
 
     def member(name: str) -> Any:
         def measure(batch: Batch) -> dict[str, int]:
@@ -435,11 +438,14 @@ def test_a_batch_from_before_a_loss_in_a_call_is_handed_out_again(
                 raise Killed
             return {"samples": len(batch.inputs)}
 
-        model, optimizer = build("sgd", "layers")
+        model, optimizer = built[name]
         run = Evaluating(coordinator="", job="", member_id=name, strategy=strategy, options=options)
         with job.join(member_id=name, min_members=2) as session:
             given = elastic_bodies.strategy_of(run)
             model, optimizer = session.distribute(model, optimizer, strategy=given)
+            schedule = StepLR(optimizer, 100)
+            if strategy != "local-sgd":
+                session.register("schedule", schedule)
             for batch in session.batches(data(), global_batch_size=24):
                 if batch.step == at_step and session.world_size == 3:
                     call(session, model, measure)
@@ -448,17 +454,20 @@ def test_a_batch_from_before_a_loss_in_a_call_is_handed_out_again(
                 if step.committed:
                     del trained[name][batch.step :]
                     trained[name].append(len(batch.indices))
-            return session.step_number, session.state_dict()
+                schedule.step()
+            return session.step_number, session.state_dict(), schedule.last_epoch
 
     ends = job.outcomes(member, ("a",), ("b",), ("c",))
     assert isinstance(ends.pop(), Killed)
     assert [a + b for a, b in zip(trained["a"], trained["b"], strict=True)][at_step:] == [24, 5]
     run = Evaluating(coordinator="", job="", member_id="", batch_size=24)
     expected = elastic_bodies.one_process(run, 5)
-    for step, weights in ends:
+    for step, weights, num_scheduled in ends:
         assert step == 5
-        for key, value in expected.items() if strategy != "local-sgd" else ():
-            torch.testing.assert_close(weights[key], value)
+        if strategy != "local-sgd":
+            assert num_scheduled == 5
+            for key, value in expected.items():
+                torch.testing.assert_close(weights[key], value)
 
 
 def gated(cluster: LocalCluster, gate: Path) -> Evaluating:
