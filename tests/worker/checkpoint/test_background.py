@@ -195,6 +195,46 @@ def test_every_rank_raises_a_failure_at_the_same_step(tmp_path):
     assert names_in(tmp_path) == ["step-00000002"]
 
 
+def test_no_rank_returns_before_old_checkpoints_are_deleted(tmp_path, monkeypatch):
+    """Regression: the first rank's trainer alone waited for a slow deletion, while the others
+    waited for it in a collective, where it counts as hung."""
+    whole, order = trained("sgd"), []
+
+    def act(peers):
+        gather = peers.gather
+        if not peers.rank:
+            monkeypatch.setattr(storage, "retire", lambda *_: order.append("deleted"))
+            peers.gather = lambda message: (order.append("met"), gather(message))[1]
+        with Checkpoints(tmp_path, every_steps=1, keep=1) as checkpoints:
+            checkpoints.begin_write(at(1, whole), peers)
+
+    assert on_all(2, act) == [None, None]
+    assert order == ["met", "met", "deleted", "met"]
+
+
+def test_ranks_write_together_again_after_some_have_skipped_a_step(tmp_path):
+    """A rank skips a step if its last checkpoint exceeds the limit, which may be over in time for
+    other ranks. Regression: every later checkpoint failed, as the ranks' steps were one apart."""
+    whole = trained("sgd")
+
+    def act(peers):
+        checkpoints = Checkpoints(tmp_path, every_steps=1, keep=9, limit_s=10.0)
+        failed = []
+        for step in (1, 3, 4, 5) if peers.rank else (1, 2, 3, 4, 5):
+            # As a strategy does.
+            try:
+                checkpoints.finish_write()
+            except CheckpointFailed as error:
+                failed.append(str(error))
+            checkpoints.begin_write(at(step, whole), peers)
+        checkpoints.finish_write()
+        (failure,) = failed
+        assert "step 2 by rank 0; step 3 by rank 1" in failure
+
+    assert on_all(2, act) == [None, None]
+    assert steps_in(tmp_path) == [1, 4, 5]
+
+
 def test_the_log_has_one_line_for_each_checkpoint(tmp_path):
     """Members other than the first log nothing, and the removal of old checkpoints logs nothing."""
     whole = trained("sgd")

@@ -25,6 +25,7 @@ from shoal.data.order import Order
 from shoal.layouts.synced_batchnorm import sync_batchnorm
 from shoal.step_context import BatchNormMembers, StepContext, set_current
 from shoal.strategies import find_strategy
+from shoal_proto.errors import InvalidSpec
 
 TOLERANCE = 1e-5
 SIZE, NUM_STEPS = 7, 6
@@ -129,6 +130,49 @@ def test_outputs_and_gradients_are_those_of_the_whole(sizes: Sequence[int]) -> N
     assert inputs.grad is not None
     summed = torch.stack([gradient for _, gradient in found]).sum(0)
     assert torch.allclose(summed, inputs.grad, atol=1e-5)
+
+
+class Scaled(nn.BatchNorm1d):
+    """A layer with a forward pass of its own."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's own name for it
+        return 2.0 * super().forward(input)
+
+
+class ScaledSync(nn.SyncBatchNorm):
+    """A layer that a script has made to synchronise."""
+
+
+def parametrized() -> nn.Module:
+    layer = nn.BatchNorm1d(3)
+    nn.utils.parametrize.register_parametrization(layer, "weight", nn.Identity())
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("layer", "every", "name"),
+    [
+        (Scaled(3), True, "Scaled"),
+        (parametrized(), True, "ParametrizedBatchNorm1d"),
+        (nn.LazyBatchNorm1d(affine=False), True, "LazyBatchNorm1d"),
+        (ScaledSync(3), True, "ScaledSync"),
+        (ScaledSync(3), False, "ScaledSync"),
+    ],
+)
+def test_layers_of_other_classes_are_refused_before_any_change(
+    layer: nn.Module, every: bool, name: str
+) -> None:
+    """Regression: they went on normalising over each member's own samples, without a word."""
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3), layer)
+    with pytest.raises(InvalidSpec, match=rf"saw 2 \({name}\)"):
+        sync_batchnorm(model, every=every)
+    assert type(model[0]) is nn.BatchNorm1d
+
+
+def test_other_layers_are_not_refused() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(3), Scaled(3), nn.InstanceNorm1d(3))
+    assert sync_batchnorm(model, every=False) == 0
+    assert sync_batchnorm(nn.Sequential(nn.BatchNorm1d(3), nn.InstanceNorm1d(3)), every=True) == 1
 
 
 def test_synced_layers_outside_a_step_compute_what_plain_layers_do() -> None:

@@ -14,16 +14,17 @@ import numpy as np
 import pytest
 import torch
 from support.members.reduced_values import reduced
-from support.members.thread_members import ThreadJob, lone
+from support.members.thread_members import Killed, ThreadJob, lone
 from support.network import http
 from support.processes.ranks import Rank, Ranks
 from support.processes.served_process import awaited
 from support.processes.worlds import run_on_gloo
-from support.training import evaluation_bodies
+from support.training import elastic_bodies, evaluation_bodies
 from support.training.elastic_bodies import NUM_SAMPLES, build
 from support.training.elastic_bodies import numbers as data
 from support.training.evaluation_bodies import BATCH, Evaluating
 from torch.nn.functional import cross_entropy
+from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
@@ -424,6 +425,72 @@ def test_survivors_of_a_kill_between_two_steps_go_on(
             assert member.join() == 0
         seen = [[report for kind, report in m.seen if kind == "looked"] for m in members[:2]]
         assert seen[0] == seen[1]
+
+
+def evaluate_first(session: Session, model: Any, measure: Callable[[Batch], Any]) -> None:
+    session.evaluate(data(), measure, batch_size=BATCH)
+
+
+def reduce_first(session: Session, model: Any, measure: Callable[[Batch], Any]) -> None:
+    measure(Batch(inputs=[], targets=[], indices=[], weight=0.0, step=0, epoch=0))
+    session.all_reduce(1)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "call"),
+    [
+        ("ddp", {}, evaluate_first),
+        ("fsdp", {}, evaluate_first),
+        ("fsdp", {"copy_every_steps": 2}, reduce_first),
+        ("local-sgd", {"every_steps": 1}, reduce_first),
+    ],
+)
+def test_a_batch_from_before_a_loss_in_a_call_is_handed_out_again(
+    cluster: LocalCluster, strategy: str, options: dict[str, int], call: Callable[..., None]
+) -> None:
+    """The call is between the hand-out of a batch and its step. Regression: the step was committed
+    without the lost member's samples, and after a rollback with another step's samples."""
+    job, at_step = ThreadJob(cluster=cluster, num_members=3), 3
+    trained: dict[str, list[int]] = {"a": [], "b": [], "c": []}
+    # Not in the members' threads, which share torch's generator.
+    built = {name: build("sgd", "layers") for name in trained}
+
+    def member(name: str) -> Any:
+        def measure(batch: Batch) -> dict[str, int]:
+            if name == "c":
+                raise Killed
+            return {"samples": len(batch.inputs)}
+
+        model, optimizer = built[name]
+        run = Evaluating(coordinator="", job="", member_id=name, strategy=strategy, options=options)
+        with job.join(member_id=name, min_members=2) as session:
+            given = elastic_bodies.strategy_of(run)
+            model, optimizer = session.distribute(model, optimizer, strategy=given)
+            schedule = StepLR(optimizer, 100)
+            if strategy != "local-sgd":
+                session.register("schedule", schedule)
+            for batch in session.batches(data(), global_batch_size=24):
+                if batch.step == at_step and session.world_size == 3:
+                    call(session, model, measure)
+                with session.step() as step:
+                    session.backward(cross_entropy(model(batch.inputs), batch.targets))
+                if step.committed:
+                    del trained[name][batch.step :]
+                    trained[name].append(len(batch.indices))
+                schedule.step()
+            return session.step_number, session.state_dict(), schedule.last_epoch
+
+    ends = job.outcomes(member, ("a",), ("b",), ("c",))
+    assert isinstance(ends.pop(), Killed)
+    assert [a + b for a, b in zip(trained["a"], trained["b"], strict=True)][at_step:] == [24, 5]
+    run = Evaluating(coordinator="", job="", member_id="", batch_size=24)
+    expected = elastic_bodies.one_process(run, 5)
+    for step, weights, num_scheduled in ends:
+        assert step == 5
+        if strategy != "local-sgd":
+            assert num_scheduled == 5
+            for key, value in expected.items():
+                torch.testing.assert_close(weights[key], value)
 
 
 def gated(cluster: LocalCluster, gate: Path) -> Evaluating:

@@ -6,9 +6,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from support.collectives.strategy_runs import enter
+from support.training import equality
 from torch import nn
 
+from shoal.backends.in_memory.run import run_in_memory
 from shoal.strategies.synchronous.hyperparameters import Hyperparameters
+from shoal.strategies.synchronous.strategy import SynchronousStrategy
+from shoal_proto.errors import HyperparametersDiffer
 
 CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
     "another number": lambda group: group.update(lr=0.2),
@@ -58,3 +64,47 @@ def test_a_number_of_numpys_is_the_number_that_a_newcomer_has_in_its_place(kind:
         optimizer.param_groups[0]["lr"] = rate
     own, newcomer = map(Hyperparameters, optimizers)
     assert own.current_values() == newcomer.current_values()
+
+
+def changed_after_clipping(name: str, rates: list[float], norms: list[float]) -> tuple[int, str]:
+    """Clip gradients; then set this rank's rate of `rates`, and clip to its norm of `norms`. Return
+    the number of committed steps, and the refusal."""
+    strategy, rank = equality.made(name, 2)(), dist.get_rank()
+    assert isinstance(strategy, SynchronousStrategy)
+    _, _, optimizer, share = enter(equality.run_of("sgd"), strategy)
+    batch, refusal = equality.loader().synchronous(0, *share), ""
+    strategy.begin_step()
+    loss = equality.loss(strategy.module(batch.inputs), batch.targets)
+    # Under ddp, losses with weights of their own are means once all members have voted.
+    strategy.backward_by_weight(loss, batch.num_samples)
+    try:
+        for norm in (1.0, *norms[rank : rank + 1]):
+            strategy.position.norms.append(norm)
+            strategy.clip_grad_norm(norm)
+        optimizer.param_groups[0]["lr"] = rates[rank]
+        strategy.end_step(lambda: None)
+    except HyperparametersDiffer as error:
+        dist.barrier()
+        refusal = str(error)
+    finally:
+        strategy.close()
+    return strategy.step, refusal
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp", "tensor"])
+def test_hyperparameters_that_differ_after_clipping_are_refused_on_all(strategy: str) -> None:
+    """Regression: clipping settles the step's vote, so later values were applied unseen."""
+    found = run_in_memory(changed_after_clipping, 2, strategy, [0.05, 0.0125], [])
+    assert [step for step, _ in found] == [0, 0]
+    assert found[0] == found[1]
+    assert "lr of group 0: 0.05 by m0; 0.0125 by m1" in found[0][1]
+
+
+def test_norms_of_a_second_clipping_that_differ_are_refused_on_all() -> None:
+    found = run_in_memory(changed_after_clipping, 2, "fsdp", [0.05, 0.05], [0.5, 0.25])
+    assert found[0] == found[1]
+    assert "max_norm of clip_grad_norm: [1.0, 0.5] by m0; [1.0, 0.25] by m1" in found[0][1]
+
+
+def test_a_rate_that_all_members_set_after_clipping_is_applied() -> None:
+    assert run_in_memory(changed_after_clipping, 2, "fsdp", [0.1, 0.1], []) == [(1, "")] * 2

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -67,6 +68,9 @@ class Checkpoints:
         self._until_s = 0.0
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
+        self._failed_to_step = 0
+        """Newest step that other ranks tried to write while this rank wrote an earlier one; else
+        0."""
         self._continues = False
         self._peers: Peers = ALONE
         self._complete: Mapping[int, CheckpointPath] = {}
@@ -93,6 +97,7 @@ class Checkpoints:
 
     def select_writers(self, world_size: int) -> None:
         self._peers = GroupPeers(dist.new_group()) if world_size > 1 else ALONE
+        self._failed_to_step = 0
 
     # --- called by strategies and scripts ---
 
@@ -124,11 +129,16 @@ class Checkpoints:
         writes nothing; the next call tries again. The error is CheckpointFailed, with path and
         errno. Before the first success it is InvalidSpec if the ranks together did not hold a whole
         state, or if later checkpoints exist. Raises CheckpointFailed, perhaps not on all ranks, if
-        the previous checkpoint exceeds its limit.
+        the previous checkpoint exceeds its limit. If only some ranks then write one, that one and
+        the next fail.
 
         If a rank was lost meanwhile, no error is raised; the checkpoint may be complete or absent.
         """
         self.finish_write()
+        if state_shard.step <= self._failed_to_step:
+            # So that all ranks begin the next one.
+            log.warning("checkpoint_skipped", step=state_shard.step, reason="other ranks failed")
+            return
         shards = {name: shard for name, shard in state_shard.shards.items() if writes(name)}
         # Other ranks must write what this rank leaves out: else the write fails.
         elsewhere = (state_shard.elsewhere | state_shard.shards.keys()) - shards.keys()
@@ -180,15 +190,18 @@ class Checkpoints:
     def _write(self, state_shard: StateShard, peers: Peers) -> None:
         path = storage.path_of_step(self.directory, state_shard.step)
         try:
-            num_bytes = writing.write(path, state_shard, peers, continues=self._continues)
+            num_bytes = writing.write(
+                path,
+                state_shard,
+                peers,
+                continues=self._continues,
+                published=partial(self._retire, state_shard.step),
+            )
             self._continues = True
             self.written = WrittenCheckpoint(state_shard.step, num_bytes)
-            first = peers.rank == writing.FIRST
-            (log.info if first else log.debug)(
+            (log.info if peers.rank == writing.FIRST else log.debug)(
                 "checkpoint_written", path=str(path), num_bytes=state_shard.num_bytes
             )
-            if first:
-                self._retire(state_shard.step)
         except GenerationBroken as error:
             # Other ranks may have completed it: the next write must not refuse it.
             self._continues = True
@@ -196,6 +209,9 @@ class Checkpoints:
         except InvalidSpec as error:
             # After an earlier success, the storage may have failed.
             self._failure = _failed(path, error) if self._continues else error
+        except CheckpointFailed as error:
+            self._failed_to_step = int(error.details.get(writing.NEWEST_STEP, 0))
+            self._failure = error
         except BaseException as error:  # noqa: BLE001 - raised by `finish_write`
             self._failure = error
 

@@ -3,6 +3,7 @@
     first rank begins a draft                    -> gather: outlines of the ranks' shards
     every rank writes its share, durably         -> gather: the file span of each entry
     first rank writes .metadata and publishes    -> gather: done
+        (and deletes old checkpoints)
 
 DCP's own coordination unpickles objects that peers send. Here ranks exchange JSON, and each rank
 computes the same plan from it.
@@ -26,6 +27,8 @@ from shoal_proto.errors import CheckpointFailed, GenerationBroken, InvalidSpec, 
 
 FIRST = 0
 """Rank that begins the draft, writes the entries that are not shards, and publishes."""
+NEWEST_STEP = "newest_step"
+"""Key in the details of the error for ranks that write different steps."""
 
 _FIXES = {
     errno.ENOSPC: "Free space there, keep fewer checkpoints, or write elsewhere.",
@@ -41,6 +44,7 @@ def write(
     peers: Peers = ALONE,
     *,
     continues: bool = True,
+    published: Callable[[], None] = lambda: None,
 ) -> int:
     """Write the checkpoint at `path`; return the bytes of its entries, on every rank, once it is
     complete.
@@ -50,14 +54,18 @@ def write(
     Raises InvalidSpec, ShapeMismatch or DtypeMismatch if the ranks do not hold a whole state, and
     InvalidSpec if checkpoints of later steps exist and no rank `continues` their run.
 
-    Raises GenerationBroken if a peer is lost: then the checkpoint may be complete, and the next
+    `published` is called on the first rank, once the checkpoint is complete; the other ranks return
+    after that, so that no rank's trainer waits longer than the others'.
+
+    Raises CheckpointFailed, with the newest step in `details`, if the ranks' steps differ. Raises
+    GenerationBroken if a peer is lost: then the checkpoint may be complete, and the next
     writer removes leftovers.
     """
     writer = _Writer(located(path), state_shard, peers)
     try:
         items = writer.open(continues)
         spans = writer.write_share(items[peers.rank])
-        writer.publish(items, spans)
+        writer.publish(items, spans, published)
         return sum(num_bytes for own in spans for _, _, num_bytes in own)
     except GenerationBroken:
         raise
@@ -98,13 +106,23 @@ class _Writer:
         opened = self._on_all_ranks("could not be begun", act)
         self._draft.join(opened[FIRST]["partial"])
         self._continues = any(answer["continues"] for answer in opened)
-        steps = sorted({answer["step"] for answer in opened})
-        if len(steps) > 1:
-            raise InvalidSpec(f"the ranks hold different steps for {self._path}", seen=str(steps))
+        steps = [int(answer["step"]) for answer in opened]
+        if len(set(steps)) > 1:
+            raise self._steps_differ(steps)
         self._opened = opened
         return plan_writes(
             [from_json(answer["outlines"]) for answer in opened],
             known={name for answer in opened for name in answer["elsewhere"]},
+        )
+
+    def _steps_differ(self, steps: Sequence[int]) -> CheckpointFailed:
+        return CheckpointFailed(
+            f"the ranks write checkpoints of different steps to {self._path.parent}",
+            seen="; ".join(f"step {step} by rank {rank}" for rank, step in enumerate(steps)),
+            expected="the same step on every rank",
+            fix="If the checkpoint before exceeded its limit_s on some ranks only, the ranks write"
+            " the next one together again.",
+            details={"path": str(self._path), NEWEST_STEP: str(max(steps))},
         )
 
     def write_share(self, items: Sequence[PlannedChunk]) -> list[list[FileSpan]]:
@@ -139,13 +157,17 @@ class _Writer:
         return entries + [CheckpointEntry.of_value(path, value) for path, value in values]
 
     def publish(
-        self, items: Sequence[Sequence[PlannedChunk]], located: Sequence[Sequence[FileSpan]]
+        self,
+        items: Sequence[Sequence[PlannedChunk]],
+        located: Sequence[Sequence[FileSpan]],
+        published: Callable[[], None],
     ) -> None:
         def act() -> Any:
             if self._first:
                 stored = list(self._stored(items, located))
                 _check_files(self._draft, [span for _, span in stored])
                 self._draft.publish(stored)
+                published()
 
         self._on_all_ranks("could not be completed", act)
 

@@ -15,6 +15,7 @@ from shoal.backends.abortable.waiter import all_reduce
 from shoal.model.frameworks import keras_batchnorm_layers
 from shoal.step_context import BatchNormMembers
 from shoal.torch_private.compiling import eager
+from shoal.torch_private.modules import BatchNormBase
 from shoal.torch_private.tensors import in_backward
 from shoal_proto.errors import InvalidSpec
 
@@ -22,9 +23,11 @@ from shoal_proto.errors import InvalidSpec
 def sync_batchnorm(model: nn.Module, *, every: bool) -> int:
     """Make the model's SyncBatchNorm modules, or `every` BatchNorm, normalise over the samples of
     all members; returns their number. The modules stay the same objects, and evaluate as before.
-    Raises InvalidSpec, before any change, if `every` includes layers of another framework."""
+    Raises InvalidSpec, before any change, for such layers of another framework, or of a class of
+    their own."""
     if every:
         _refuse_foreign(model)
+    _refuse_classes(model, every=every)
     num_synced = 0
     for module in model.modules():
         if type(module) is nn.SyncBatchNorm or (every and type(module) in _SYNCED):
@@ -55,6 +58,25 @@ def _refuse_foreign(model: nn.Module) -> None:
                 seen=f"sync_batchnorm=True, and {', '.join(names[:5])}",
                 expected="sync_batchnorm=False, or torch's BatchNorm modules",
             )
+
+
+def _refuse_classes(model: nn.Module, *, every: bool) -> None:
+    """Refuse layers that would keep the forward pass of a class that is not torch's own."""
+    base = BatchNormBase if every else nn.SyncBatchNorm
+    unknown = [
+        f"{name or 'the model'} ({type(module).__name__})"
+        for name, module in model.named_modules()
+        if isinstance(module, base) and type(module) not in {*_SYNCED, *_PLAIN}
+    ]
+    if unknown:
+        raise InvalidSpec(
+            "BatchNorm layers of other classes than torch's own do not normalise over members",
+            seen=f"{', '.join(unknown[:5])}{' and more' * (len(unknown) > 5)}",
+            expected="layers of BatchNorm1d, BatchNorm2d, BatchNorm3d or SyncBatchNorm themselves,"
+            " not of subclasses, lazy or parametrized ones",
+            fix="torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) replaces subclasses by"
+            " torch's own layer, without their additions. Or leave sync_batchnorm out.",
+        )
 
 
 class _Normalise(torch.autograd.Function):

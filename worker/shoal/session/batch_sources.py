@@ -66,6 +66,9 @@ class BatchSource(ABC):
             )
         self._num_attempts += 1
 
+    def check_batch(self) -> None:  # noqa: B027 - samples are leased in no generation
+        """Raise StaleBatch if the step has to be repeated, on a new batch."""
+
     def trained(self) -> None:
         """Note that the step on the batch is committed."""
         self._is_trained = True
@@ -100,6 +103,9 @@ class BatchSource(ABC):
 
 class SynchronousBatches(BatchSource):
     """Batches by number of committed steps: the batch of a failed step is handed out again."""
+
+    _generation: Generation | None = None
+    """The generation that the present batch was made for."""
 
     @property
     def num_steps(self) -> int:
@@ -180,7 +186,16 @@ class SynchronousBatches(BatchSource):
 
     def _offer(self, batch: Batch) -> Iterator[Batch]:
         self._controller.call.end_step = 0
+        self._generation = self._controller.generation
         return super()._offer(batch)
+
+    def attempted(self) -> None:
+        super().attempted()
+        is_stale = self._generation is not self._controller.generation
+        self._strategy.position.has_stale_batch = is_stale
+
+    def check_batch(self) -> None:
+        self._strategy.position.check_batch()
 
     def _note_end(self) -> None:
         self.all_trained = True

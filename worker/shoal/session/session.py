@@ -331,9 +331,10 @@ class Session:
         applies them and commits the step.
 
         The step is rolled back without an error, and `committed` stays False, if a peer is lost in
-        the block, if a script has called `stop` before the step, or if servers have refused its
-        gradients as stale. After any other error in the block the member leaves, and the error, or
-        an InvalidSpec that explains it, is raised.
+        the block, or in a call such as `evaluate` since the batch was handed out, if a script has
+        called `stop` before the step, or if servers have refused its gradients as stale. After any
+        other error in the block the member leaves, and the error, or an InvalidSpec that explains
+        it, is raised.
         """
         return self._steps.new(
             source=self._source, reports=self._reports, leave=self._leaving.leave_on_error

@@ -34,7 +34,7 @@ from shoal.step_context import (
     set_current,
 )
 from shoal.strategies.base import Strategy
-from shoal.strategies.synchronous.script_position import StepStopped
+from shoal.strategies.synchronous.script_position import StaleBatch, StepStopped
 from shoal.strategies.synchronous.strategy import SynchronousStrategy
 from shoal.strategies.torch_errors import StepState, refusal_of
 from shoal.torch_private.amp import scale_of
@@ -154,6 +154,11 @@ class Step:
         batch = self.batch
         return batch is not None and batch.weight != 1.0
 
+    def check_batch(self) -> None:
+        """See `BatchSource.check_batch`."""
+        if self._source is not None:
+            self._source.check_batch()
+
     def note_loss(self, loss: Tensor, weight: float) -> None:
         """Add the mean loss of a pass, with its weight (0 without samples), to the step's mean
         loss."""
@@ -219,6 +224,7 @@ class Step:
 
     def _commit(self) -> None:
         controller, source = self._controller, self._source
+        self.check_batch()
         self.micro_batches.check_complete()
         self.guard.check_gradients()
         with self.guard.committing():
@@ -247,6 +253,9 @@ class Step:
             return True
         if isinstance(error, StepStopped) and isinstance(strategy, SynchronousStrategy):
             strategy.withdraw_step()
+            return True
+        if isinstance(error, StaleBatch) and isinstance(strategy, SynchronousStrategy):
+            strategy.repeat_step()
             return True
         if self._controller.is_break(error):
             # The frames hold the wrapped model, and so the group that must be freed.
@@ -339,6 +348,7 @@ class Steps:
     def _open(self, call: str) -> Step:
         if self._newest is None or not self._newest.is_open:
             raise InvalidSpec(f"{call} outside a step", expected="with session.step(): ...")
+        self._newest.check_batch()
         return self._newest
 
     def backward(

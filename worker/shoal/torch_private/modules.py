@@ -6,10 +6,13 @@ from itertools import chain
 from operator import attrgetter
 
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
 from shoal.torch_private.watching import before_calls
+
+BatchNormBase = _BatchNorm
+"""Base class of all of torch's BatchNorm layers, also lazy ones."""
 
 
 def parameter_table(module: nn.Module) -> dict[str, nn.Parameter | None]:

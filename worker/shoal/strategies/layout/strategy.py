@@ -210,6 +210,7 @@ class LayoutStrategy(SynchronousStrategy):
         group.
         """
         if not self._begun:
+            self.position.check_batch()
             self._begun = True
             self._before_first_pass()
             self._layout().begin()
@@ -319,6 +320,7 @@ class LayoutStrategy(SynchronousStrategy):
         elif self._transaction.has_own_weights or self._registered.scaler is not None:
             # Gradients are weighted sums, not means, until the vote has shown all losses' weights.
             self._settle()
+        self._transaction.votes.reopen()
         return clip(layout, max_norm)
 
     def _clip_chosen(self, max_norm: float) -> Tensor:

@@ -128,7 +128,8 @@ class OuterLoop:
     def adopt(self, state_shard: StateShard) -> None:
         """Restore a whole state shard, also one that another strategy wrote, and agree on it.
 
-        Raises ShapeMismatch or DtypeMismatch if it does not fit.
+        Raises ShapeMismatch or DtypeMismatch if it does not fit. After an error the state last
+        agreed on is restored, if there is one.
         """
         own = {n: shard for n, shard in state_shard.shards.items() if not n.endswith(_VELOCITY)}
         velocity = {
@@ -138,7 +139,12 @@ class OuterLoop:
             for path, parameter in self._parameters().items()
             if _velocity_path(path) in state_shard.shards
         }
-        self.state.restore(replace(state_shard, shards=own))
+        try:
+            self.state.restore(replace(state_shard, shards=own))
+        except Exception:
+            if self._agreed is not None:
+                self.roll_back()
+            raise
         self.agree(state_shard.step)
         self._velocity = velocity
 

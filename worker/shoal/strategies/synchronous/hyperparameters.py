@@ -74,7 +74,7 @@ class Hyperparameters:
         """Note that an attempt at a step failed. `step`: number of committed steps before it."""
         self._failed = (step, self.current_values())
 
-    def entering(self) -> None:
+    def compare_with_failed(self) -> None:
         """Compare the values with a failed attempt's, before a new generation changes them."""
         failed, self._failed = self._failed, None
         if failed is not None:
@@ -85,7 +85,7 @@ class Hyperparameters:
     def conflict(self, step: int) -> str:
         """Return the reason why the step cannot be repeated as it was; "" if it can.
 
-        A difference that `entering` found is returned only once.
+        A difference that `compare_with_failed` found is returned only once.
         """
         conflict, self._conflict = self._conflict, ""
         return conflict or self.differences_on_retry(step)

@@ -32,6 +32,10 @@ class StepStopped(Exception):
     """Raised if no member takes the step, because a script has called `session.stop` before it."""
 
 
+class StaleBatch(Exception):
+    """Raised if no member takes the step, because its batch was made for an earlier generation."""
+
+
 @dataclass
 class ScriptPosition:
     """A member's position since the last committed step."""
@@ -46,6 +50,9 @@ class ScriptPosition:
     leaves: Callable[[], bool] = field(default=lambda: False, repr=False, compare=False)
     checkpoint_at: int | None = None
     """Step at which all members write a checkpoint, because one of them leaves after it."""
+    has_stale_batch: bool = False
+    """True if the batch of the step was made for an earlier generation: a member was lost in a
+    shared call since then, so the batch may be another step's, and lacks the member's share."""
     is_shared: bool = False
     """True if the generation began with all members at the same step."""
     exchanges: LayerExchanges = field(default_factory=LayerExchanges, repr=False, compare=False)
@@ -83,6 +90,12 @@ class ScriptPosition:
     def agree_to_stop(self, step: int) -> None:
         """Note that all members stop after this step."""
         self.stop_at = step if self.stop_at is None else min(step, self.stop_at)
+
+    def check_batch(self) -> None:
+        """Raise StaleBatch in a step with a stale batch: on all members of the generation, since
+        all of them have made the shared call."""
+        if self.has_stale_batch:
+            raise StaleBatch("a member was lost in a call since the batch was handed out")
 
     def undo(self, step: int) -> None:
         """Discard the wish to stop, and the checkpoint agreed on, of a rolled back step."""

@@ -142,7 +142,7 @@ class StepAgreement:
         settled.
         """
         self._announced = False
-        self._settled = False
+        self._settled = self._reopened = False
 
     def begin(self, step: int) -> None:
         """Begin a step. `step`: number of committed steps."""
@@ -153,7 +153,7 @@ class StepAgreement:
         self._position.exchanges.begin_step()
         self._announced = False
         self._words.forget()
-        self._settled = False
+        self._settled = self._reopened = False
         self._steps += 1
 
     @property
@@ -254,11 +254,13 @@ class StepAgreement:
     def settle(self) -> float | None:
         """Vote, unless this member has voted, and wait for all votes.
 
-        Returns the factor by which to multiply gradients; None if the step was settled before.
+        Returns the factor by which to multiply gradients; None if the step was settled before. A
+        vote that was reopened is confirmed.
         Raises on all members: UnequalPasses, HyperparametersDiffer or InvalidSpec if votes differ;
         a member's refusal; StepStopped if a script has stopped before the step.
         """
         if self._settled:
+            self._confirm()
             return None
         self.propose()
         rows = self._words.receive_values()
@@ -273,6 +275,20 @@ class StepAgreement:
         self._hyper.apply(self._step)
         self._cut.commit()
         return factor
+
+    def reopen(self) -> None:
+        """Let the script go on if the step is settled: `settle` is to be called again on all
+        members, as the script may change hyperparameters."""
+        self._reopened = self._settled
+
+    def _confirm(self) -> None:
+        if self._reopened:
+            self._reopened = False
+            # Without `Hyperparameters.conflict`: a repeated step is compared by its first vote.
+            own = StepVote(passes=self._passes, is_last=True, hyperparameters=self._applied())
+            self._cast(own)
+            if need_whole_votes(self._receive_ballots()):
+                self._compare(self._step)
 
     def _settle_ballots(self, ballots: Sequence[Ballot]) -> float:
         self._check_passes(ballots)

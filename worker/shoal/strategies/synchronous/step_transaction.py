@@ -237,6 +237,12 @@ class StepTransaction:
         self.position.set_wait_point("")
         self.snapshot.check_whole(self.step)
 
+    def repeat(self) -> None:
+        """Undo the step in progress, so that it is taken again in this generation. May raise
+        StateLost."""
+        self.roll_back()
+        self.snapshot.check_whole(self.step)
+
     def _undo(self) -> None:
         self.in_step = False
         self.snapshot.restore()

@@ -129,8 +129,7 @@ class SynchronousStrategy(Strategy):
 
     def enter(self, generation: Generation) -> None:
         started_s = time.perf_counter()
-        self._registered.restore()
-        self._transaction.hyperparameters.entering()
+        self._drop_changes_after_failure()
         group = self._new_group(generation)
         members = [entry.member_id for entry in generation.entries]
         self._set_stage(TrainerStage.BRINGING_UP, generation.number)
@@ -236,7 +235,13 @@ class SynchronousStrategy(Strategy):
             return "sums of losses with weights of their own"
         return ""
 
+    def _drop_changes_after_failure(self) -> None:
+        """Undo, or note to refuse, what the script changed after a step that has to be repeated."""
+        self._registered.restore()
+        self._transaction.hyperparameters.compare_with_failed()
+
     def between_steps(self) -> None:
+        self._drop_changes_after_failure()
         self._registered.keep()
         if self._checkpoints.owed:
             self._check_registered()
@@ -352,6 +357,10 @@ class SynchronousStrategy(Strategy):
     def withdraw_step(self) -> None:
         """See `StepTransaction.withdraw`."""
         self._transaction.withdraw()
+
+    def repeat_step(self) -> None:
+        """See `StepTransaction.repeat`."""
+        self._transaction.repeat()
 
     def finish(self) -> None:
         group = self.group
