@@ -221,6 +221,19 @@ def test_each_call_is_refused_to_a_worker_of_another_job(
     assert state(world) == before and standing(world) == standing_before and member.failure is None
 
 
+def test_a_worker_of_one_job_is_refused_what_is_about_all_jobs() -> None:
+    """An empty job means all jobs in requests that list. An absent token names no job."""
+    worker = Caller(CertificateRole.WORKER, "w", "a")
+    listing = (weights_pb2.ListSeriesRequest, parameters_pb2.DescribeRequest)
+    for request in listing:
+        with pytest.raises(AccessDenied, match="for one job") as raised:
+            check_request(worker, request())
+        assert raised.value.expected == "job a"
+        check_request(worker, request(job="a"))
+        check_request(Caller(CertificateRole.WORKER, "w"), request())
+    check_request(worker, parameters_pb2.PushRequest())
+
+
 def test_a_reader_may_only_read_its_series(world: TlsWorld, member: ScriptedMember) -> None:
     """Calls of a reader are refused for another series. Over a bulk connection, where requests are
     checked on their own, a reader may only fetch segments."""
