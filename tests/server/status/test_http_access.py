@@ -11,9 +11,14 @@ import httpx
 import pytest
 import structlog
 from fastapi import FastAPI
+from starlette.types import Receive, Scope, Send
 from support.clusters.status_world import World
 
+from shoal_client.certificates.folder import CertificateFolder
 from shoal_proto.errors import InvalidSpec, StateLost, UnknownJob
+from shoal_proto.tls import identity
+from shoal_proto.tls.identity import in_folder
+from shoal_proto.tls.names import Caller, CertificateRole
 from shoal_server.serving.access.caller_proof import CallerProof
 from shoal_server.status.access import tokens
 from shoal_server.status.access.guard import OPEN, REPORT, Guard
@@ -21,6 +26,7 @@ from shoal_server.status.access.sessions import COOKIE, VALID_S, Sessions
 from shoal_server.status.access.tokens import HttpRole, Tokens
 from shoal_server.status.app import build_app
 from shoal_server.status.http import server as http_server
+from shoal_server.status.http.protocol import CALLER
 from shoal_server.status.serve import StatusServer
 from shoal_server.token_command import TokenConfig, token
 
@@ -281,6 +287,50 @@ async def test_only_the_servers_own_user_needs_no_token(
             assert await calls(secret) == ((200, 204, True) if takes_tokens else (401, 401, True))
         monkeypatch.setattr(http_server, "user_of_peer", lambda connected: 0)
         assert await calls() == (200, 204, False)
+
+
+@pytest.mark.parametrize(
+    ("caller", "read"),
+    [
+        (None, []),
+        (Caller(CertificateRole.READER, "engine"), []),
+        (Caller(CertificateRole.READER, "engine", series="digits/policy"), []),
+        (Caller(CertificateRole.WORKER, "w", "digits"), ["/api/v1/jobs/digits"]),
+        (Caller(CertificateRole.WORKER, "w", "other"), []),
+        (Caller(CertificateRole.WORKER, "w"), ["/api/v1/jobs/digits", "/api/v1/jobs", "/metrics"]),
+        (Caller(CertificateRole.VIEWER, "v"), ["/api/v1/jobs/digits", "/api/v1/jobs", "/metrics"]),
+    ],
+    ids=str,
+)
+async def test_over_tls_without_tokens_the_certificates_role_decides(
+    world: World, tmp_path: Path, caller: Caller | None, read: list[str]
+) -> None:
+    """A certificate without a role is refused as a reader's is. Probes, and reports, which have
+    another proof, need no role."""
+    folder = CertificateFolder(tmp_path / "certs")
+    folder.init(roles=[CertificateRole.COORDINATOR])
+    app = build_app(world, world.board)
+
+    async def certified(scope: Scope, receive: Receive, send: Send) -> None:
+        await app({**scope, "state": {CALLER: caller}}, receive, send)
+
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(certified), base_url="http://127.0.0.1"
+    ) as http:
+        with identity.using(in_folder(folder.path, CertificateRole.COORDINATOR)):
+            answers = {
+                path: await http.get(path)
+                for path in ("/api/v1/jobs/digits", "/api/v1/jobs", "/metrics")
+            }
+            assert [path for path, each in answers.items() if each.status_code == 200] == read
+            refused = [each for path, each in answers.items() if path not in read]
+            assert {(each.status_code, each.json()["kind"]) for each in refused} <= {
+                (403, "AccessDenied")
+            }
+            assert (await http.get("/healthz")).status_code == 200
+            report = await http.post("/api/v1/jobs/digits/members/w1/health", json=REPORT_BODY)
+            assert report.status_code == 204
+        assert (await http.get("/api/v1/jobs")).status_code == 200, "without TLS"
 
 
 def test_sessions_expire_and_their_number_is_bounded(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ have the token of a training member: only the certificate is wrong.
 
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -294,6 +294,16 @@ def test_a_report_on_a_member_needs_its_launchers_secret_or_an_operator(
         ):
             coordinators.call(lambda c: MembershipStub(c).ReportExit, report, timeout_s=WITHIN_S)
     assert standing(world) == standing_before and member.failure is None
+
+
+def test_a_reader_cannot_read_the_status_of_jobs(world: TlsWorld, member: ScriptedMember) -> None:
+    for role, is_accepted in ((CertificateRole.VIEWER, True), (CertificateRole.READER, False)):
+        # The member must not connect with this identity: see below.
+        with identity.using(world.files(role)):
+            client = StatusClient(world.cluster.http_url)
+        with client, nullcontext() if is_accepted else pytest.raises(AccessDenied):
+            assert client.jobs()
+    assert member.failure is None
 
 
 @pytest.mark.sampled()
