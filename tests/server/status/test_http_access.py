@@ -1,5 +1,6 @@
 """Access over HTTP, by token and by session: which callers may read and act, and what is logged."""
 
+import asyncio
 import os
 import re
 from collections.abc import AsyncIterator
@@ -30,6 +31,7 @@ from shoal_server.status.http.protocol import CALLER
 from shoal_server.status.serve import StatusServer
 from shoal_server.token_command import TokenConfig, token
 
+WITHIN_S = 30.0
 REPORT_BODY = {"incarnation": "incarnation-of-w1", "step": 1}
 
 
@@ -246,6 +248,34 @@ async def test_a_token_removed_from_the_file_is_refused(world: World, tmp_path: 
 
 
 @pytest.mark.long
+async def test_a_live_page_ends_with_its_token_and_its_session(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shoal_server.status.page.TICK_S", 0.01)
+    async with serving(world, tmp_path) as served, asyncio.timeout(WITHIN_S):
+        login = {"token": served.operator["authorization"].partition(" ")[2]}
+        begun = await served.http.post("/api/v1/session", json=login)
+        session = {"cookie": begun.headers["set-cookie"].partition(";")[0]}
+        served.http.cookies.clear()
+
+        async def logs_out() -> None:
+            assert (await served.http.delete("/api/v1/session", headers=session)).is_success
+
+        async def removes_token() -> None:
+            lines = served.file.read_text().splitlines(keepends=True)
+            served.file.write_text("".join(line for line in lines if not line.startswith("ann ")))
+
+        for who, ends in ((session, logs_out), (served.viewer, removes_token)):
+            async with served.http.stream("GET", "/api/v1/stream", headers=who) as live:
+                lines = live.aiter_lines()
+                assert await anext(lines) == "event: state"
+                await ends()
+                async for _ in lines:
+                    pass
+            assert (await served.http.get("/api/v1/jobs", headers=who)).status_code == 401
+
+
+@pytest.mark.long
 async def test_a_lost_job_is_a_conflict_and_no_fault_of_the_server(
     world: World, tmp_path: Path
 ) -> None:
@@ -302,17 +332,17 @@ async def test_only_the_servers_own_user_needs_no_token(
     ],
     ids=str,
 )
+@pytest.mark.usefixtures("world")
 async def test_over_tls_without_tokens_the_certificates_role_decides(
-    world: World, tmp_path: Path, caller: Caller | None, read: list[str]
+    shown: tuple[World, FastAPI], tmp_path: Path, caller: Caller | None, read: list[str]
 ) -> None:
     """A certificate without a role is refused as a reader's is. Probes, and reports, which have
     another proof, need no role."""
     folder = CertificateFolder(tmp_path / "certs")
     folder.init(roles=[CertificateRole.COORDINATOR])
-    app = build_app(world, world.board)
 
     async def certified(scope: Scope, receive: Receive, send: Send) -> None:
-        await app({**scope, "state": {CALLER: caller}}, receive, send)
+        await shown[1]({**scope, "state": {CALLER: caller}}, receive, send)
 
     async with httpx.AsyncClient(
         transport=httpx.ASGITransport(certified), base_url="http://127.0.0.1"

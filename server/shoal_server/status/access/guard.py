@@ -83,6 +83,13 @@ class Guard:
         secret = session_of(scope)
         return self.sessions.holder(secret) if secret else None
 
+    def is_known(self, scope: Scope) -> bool:
+        """True if the request's credentials are accepted: a long answer has to end with them."""
+        try:
+            return self.holder(scope) is not None
+        except InvalidSpec:
+            return False
+
 
 def header(scope: Scope, name: bytes) -> str:
     return next((v.decode("latin-1") for k, v in scope["headers"] if k == name), "")
