@@ -38,7 +38,12 @@ STAND_INS = {
     # Slurm ends the script.
     "scontrol": """echo "$@" > "$TMPDIR/requeued"; kill -KILL $PPID""",
     "shoal": """case "$1 $2" in
-    coordinator* | "certs renew") exec /bin/sleep 60 ;;
+    coordinator*) exec /bin/sleep 60 ;;
+    # A renewal fails at first.
+    "certs renew")
+        if mkdir "$TMPDIR/failed-${4##*/}" 2> /dev/null; then exit 1; fi
+        touch "$TMPDIR/renews-${4##*/}"
+        exec /bin/sleep 60 ;;
     # A parameter server has SIGTERM blocked, and ends at SIGINT.
     ps*) exec python3 -c 'import signal; signal.signal(2, exit); signal.pause()' ;;
     wait*) [[ ! -e $TMPDIR/away ]] && exit $TRAINING ;;
@@ -50,8 +55,9 @@ STAND_INS = {
             if (($(wc -l < "$TMPDIR/away") < 3)); then exit 1; fi
             rm "$TMPDIR/away"
         fi
-        # The cluster is up once the script has noted the processes that it keeps.
-        cd "$TMPDIR"/shoal-7.* && ls etcd.pid coordinator.pid ;;
+        # The cluster is up once the script has noted the processes that it keeps, and has started
+        # those again that have ended.
+        cd "$TMPDIR" && ls shoal-7.*/{etcd,coordinator}.pid renews-{certs,etcd-certs} ;;
 esac""",
 }
 """Programs that only wait, or end with the exit codes of a test."""

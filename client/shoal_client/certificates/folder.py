@@ -2,7 +2,9 @@
 
 import os
 import secrets
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -20,6 +22,9 @@ from shoal_proto.tls.names import Caller, CertificateRole
 
 CA_KEY_FILE = "ca.key"
 DEFAULT_VALID = timedelta(hours=24)
+LOOK_EVERY_S = 60.0
+"""Certificates expire by the wall clock, which runs on while the machine sleeps: check it this
+often. Also the pause after a renewal that failed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,15 +105,11 @@ class CertificateFolder:
 
     def renew(self) -> list[Path]:
         """Issue every certificate again, with a new key and the same duration; return the files.
-        Raises InvalidSpec."""
+        Raises InvalidSpec; a pair that cannot be written stays as it is."""
         self._check_private()
         authority, done = self._authority(), []
         for path, holder in self._holders():
-            issued = authority.issue(holder)
-            # Between the two writes the pair does not match: readers keep their earlier pair, and
-            # try again.
-            _replace(path.with_suffix(".key"), issued.key)
-            _replace(path, issued.cert)
+            _write_pair(path, authority.issue(holder))
             done.append(path)
         return done
 
@@ -177,22 +178,61 @@ def _unreadable(error: OSError) -> InvalidSpec:
 
 
 def _write_new(path: Path, data: bytes) -> None:
+    """Write a file as a whole or not at all. Raises InvalidSpec if it exists."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except OSError as error:
-        raise InvalidSpec(
-            "a certificate's file cannot be made", seen=str(error), expected="a new file"
-        ) from error
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(data)
+        raise _not_written(error) from error
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+    except OSError as error:
+        path.unlink()
+        raise _not_written(error) from error
+
+
+def _not_written(error: OSError) -> InvalidSpec:
+    return InvalidSpec(
+        "a certificate's file cannot be written", seen=str(error), expected="a new file"
+    )
 
 
 def _write_pair(path: Path, issued: IssuedCertificate) -> None:
-    _write_new(path.with_suffix(".key"), issued.key)
-    _write_new(path, issued.cert)
+    """Write or replace both files. Raises InvalidSpec."""
+    new = {path.with_suffix(".key"): issued.key, path: issued.cert}
+    parts = {file: file.with_name(f"{file.name}.{secrets.token_hex(4)}.part") for file in new}
+    try:
+        # Both before one is replaced: on a full disk the earlier pair stays.
+        for file, data in new.items():
+            _write_new(parts[file], data)
+        # Between the two the pair does not match: readers try again.
+        for file, part in parts.items():
+            part.replace(file)
+    except OSError as error:
+        raise _not_written(error) from error
+    finally:
+        for part in parts.values():
+            part.unlink(missing_ok=True)
 
 
-def _replace(path: Path, data: bytes) -> None:
-    part = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
-    _write_new(part, data)
-    part.replace(path)
+def keep_renewed(
+    renew: Callable[[], object],
+    every: timedelta,
+    *,
+    wait: Callable[[float], object],
+    say: Callable[[str], None],
+) -> None:
+    """Call `renew` after each `every`, until `wait` returns True. If it fails, `say` why, and call
+    it again after a minute."""
+    look_every_s = min(LOOK_EVERY_S, every.total_seconds())
+    due_unix_s = time.time() + every.total_seconds()
+    while not wait(look_every_s):
+        if time.time() < due_unix_s:
+            continue
+        try:
+            renew()
+        except (InvalidSpec, OSError) as error:
+            with suppress(OSError):  # the disk of the messages may be full as well
+                say(f"the certificates could not be renewed, and will be tried again: {error}")
+            continue
+        due_unix_s = time.time() + every.total_seconds()

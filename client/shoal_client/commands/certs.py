@@ -1,5 +1,6 @@
 """`shoal certs`: the certificates of a cluster."""
 
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from shoal_client.certificates.authority import MAX_VALID, CertificateHolder
-from shoal_client.certificates.folder import DEFAULT_VALID, CertificateFolder
+from shoal_client.certificates.folder import DEFAULT_VALID, CertificateFolder, keep_renewed
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.names import NAME_RULE, SERIES_RULE, is_name, is_series
 from shoal_proto.tls.names import Caller, CertificateRole
@@ -58,7 +59,8 @@ class CertsConfig:
     if_absent: bool = False
     """init: if there is an authority already, renew its certificates instead of refusing."""
     every_h: Annotated[float, Parameter(metavar="HOURS")] = 0.0
-    """renew: keep running, and renew again after this many hours. 0: renew once."""
+    """renew: keep running, and renew again after this many hours; a minute later if that failed. 0:
+    renew once."""
 
     def __post_init__(self) -> None:
         if (self.action == "issue") != bool(self.role):
@@ -118,9 +120,13 @@ def certs(config: CertsConfig) -> int:
             print(f"{path} and {path.with_suffix('.key')}: {caller}, valid for {valid}")
         case "renew":
             _renew(folder)
-            while config.every_h:
-                time.sleep(config.every_h * 3600)
-                _renew(folder)
+            if config.every_h:
+                keep_renewed(
+                    lambda: _renew(folder),
+                    timedelta(hours=config.every_h),
+                    wait=time.sleep,
+                    say=_report,
+                )
         case "show":
             _show(folder)
     return 0
@@ -129,6 +135,10 @@ def certs(config: CertsConfig) -> int:
 def _renew(folder: CertificateFolder) -> None:
     done = folder.renew()
     print(f"{folder.path}: renewed {', '.join(path.name for path in done)}", flush=True)
+
+
+def _report(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _show(folder: CertificateFolder) -> None:

@@ -3,17 +3,14 @@ does not accept a worker's certificate.
 """
 
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
 from shoal_client.certificates.authority import CertificateHolder
-from shoal_client.certificates.folder import DEFAULT_VALID, CertificateFolder
+from shoal_client.certificates.folder import DEFAULT_VALID, CertificateFolder, keep_renewed
 from shoal_client.local.etcd import HOST, EtcdOptions, EtcdTls
-from shoal_proto.errors import InvalidSpec
 from shoal_proto.tls import local_clusters
 from shoal_proto.tls.identity import CA_FILE, FOLDER_VARIABLE, without_tls
 from shoal_proto.tls.local_clusters import Announcement, LocalClusterRecord
@@ -22,9 +19,6 @@ from shoal_proto.tls.names import Caller, CertificateRole
 CERTIFICATES = "certs"
 ETCD_CERTIFICATES = "etcd"
 RENEW_EVERY = DEFAULT_VALID / 3
-LOOK_EVERY_S = 60.0
-"""Certificates expire by the wall clock, which runs on while the machine sleeps: check it this
-often."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +64,13 @@ class LocalAccess:
             return
         _make(CertificateFolder(self._made), _shoal_holders())
         _make(CertificateFolder(self._made / ETCD_CERTIFICATES), etcd_holders())
-        self._renewing = threading.Thread(target=self._renew, name="shoal-certs", daemon=True)
+        self._renewing = threading.Thread(
+            target=keep_renewed,
+            args=(self._renew, RENEW_EVERY),
+            kwargs={"wait": self._closed.wait, "say": self._say},
+            name="shoal-certs",
+            daemon=True,
+        )
         self._renewing.start()
 
     def announce(self, addresses: Sequence[str], pages: Sequence[str], etcd: Sequence[str]) -> None:
@@ -118,20 +118,10 @@ class LocalAccess:
 
     def _renew(self) -> None:
         assert self._made is not None
-        due_unix_s = time.time() + RENEW_EVERY.total_seconds()
-        while not self._closed.wait(LOOK_EVERY_S):
-            if time.time() < due_unix_s:
-                continue
-            try:
-                for folder in (self._made, self._made / ETCD_CERTIFICATES):
-                    CertificateFolder(folder).renew()
-                if self._announcement is not None:
-                    self._announcement.touch()
-            except (InvalidSpec, OSError) as error:
-                with suppress(OSError):  # the disk of the messages may be full as well
-                    self._say(f"the certificates could not be renewed: {error}")
-                continue
-            due_unix_s = time.time() + RENEW_EVERY.total_seconds()
+        for folder in (self._made, self._made / ETCD_CERTIFICATES):
+            CertificateFolder(folder).renew()
+        if self._announcement is not None:
+            self._announcement.touch()
 
 
 def _make(folder: CertificateFolder, holders: Sequence[CertificateHolder]) -> None:

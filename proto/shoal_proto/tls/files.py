@@ -14,6 +14,8 @@ from shoal_proto.forks.openssl import NO_FORK
 log = structlog.get_logger(__name__)
 
 LOOK_EVERY_S = 1.0
+RENEWAL_S = 0.1
+"""Time in which a renewal replaces a key and its certificate, one after the other."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +67,12 @@ class TlsIdentity:
         self._lock = threading.Lock()
         self._seen = self._stamps()
         with NO_FORK:
-            self._material = _read(files)
+            try:
+                self._material = _read(files)
+            except InvalidSpec:
+                # A renewal may have replaced only one of the two so far.
+                time.sleep(RENEWAL_S)
+                self._material = _read(files)
         self._looked_s = time.monotonic()
 
     @property

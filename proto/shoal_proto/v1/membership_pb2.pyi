@@ -133,7 +133,7 @@ class MemberInfo(_message.Message):
     launch_digest: _builtins.str
     """SHA-256, in hexadecimal digits, of the secret with which the launcher proves its identity.
     Empty: a report of this process's exit is accepted only from an operator; without TLS, from any
-    caller.
+    caller if the job has no secret.
     """
     def __init__(
         self,
@@ -1377,7 +1377,9 @@ class DrainRequest(_message.Message):
     """
     reason: _builtins.str
     public_id: _builtins.str
-    """The process to drain, by its id in rosters and at the status endpoint."""
+    """The process to drain, by its id in rosters and at the status endpoint. Ignored if `incarnation`
+    is given.
+    """
     job_secret: _builtins.str
     """See Token.job_secret; not needed with `incarnation`, nor by an operator with a certificate."""
     def __init__(

@@ -56,7 +56,7 @@ def build_app(
     app.include_router(api.router(reading))
     app.include_router(access_api.router(guard, operations))
     app.include_router(outputs.router(source, guard))
-    app.include_router(page.router(reading, bounds.streams))
+    app.include_router(page.router(reading, bounds.streams, guard))
     ports = PortMetrics(bounds=bounds, calls=calls or CallCounts())
     measures = measures or metrics.ProcessMeasures()
     _add_probes(app, reading, replace(measures, loop_lag=app.state.loop_lag, ports=ports))

@@ -60,7 +60,7 @@ def _asker(guard: Guard, request: Request) -> CallerProof:
         # The holder of any token may read, and so may the cluster's own user.
         return CallerProof(is_known=True)
     caller = caller_in(request.scope)
-    if caller is None:
+    if caller is None:  # without TLS
         return CallerProof()
     if caller.role not in READS_OUTPUT:
         raise AccessDenied(

@@ -4,21 +4,23 @@ import asyncio
 import math
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from heapq import nsmallest
 from importlib.resources import files
 from itertools import islice
 from typing import Annotated, Any
 
 import structlog
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response, StreamingResponse
 from pydantic import RootModel, TypeAdapter
 
 from shoal_proto.errors import ShoalError, Unavailable
 from shoal_proto.names import MAX_NAME_LENGTH
 from shoal_server.serving.json_view import View
+from shoal_server.status.access.guard import Guard
 from shoal_server.status.http.streams import LiveResponse, LiveStreams
 from shoal_server.status.reading import StatusQueries
 from shoal_server.status.views import (
@@ -117,7 +119,7 @@ class PageState(View):
 _STATE = TypeAdapter(PageState)
 
 
-def router(reading: StatusQueries, streams: LiveStreams) -> APIRouter:
+def router(reading: StatusQueries, streams: LiveStreams, guard: Guard) -> APIRouter:
     """`/`, its scripts and style, and `/api/v1/stream`."""
     page, states = APIRouter(), _SharedStates(reading)
     for name in _TYPES:
@@ -131,12 +133,15 @@ def router(reading: StatusQueries, streams: LiveStreams) -> APIRouter:
         responses={200: {"content": {"text/event-stream": {}}, "model": RootModel[Any]}},
     )
     async def stream(
+        request: Request,
         job: Annotated[str, Query(max_length=MAX_NAME_LENGTH, description="Job to show.")] = "",
         all_members: Annotated[bool, Query(description="All members, not only 50.")] = False,
     ) -> LiveResponse:
-        """Server-sent events: `state` once a second, with everything the page shows as JSON."""
+        """Server-sent events: `state` once a second, with everything the page shows as JSON, until
+        the caller's token or session ends."""
         selection = PageSelection(job=job, all_members=all_members)
-        return LiveResponse(streams, _states(states, streams.closing, selection))
+        is_known = partial(guard.is_known, request.scope)
+        return LiveResponse(streams, _states(states, streams.closing, selection, is_known))
 
     return page
 
@@ -181,9 +186,12 @@ class _SharedStates:
 
 
 async def _states(
-    states: _SharedStates, closing: asyncio.Event, selection: PageSelection
+    states: _SharedStates,
+    closing: asyncio.Event,
+    selection: PageSelection,
+    is_known: Callable[[], bool],
 ) -> AsyncIterator[bytes]:
-    while not closing.is_set():
+    while not closing.is_set() and is_known():
         yield b"event: state\ndata: " + await states.newest(selection) + b"\n\n"
         try:
             await asyncio.wait_for(closing.wait(), TICK_S)

@@ -1,6 +1,9 @@
 """`shoal certs` writes files that only their owner can read, and overwrites only to renew."""
 
+import resource
 import ssl
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -125,6 +128,77 @@ def test_renewed_certificates_are_for_the_same_holders(
     assert certs(folder, "show") == 0
     shown = capsys.readouterr().out
     assert "w.crt: worker w of job j; until" in shown and "operator.crt" in shown
+
+
+def test_a_pair_that_cannot_be_written_stays_as_it_is(tmp_path: Path) -> None:
+    """The disk has space for a key, and not for a certificate, which is longer."""
+    folder = tmp_path / "certs"
+    certs(folder, "init")
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    lengths = [len(before[folder / f"worker.{kind}"]) for kind in ("key", "crt")]
+    with largest_file(sum(lengths) // 2), pytest.raises(InvalidSpec, match="cannot be written"):
+        certs(folder, "renew")
+    with largest_file(sum(lengths) // 2), pytest.raises(InvalidSpec, match="cannot be written"):
+        certs(folder, "issue", "worker", "--name", "w")
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+    assert certs(folder, "issue", "worker", "--name", "w") == 0
+
+
+@contextmanager
+def largest_file(num_bytes: int) -> Iterator[None]:
+    """Have writes behind this length of a file fail within the block."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_repeated_renewal_goes_on_after_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first renewal must succeed. A later one that fails is tried again, and the error is
+    printed."""
+    folder = tmp_path / "certs"
+    certs(folder, "init", "--valid-h", "2")
+    key, away = folder / "ca.key", tmp_path / "away"
+    certificates: list[bytes] = []
+
+    class Stopped(Exception):
+        pass
+
+    def sleep(time_s: float) -> None:
+        certificates.append((folder / "worker.crt").read_bytes())
+        if len(certificates) == 1:
+            key.rename(away)
+        elif len(certificates) == 2:
+            away.rename(key)
+        elif len(certificates) == 3:
+            raise Stopped
+
+    monkeypatch.setattr("time.sleep", sleep)
+    with pytest.raises(Stopped):
+        certs(folder, "renew", "--every-h", "1e-9")
+    assert certificates[0] == certificates[1] != certificates[2]
+    assert capsys.readouterr().err.count("could not be renewed") == 1
+    key.unlink()
+    with pytest.raises(InvalidSpec, match="cannot be read"):
+        certs(folder, "renew", "--every-h", "1e-9")
+
+
+def test_a_process_that_starts_during_a_renewal_reads_the_pair_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = CertificateFolder(tmp_path / "certs")
+    folder.init()
+    files = in_folder(folder.path, CertificateRole.SERVER)
+    earlier = files.cert.read_bytes()
+    folder.renew()
+    renewed = files.cert.read_bytes()
+    files.cert.write_bytes(earlier)  # the key is replaced first
+    monkeypatch.setattr("time.sleep", lambda time_s: files.cert.write_bytes(renewed))
+    assert TlsIdentity(files).material.cert == renewed
 
 
 def test_renewed_files_are_used_once_they_are_complete(

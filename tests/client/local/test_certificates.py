@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from shoal_client.certificates import folder
 from shoal_client.local import access
 from shoal_client.local.access import LocalAccess
 
@@ -18,7 +19,7 @@ def test_certificates_are_renewed_though_a_failure_cannot_be_reported(
 ) -> None:
     """The disk with certificates and messages is full, and has room again later."""
     monkeypatch.setattr(access, "RENEW_EVERY", timedelta(0))
-    monkeypatch.setattr(access, "LOOK_EVERY_S", 0.001)
+    monkeypatch.setattr(folder, "LOOK_EVERY_S", 0.001)
     renewed = threading.Event()
     is_full = True
 

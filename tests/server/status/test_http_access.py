@@ -1,5 +1,6 @@
 """Access over HTTP, by token and by session: which callers may read and act, and what is logged."""
 
+import asyncio
 import os
 import re
 from collections.abc import AsyncIterator
@@ -11,9 +12,14 @@ import httpx
 import pytest
 import structlog
 from fastapi import FastAPI
+from starlette.types import Receive, Scope, Send
 from support.clusters.status_world import World
 
+from shoal_client.certificates.folder import CertificateFolder
 from shoal_proto.errors import InvalidSpec, StateLost, UnknownJob
+from shoal_proto.tls import identity
+from shoal_proto.tls.identity import in_folder
+from shoal_proto.tls.names import Caller, CertificateRole
 from shoal_server.serving.access.caller_proof import CallerProof
 from shoal_server.status.access import tokens
 from shoal_server.status.access.guard import OPEN, REPORT, Guard
@@ -21,9 +27,11 @@ from shoal_server.status.access.sessions import COOKIE, VALID_S, Sessions
 from shoal_server.status.access.tokens import HttpRole, Tokens
 from shoal_server.status.app import build_app
 from shoal_server.status.http import server as http_server
+from shoal_server.status.http.protocol import CALLER
 from shoal_server.status.serve import StatusServer
 from shoal_server.token_command import TokenConfig, token
 
+WITHIN_S = 30.0
 REPORT_BODY = {"incarnation": "incarnation-of-w1", "step": 1}
 
 
@@ -240,6 +248,34 @@ async def test_a_token_removed_from_the_file_is_refused(world: World, tmp_path: 
 
 
 @pytest.mark.long
+async def test_a_live_page_ends_with_its_token_and_its_session(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shoal_server.status.page.TICK_S", 0.01)
+    async with serving(world, tmp_path) as served, asyncio.timeout(WITHIN_S):
+        login = {"token": served.operator["authorization"].partition(" ")[2]}
+        begun = await served.http.post("/api/v1/session", json=login)
+        session = {"cookie": begun.headers["set-cookie"].partition(";")[0]}
+        served.http.cookies.clear()
+
+        async def logs_out() -> None:
+            assert (await served.http.delete("/api/v1/session", headers=session)).is_success
+
+        async def removes_token() -> None:
+            lines = served.file.read_text().splitlines(keepends=True)
+            served.file.write_text("".join(line for line in lines if not line.startswith("ann ")))
+
+        for who, ends in ((session, logs_out), (served.viewer, removes_token)):
+            async with served.http.stream("GET", "/api/v1/stream", headers=who) as live:
+                lines = live.aiter_lines()
+                assert await anext(lines) == "event: state"
+                await ends()
+                async for _ in lines:
+                    pass
+            assert (await served.http.get("/api/v1/jobs", headers=who)).status_code == 401
+
+
+@pytest.mark.long
 async def test_a_lost_job_is_a_conflict_and_no_fault_of_the_server(
     world: World, tmp_path: Path
 ) -> None:
@@ -281,6 +317,50 @@ async def test_only_the_servers_own_user_needs_no_token(
             assert await calls(secret) == ((200, 204, True) if takes_tokens else (401, 401, True))
         monkeypatch.setattr(http_server, "user_of_peer", lambda connected: 0)
         assert await calls() == (200, 204, False)
+
+
+@pytest.mark.parametrize(
+    ("caller", "read"),
+    [
+        (None, []),
+        (Caller(CertificateRole.READER, "engine"), []),
+        (Caller(CertificateRole.READER, "engine", series="digits/policy"), []),
+        (Caller(CertificateRole.WORKER, "w", "digits"), ["/api/v1/jobs/digits"]),
+        (Caller(CertificateRole.WORKER, "w", "other"), []),
+        (Caller(CertificateRole.WORKER, "w"), ["/api/v1/jobs/digits", "/api/v1/jobs", "/metrics"]),
+        (Caller(CertificateRole.VIEWER, "v"), ["/api/v1/jobs/digits", "/api/v1/jobs", "/metrics"]),
+    ],
+    ids=str,
+)
+@pytest.mark.usefixtures("world")
+async def test_over_tls_without_tokens_the_certificates_role_decides(
+    shown: tuple[World, FastAPI], tmp_path: Path, caller: Caller | None, read: list[str]
+) -> None:
+    """A certificate without a role is refused as a reader's is. Probes, and reports, which have
+    another proof, need no role."""
+    folder = CertificateFolder(tmp_path / "certs")
+    folder.init(roles=[CertificateRole.COORDINATOR])
+
+    async def certified(scope: Scope, receive: Receive, send: Send) -> None:
+        await shown[1]({**scope, "state": {CALLER: caller}}, receive, send)
+
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(certified), base_url="http://127.0.0.1"
+    ) as http:
+        with identity.using(in_folder(folder.path, CertificateRole.COORDINATOR)):
+            answers = {
+                path: await http.get(path)
+                for path in ("/api/v1/jobs/digits", "/api/v1/jobs", "/metrics")
+            }
+            assert [path for path, each in answers.items() if each.status_code == 200] == read
+            refused = [each for path, each in answers.items() if path not in read]
+            assert {(each.status_code, each.json()["kind"]) for each in refused} <= {
+                (403, "AccessDenied")
+            }
+            assert (await http.get("/healthz")).status_code == 200
+            report = await http.post("/api/v1/jobs/digits/members/w1/health", json=REPORT_BODY)
+            assert report.status_code == 204
+        assert (await http.get("/api/v1/jobs")).status_code == 200, "without TLS"
 
 
 def test_sessions_expire_and_their_number_is_bounded(tmp_path: Path) -> None:

@@ -134,7 +134,7 @@ class MembershipService(MembershipServicer):
         actor = self._registry.find(request.job)
         member = _process(actor, request)
         if member is not None:
-            check_launcher(member, request, known_caller(context))
+            check_launcher(actor.job.spec, member, request, known_caller(context))
             how = exit_cause(request.exit_code)
             reason = f"its launcher saw it end ({how})"
             await actor.submit(events.MemberLost(**_identity(member), reason=reason, cause=how))
@@ -146,14 +146,15 @@ class MembershipService(MembershipServicer):
         actor = self._registry.find(request.job)
         member = _process(actor, request)
         if member is not None:
-            check_launcher(member, request, known_caller(context))
+            check_launcher(actor.job.spec, member, request, known_caller(context))
             event = events.ProcessHalted if request.halted else events.ProcessContinued
             await actor.submit(event(**_identity(member)))
         return _ack(actor)
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.Ack:
-        # A member that drains itself is named by its incarnation.
-        process = request.public_id or (request.incarnation and public_id(request.incarnation))
+        # A member that drains itself is named by its incarnation. Since that replaces the job's
+        # secret, it decides: everybody can read the public id.
+        process = public_id(request.incarnation) if request.incarnation else request.public_id
         who = proof_of_caller(
             known_caller(context), request.job_secret, is_itself=bool(request.incarnation)
         )

@@ -40,20 +40,25 @@ def check_asker(job: str, secret_digest: str, who: CallerProof) -> None:
 
 
 def check_launcher(
-    member: MemberState, report: ReportExitRequest | ReportHaltRequest, caller: Caller | None
+    spec: JobSpec,
+    member: MemberState,
+    report: ReportExitRequest | ReportHaltRequest,
+    caller: Caller | None,
 ) -> None:
     """Raise AccessDenied if the caller did not start the process. For a process without a launcher,
-    any caller without TLS is accepted, and over TLS an operator."""
+    an operator is accepted; without TLS any caller is, unless the job has a secret."""
     digest = member.info.launch_digest
     if digest:
         is_accepted = matches_digest(report.launch_secret, digest)
+    elif caller is None:
+        is_accepted = not spec.secret_digest
     else:
-        is_accepted = caller is None or caller.role is CertificateRole.OPERATOR
+        is_accepted = caller.role is CertificateRole.OPERATOR
     if not is_accepted:
         raise AccessDenied(
             f"a report on {member.member_id} is not accepted from this caller",
             seen="another launcher's secret" if report.launch_secret else "no launcher's secret",
             expected="the secret that its launcher gave to the process"
             if digest
-            else "an operator, since no launcher of Shoal started this member",
+            else "an operator's certificate, since no launcher of Shoal started this member",
         )

@@ -64,8 +64,8 @@ def check_role(caller: Caller, method: str) -> None:
 def check_request(caller: Caller, message: Message) -> None:
     """Raise AccessDenied if the caller's certificate does not permit the request.
 
-    A certificate may be bound to one job or series. A worker may drain only itself. A reader may
-    only read a series, or check health.
+    A certificate may be bound to one job or series; a request about all jobs is then refused too. A
+    worker may drain only itself. A reader may only read a series, or check health.
     """
     if isinstance(message, DrainRequest) and caller.role is CertificateRole.WORKER:
         _check_own_drain(caller, message)
@@ -76,8 +76,8 @@ def check_request(caller: Caller, message: Message) -> None:
     for job in _jobs_of(message):
         if job != caller.job:
             raise AccessDenied(
-                "the certificate is for another job",
-                seen=f"job {job}, by {caller}",
+                f"the certificate is for {'another' if job else 'one'} job",
+                seen=f"{f'job {job}' if job else 'no job, which means all'}, by {caller}",
                 expected=f"job {caller.job}",
                 fix="Issue a certificate for that job: shoal certs issue worker --job JOB.",
             )
@@ -113,10 +113,10 @@ def _check_own_drain(caller: Caller, request: DrainRequest) -> None:
 
 
 def _jobs_of(message: Message) -> Iterator[str]:
-    """Jobs that a message names, directly or in a series."""
+    """Jobs that a message names, directly or in a series; empty for a field without a name."""
     descriptor = cast("Descriptor", message.DESCRIPTOR)  # upb has a type of its own for it
     for path in _paths(descriptor):
-        for found in filter(None, _at(message, path)):
+        for found in _at(message, path):
             yield found.partition("/")[0] if path[-1] == "series" else found
 
 

@@ -101,6 +101,8 @@ MAY_CALL: Mapping[str, Roles] = {
     for method, roles in methods.items()
 }
 
+READS_STATUS: Roles = _ANY - {READER}
+"""Roles that may read over HTTP, if certificates decide."""
 READS_OUTPUT: Roles = _LISTING
 
 

@@ -9,10 +9,13 @@ import structlog
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shoal_proto.errors import AccessDenied, InvalidSpec
+from shoal_proto.tls import identity
 from shoal_server.serving.access.local_users import PEER_USER
+from shoal_server.serving.access.roles import READS_STATUS
 from shoal_server.status.access.sessions import COOKIE, Sessions
 from shoal_server.status.access.tokens import HttpRole, TokenHolder, Tokens
 from shoal_server.status.http.errors import answer
+from shoal_server.status.http.protocol import caller_in
 
 log = structlog.get_logger(__name__)
 
@@ -51,8 +54,8 @@ class Guard:
     """Finds the holder of a request.
 
     With `own_user`, processes of this process's user and of root may do everything; others need one
-    of `tokens`. Without both, every caller may do everything: for a port that only holders of a
-    certificate reach.
+    of `tokens`. Without both, every caller may do everything; over TLS `AccessControl` then checks
+    the role of the caller's certificate.
     """
 
     def __init__(self, tokens: Tokens | None = None, *, own_user: bool = False) -> None:
@@ -80,6 +83,13 @@ class Guard:
         secret = session_of(scope)
         return self.sessions.holder(secret) if secret else None
 
+    def is_known(self, scope: Scope) -> bool:
+        """True if the request's credentials are accepted: a long answer has to end with them."""
+        try:
+            return self.holder(scope) is not None
+        except InvalidSpec:
+            return False
+
 
 def header(scope: Scope, name: bytes) -> str:
     return next((v.decode("latin-1") for k, v in scope["headers"] if k == name), "")
@@ -96,7 +106,7 @@ def session_of(scope: Scope) -> str:
 
 class AccessControl:
     """Answers 401 to unknown callers, 403 to actions of other sites' pages and of roles that may
-    not act, and 503 to credentials while the tokens cannot be read."""
+    not act or read, and 503 to credentials while the tokens cannot be read."""
 
     def __init__(self, app: ASGIApp, guard: Guard) -> None:
         self._app = app
@@ -141,14 +151,39 @@ class AccessControl:
         if acts and origin and _netloc(origin) != header(scope, b"host"):
             expected = "a page of this server, or no browser"
             return AccessDenied("that site may not act", seen=origin, expected=expected), 403
-        if path in OPEN or REPORT.fullmatch(path) or holder is NOBODY:
+        if path in OPEN or REPORT.fullmatch(path):
             return None
+        if holder is NOBODY:
+            why = None if identity.own() is None else _uncertified(scope)
+            return None if why is None else (why, 403)
         if holder is None:
             return _unknown(path, takes_tokens=self._guard.tokens is not None), 401
         if acts and not holder.role.may_act():
             seen = f"the token of {holder.name}, a {holder.role.value}"
             return AccessDenied(f"{method} {path} is for operators", seen=seen), 403
         return None
+
+
+def _uncertified(scope: Scope) -> AccessDenied | None:
+    """Refusal of a request that the caller's certificate does not permit; else None."""
+    caller, path = caller_in(scope), scope["path"]
+    if caller is None or caller.role not in READS_STATUS:
+        return AccessDenied(
+            f"{path} is not for this caller",
+            seen="a certificate that names no role"
+            if caller is None
+            else f"the certificate of {caller}",
+            expected=f"the role {' or '.join(sorted(role.value for role in READS_STATUS))}",
+            fix="Issue a certificate for it: shoal certs issue viewer.",
+        )
+    job = _JOB.match(path)
+    if caller.job and (job is None or job[1] != caller.job):
+        return AccessDenied(
+            f"the certificate is for {'one' if job is None else 'another'} job",
+            seen=f"{path}, by {caller}",
+            expected=f"/api/v1/jobs/{caller.job}",
+        )
+    return None
 
 
 def _netloc(origin: str) -> str:

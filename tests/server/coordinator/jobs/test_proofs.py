@@ -10,8 +10,8 @@ import pytest
 from support.clusters.coordinator_world import Served, entered, propose, served
 
 from shoal_client.membership.member_session import MemberSession
-from shoal_proto.errors import AccessDenied, ShoalError, Unavailable
-from shoal_proto.incarnation import new_incarnation
+from shoal_proto.errors import AccessDenied, ShoalError, Unavailable, UnknownMember
+from shoal_proto.incarnation import new_incarnation, public_id
 from shoal_proto.protocol import OWN_PROTOCOLS
 from shoal_proto.secrets import digest_of, new_secret
 from shoal_proto.status import from_rpc_error
@@ -129,6 +129,8 @@ def acts(secret: str) -> dict[str, Call]:
         "stops": lambda stub: stub.StopJob(pb.StopJobRequest(job="j", job_secret=secret)),
         "resets": lambda stub: stub.ResetJob(pb.ResetJobRequest(job="j", job_secret=secret)),
         "retries": lambda stub: stub.RetryJob(pb.RetryJobRequest(job="j", job_secret=secret)),
+        "reports an exit": exited(),
+        "reports a halt": halted(),
     }
 
 
@@ -160,6 +162,24 @@ async def test_calls_without_a_jobs_secret_change_nothing_in_it(secret: str) -> 
         assert await held(store) == before
         assert JOB.encode() not in b"".join(before.values())
         assert not member.is_broken(1) and member.failure is None
+
+
+async def test_a_public_id_is_no_proof_that_a_member_drains_itself() -> None:
+    """Everybody can read the public id. The job's secret is not needed with the member's
+    incarnation, and with nothing else."""
+    async with served(MemoryStore()) as world:
+        member = await training(world, job_secret=JOB)
+        own = member.token.incarnation
+
+        def drained(**process: str) -> Call:
+            request = pb.DrainRequest(job="j", member_id="a", **process)  # type: ignore[arg-type]
+            return lambda stub: stub.Drain(request)
+
+        for incarnation, refused in (("", AccessDenied), ("a guess", UnknownMember)):
+            call = drained(public_id=public_id(own), incarnation=incarnation)
+            assert isinstance(await refusal(world, call), refused)
+        assert world.coordinator.registry.find("j").job.members["a"].drain.since_s is None
+        assert await refusal(world, drained(incarnation=own)) is None
 
 
 async def test_a_jobs_secret_outlives_its_members_and_its_leader() -> None:

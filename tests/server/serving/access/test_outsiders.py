@@ -7,7 +7,7 @@ have the token of a training member: only the certificate is wrong.
 
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -221,6 +221,19 @@ def test_each_call_is_refused_to_a_worker_of_another_job(
     assert state(world) == before and standing(world) == standing_before and member.failure is None
 
 
+def test_a_worker_of_one_job_is_refused_what_is_about_all_jobs() -> None:
+    """An empty job means all jobs in requests that list. An absent token names no job."""
+    worker = Caller(CertificateRole.WORKER, "w", "a")
+    listing = (weights_pb2.ListSeriesRequest, parameters_pb2.DescribeRequest)
+    for request in listing:
+        with pytest.raises(AccessDenied, match="for one job") as raised:
+            check_request(worker, request())
+        assert raised.value.expected == "job a"
+        check_request(worker, request(job="a"))
+        check_request(Caller(CertificateRole.WORKER, "w"), request())
+    check_request(worker, parameters_pb2.PushRequest())
+
+
 def test_a_reader_may_only_read_its_series(world: TlsWorld, member: ScriptedMember) -> None:
     """Calls of a reader are refused for another series. Over a bulk connection, where requests are
     checked on their own, a reader may only fetch segments."""
@@ -281,6 +294,16 @@ def test_a_report_on_a_member_needs_its_launchers_secret_or_an_operator(
         ):
             coordinators.call(lambda c: MembershipStub(c).ReportExit, report, timeout_s=WITHIN_S)
     assert standing(world) == standing_before and member.failure is None
+
+
+def test_a_reader_cannot_read_the_status_of_jobs(world: TlsWorld, member: ScriptedMember) -> None:
+    for role, is_accepted in ((CertificateRole.VIEWER, True), (CertificateRole.READER, False)):
+        # The member must not connect with this identity: see below.
+        with identity.using(world.files(role)):
+            client = StatusClient(world.cluster.http_url)
+        with client, nullcontext() if is_accepted else pytest.raises(AccessDenied):
+            assert client.jobs()
+    assert member.failure is None
 
 
 @pytest.mark.sampled()
