@@ -439,8 +439,8 @@ class PublishedSeries:
             self._enqueue(lambda now_s: self._commit(event, publication, now_s))
 
     def _commit(self, event: PartsVerified, publication: Publication, now_s: float) -> Effects:
-        if event.epoch != self.head.epoch:
-            return  # its calls were refused when the epoch ended
+        if self._publications.get(publication.number) is not publication:
+            return  # abandoned since; its calls were refused
         first = publication.parts[0]
         version = PublishedVersion(
             number=self.head.number + 1,
@@ -532,6 +532,8 @@ class PublishedSeries:
         yield self._put_newest(version, now_s, then=[answer])
 
     def _clear(self, event: ClearRequested) -> Effects:
+        for number in list(self._publications):
+            yield from self._give_up(number, "the job is removed or started over")
         if self.head.kept:
             yield self._write(self.stored, drop=self.head.kept, then=[Cleared(call=event.call)])
         else:

@@ -3,6 +3,8 @@
 from collections.abc import Iterable
 from dataclasses import replace
 
+import pytest
+
 from shoal_server.core.publications import keeping
 from shoal_server.core.publications.holders import Holders, HoldsAnswer, StoreServer, servers_for
 from shoal_server.core.publications.limits import (
@@ -14,6 +16,8 @@ from shoal_server.core.publications.limits import (
 )
 from shoal_server.core.publications.protocol import (
     BeginRequested,
+    Cleared,
+    ClearRequested,
     ContributorLeft,
     Effect,
     Event,
@@ -22,6 +26,7 @@ from shoal_server.core.publications.protocol import (
     PartContributed,
     PartsRejected,
     PartsVerified,
+    PinRequested,
     PublicationBegun,
     PublicationPart,
     PublicationRefusal,
@@ -169,6 +174,27 @@ def test_a_commit_of_an_epoch_that_has_ended_is_not_written() -> None:
     effects = run.submit(HeadWritten())
     assert refusals(effects) == {"1.0": PublicationRefusal.STALE_EPOCH}
     assert run.series.head.number == 0 and not any(isinstance(e, WriteSeries) for e in effects)
+
+
+@pytest.mark.parametrize("verified_at", [0, 1, 2])
+def test_a_publication_of_a_run_that_is_over_is_not_written(verified_at: int) -> None:
+    """The job is started over while servers are asked for the publication's segments. Their answer
+    comes before its versions are dropped, during that, or later."""
+    run = Run()
+    run.publish(1)
+    (verify,) = run.submit(contributed(2))
+    assert isinstance(verify, VerifyParts)
+    run.submit(PinRequested(call="p", number=1, pins=True))
+    run.submit(ClearRequested(call="c"))
+    events: list[Event] = [HeadWritten(), HeadWritten()]
+    events.insert(verified_at, verified(verify))
+    effects = [effect for event in events for effect in run.submit(event)]
+    assert refusals(effects) == {"2.0": PublicationRefusal.ABANDONED}
+    assert Cleared(call="c") in effects
+    assert (run.series.head.kept, run.series.head.number) == ((), 1)
+    assert refusals(run.submit(contributed(2, call="again"))) == {
+        "again": PublicationRefusal.ABANDONED
+    }
 
 
 def test_a_complete_publication_abandons_older_ones() -> None:
