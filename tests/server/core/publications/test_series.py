@@ -235,10 +235,14 @@ def test_another_part_of_a_complete_publication_is_refused_alone() -> None:
 
 
 def test_an_incomplete_publication_is_abandoned() -> None:
+    """Waiting ranks send their parts again and again meanwhile."""
     run = Run()
     run.begin()
-    run.submit(contributed(1, world=2))
-    run.now_s += ABANDONED_AFTER_S + 1
+    for _ in range(3):
+        run.submit(contributed(1, world=2))
+        run.now_s += ABANDONED_AFTER_S / 3
+        assert run.submit(TimePassed()) == []
+    run.now_s += 1
     (refused,) = run.submit(TimePassed())
     assert isinstance(refused, RequestRefused) and refused.seen == "no part of ranks 1"
     for number in range(2, 3 + MAX_PENDING):
