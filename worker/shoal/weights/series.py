@@ -124,9 +124,12 @@ class PendingPublication:
         publication: int,
         step: int,
         look: "Callable[[int, float], WeightVersion] | None" = None,
+        abandon_if_over: Callable[[], None] = lambda: None,
     ) -> None:
-        """`look(number, timeout_s)` asks the coordinator for a version."""
+        """`look(number, timeout_s)` asks the coordinator for a version. `abandon_if_over` is called
+        during waits: it makes the publication fail if its generation is over."""
         self._look = look
+        self._abandon_if_over = abandon_if_over
         self.publication = publication
         self.step = step
         self.version: int | None = None
@@ -157,7 +160,7 @@ class PendingPublication:
             )
         ends_s = math.inf if timeout is None else time.monotonic() + timeout
         event = self._replicated if level == "replicated" else self._ended
-        if not event.wait(timeout):
+        if not self._await(event, ends_s):
             raise self._late(level, timeout)
         if self.failure is not None:
             raise self.failure
@@ -171,6 +174,14 @@ class PendingPublication:
                 raise self._late(level, timeout)
             version = self._look(version.number, left_s)
         return version
+
+    def _await(self, event: threading.Event, ends_s: float) -> bool:
+        """Wait for the event; False if it is not set at `ends_s`."""
+        while not event.wait(max(min(LOOK_S, ends_s - time.monotonic()), 0.0)):
+            if time.monotonic() >= ends_s:
+                return False
+            self._abandon_if_over()
+        return True
 
     def _late(self, level: Level, timeout: float | None) -> DeadlineExceeded:
         needed = {
@@ -210,9 +221,9 @@ class PendingPublication:
         self._replicated.set()
         self._ended.set()
 
-    def await_end(self, timeout: float | None) -> None:
+    def await_end(self, timeout: float) -> None:
         """Wait until the publication is over, for at most `timeout` seconds."""
-        self._ended.wait(timeout)
+        self._await(self._ended, time.monotonic() + timeout)
 
     def await_turn(self, timeout: float) -> None:
         """Wait until this rank's part is on its servers, and then up to `timeout` s for the end."""
@@ -282,8 +293,31 @@ class PreparedWriters:
             writer.close()
 
 
+class _Contributors:
+    """Connections from one generation and rank, one for each publication that may be in progress.
+    """
+
+    def __init__(self, connections: Sequence[Contributor] = ()) -> None:
+        self._connections = connections
+        self.is_closed = not connections
+
+    def __len__(self) -> int:
+        return len(self._connections)
+
+    def __getitem__(self, index: int) -> Contributor:
+        return self._connections[index]
+
+    def close(self) -> None:
+        """Make publications in progress fail. Any thread may call this, and more than once."""
+        if not self.is_closed:
+            self.is_closed = True
+            for each in self._connections:
+                each.close()
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Publication:
+    contributors: _Contributors
     contributor: Contributor
     part: RankPart
     writer: SegmentWriter
@@ -310,7 +344,7 @@ class Publications:
         self._look = look
         self.options = options
         self._connect = connect
-        self._contributors: list[Contributor] = []
+        self._contributors = _Contributors()
         self._publisher: PublisherRank | None = None
         self._writers = PreparedWriters()
         self._tickets: list[PendingPublication] = []
@@ -331,7 +365,8 @@ class Publications:
 
         `number`: number of the publication, which rises and is the same on all ranks; by default it
         is made from the step. First waits while as many publications are in progress as there may
-        be. If `is_over` returns True meanwhile, this publication and all in progress fail.
+        be. If `is_over` returns True meanwhile, this publication and all in progress fail. So do all in
+        progress during a later wait for one of them.
 
         Raises InvalidSpec for weights or metadata that cannot be published, and for more than
         `STEP_PUBLICATIONS` of one step; Overloaded if there is no memory for the copy.
@@ -346,9 +381,16 @@ class Publications:
         memory = torch.frombuffer(writer.buffer, dtype=torch.uint8)
         part.copy_into(memory)
         del memory
-        ticket = PendingPublication(number, held.step, self._look)
+        contributors = self._contributors
+
+        def abandon_if_over() -> None:
+            if is_over():
+                contributors.close()
+
+        ticket = PendingPublication(number, held.step, self._look, abandon_if_over)
         publication = _Publication(
-            contributor=self._contributors[self._num_sent % len(self._contributors)],
+            contributors=contributors,
+            contributor=contributors[self._num_sent % len(contributors)],
             part=part,
             writer=writer,
             ticket=ticket,
@@ -403,18 +445,17 @@ class Publications:
 
         The only rank of a generation sends one publication at a time.
         """
-        if self._contributors and publisher == self._publisher:
+        if not self._contributors.is_closed and publisher == self._publisher:
             return
         self._drop()
-        self._numbers, self._publisher = (-1, 0), publisher
+        if publisher != self._publisher:
+            self._numbers, self._publisher = (-1, 0), publisher
         count = IN_FLIGHT if publisher.world_size > 1 else 1
-        self._contributors = [self._connect(publisher) for _ in range(count)]
+        self._contributors = _Contributors([self._connect(publisher) for _ in range(count)])
 
     def _drop(self) -> None:
         """Abandon publications of an earlier generation: they may lack parts of lost members."""
-        contributors, self._contributors = self._contributors, []
-        for each in contributors:
-            each.close()
+        self._contributors.close()
         for ticket in self._tickets:
             ticket.await_end(CLOSE_S)
         self._tickets.clear()
@@ -443,7 +484,7 @@ class Publications:
         except ShoalError as error:
             text = str(error)[:500]
             log.warning("publication_failed", series=self.name, step=ticket.step, reason=text)
-            ticket.failed(error if publication.contributor in self._contributors else _ended(error))
+            ticket.failed(_ended(error) if publication.contributors.is_closed else error)
         except BaseException as error:
             what = f"series {self.name} was not published"
             ticket.failed(PublicationAbandoned(what, seen=repr(error)))
