@@ -294,8 +294,7 @@ class PreparedWriters:
 
 
 class _Contributors:
-    """Connections from one generation and rank, one for each publication that may be in progress.
-    """
+    """Connections of one generation and rank, one for each publication that may be in progress."""
 
     def __init__(self, connections: Sequence[Contributor] = ()) -> None:
         self._connections = connections
@@ -365,8 +364,8 @@ class Publications:
 
         `number`: number of the publication, which rises and is the same on all ranks; by default it
         is made from the step. First waits while as many publications are in progress as there may
-        be. If `is_over` returns True meanwhile, this publication and all in progress fail. So do all in
-        progress during a later wait for one of them.
+        be. If `is_over` returns True meanwhile, this publication and all in progress fail. During a
+        later wait for one of them, all in progress fail.
 
         Raises InvalidSpec for weights or metadata that cannot be published, and for more than
         `STEP_PUBLICATIONS` of one step; Overloaded if there is no memory for the copy.
