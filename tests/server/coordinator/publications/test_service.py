@@ -313,6 +313,21 @@ async def test_a_write_of_unknown_outcome_is_made_once(
         assert [each.number for each in view.versions] == [1, 2] and not world.store.loses
 
 
+async def test_a_layout_that_etcd_refuses_ends_its_publication_alone(
+    world: WorldWithServers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(transaction: Transaction) -> None:
+        if any(put.key.startswith(keys.SERIES_LAYOUTS) for put in transaction.puts):
+            raise MalformedMessage("the request is too large")
+
+    async with world.leading(call_wait_s=2.0) as client:
+        await client.begin(member())
+        with monkeypatch.context() as patch, pytest.raises(MalformedMessage, match="too large"):
+            patch.setattr(world.store, "before", refuse)
+            await client.contribute(world.put(part(1)))
+        assert (await client.contribute(world.put(part(2)))).number == 1
+
+
 async def test_a_series_that_another_process_wrote_ends_with_advice(
     world: WorldWithServers,
 ) -> None:
