@@ -40,6 +40,7 @@ from shoal_server.core.publications.protocol import (
     ClearRequested,
     Event,
     PartContributed,
+    PartFailed,
     PinRequested,
     PublicationBegun,
     PublicationPart,
@@ -61,6 +62,8 @@ MAINTAINED_AT_ONCE = 32
 CLEARED_WITHIN_S = 10.0
 MAX_SERIES = 1024
 MAX_WATCHERS = 8192
+MAX_FAILURE = 500
+"""Characters of a rank's failure that the other ranks' errors show."""
 
 Authorize = Callable[[Token], Awaitable[None]]
 PublishCut = Callable[[str, Callable[[str], PublishCutRequest]], Awaitable[PublishedCut]]
@@ -282,6 +285,17 @@ class WeightSeriesService(WeightSeriesServicer):
     ) -> pb.ContributePartReply:
         await self._authorize_publisher(request.series, request.publisher)
         publisher = messages.publisher_of(request.series, request.publisher)
+        if request.failure:
+            actor = await self._find(request.series)
+            actor.submit(
+                PartFailed(
+                    publisher=publisher,
+                    publication=request.publication,
+                    rank=request.rank,
+                    why=request.failure[:MAX_FAILURE],
+                )
+            )
+            return pb.ContributePartReply()
         own_part, *cut_parts = messages.parts_from_pb(request)
 
         def contributed(call: Call, part: PublicationPart = own_part) -> Event:

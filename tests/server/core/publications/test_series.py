@@ -24,6 +24,7 @@ from shoal_server.core.publications.protocol import (
     HeadWritten,
     NotifyWatchers,
     PartContributed,
+    PartFailed,
     PartsRejected,
     PartsVerified,
     PinRequested,
@@ -232,6 +233,40 @@ def test_another_part_of_a_complete_publication_is_refused_alone() -> None:
     assert refusals(effects) == {"again": PublicationRefusal.INVALID}
     run.settle()
     assert run.series.head.number == 1
+
+
+def failed(publication: int, publisher: Publisher = ONE) -> PartFailed:
+    return PartFailed(publisher=publisher, publication=publication, rank=1, why="no memory left")
+
+
+def test_a_publication_without_a_rank_that_failed_is_abandoned_at_once() -> None:
+    """The rank may fail before the others send their parts."""
+    run = Run()
+    run.begin()
+    run.submit(contributed(1, world=2))
+    (refused,) = run.submit(failed(1))
+    assert isinstance(refused, RequestRefused) and refused.call == "1.0"
+    assert (refused.refusal, refused.seen) == (PublicationRefusal.ABANDONED, "no memory left")
+    assert run.submit(failed(2)) == []
+    assert refusals(run.submit(contributed(2, world=2))) == {"2.0": PublicationRefusal.ABANDONED}
+
+
+def test_a_publication_that_is_complete_or_of_a_later_publisher_is_not_abandoned() -> None:
+    """The rank does not know that its part has arrived, or that it was replaced."""
+    run = Run()
+    run.begin()
+    run.submit(contributed(1, world=2))
+    run.submit(contributed(1, rank=1, world=2))
+    assert run.submit(failed(1)) == []
+    run.settle()
+    assert run.submit(failed(1)) == []
+    later = Publisher(generation=2)
+    run.begin(later)
+    run.submit(contributed(2, world=2, epoch=2, publisher=later))
+    assert run.submit(failed(2)) == []
+    run.submit(contributed(2, rank=1, world=2, epoch=2, publisher=later))
+    run.settle()
+    assert run.series.head.number == 2
 
 
 def test_an_incomplete_publication_is_abandoned() -> None:
