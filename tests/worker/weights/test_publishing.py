@@ -212,6 +212,24 @@ def test_a_publication_waits_no_longer_than_its_generation_lasts(series: MemoryS
     publications.close()
 
 
+def test_a_publication_does_not_wait_for_others_without_a_coordinator(
+    series: MemorySeries, publications: Publications
+) -> None:
+    """Training goes on. The publications in progress are committed once a coordinator is back."""
+    is_away = threading.Event()
+    series.holds.clear()
+    before = publications.publish(held(1.0, 1), ALONE)
+    threading.Timer(0.2, is_away.set).start()
+    third = publications.publish(held(2.0, 2), ALONE, is_away=is_away.is_set)
+    with pytest.raises(PublicationAbandoned, match="step 2 is not published: there is no coord"):
+        third.wait("committed", 10)
+    series.holds.set()
+    assert before.wait("committed", 10).number == 1
+    after = publications.publish(held(3.0, 2), ALONE)
+    assert after.wait("committed", 10).number == 2
+    assert after.publication > third.publication
+
+
 @pytest.mark.parametrize("closes", [False, True])
 def test_a_wait_for_a_publication_ends_with_its_generation(
     series: MemorySeries, *, closes: bool

@@ -359,13 +359,15 @@ class Publications:
         *,
         number: int | None = None,
         is_over: Callable[[], bool] = lambda: False,
+        is_away: Callable[[], bool] = lambda: False,
     ) -> PendingPublication:
         """Copy this rank's part, and send it in the background.
 
         `number`: number of the publication, which rises and is the same on all ranks; by default it
         is made from the step. First waits while as many publications are in progress as there may
         be. If `is_over` returns True meanwhile, this publication and all in progress fail. During a
-        later wait for one of them, all in progress fail.
+        later wait for one of them, all in progress fail. If `is_away` returns True meanwhile, as
+        there is no coordinator, this publication fails.
 
         Raises InvalidSpec for weights or metadata that cannot be published, and for more than
         `STEP_PUBLICATIONS` of one step; Overloaded if there is no memory for the copy.
@@ -373,9 +375,15 @@ class Publications:
         own_metadata = _checked_metadata(metadata)
         part = part_of(held, self.options.dtype)
         self._enter(publisher)
-        if not self._await_turn(is_over):
-            return self._abandoned(held.step)
+        # Also without a turn: later numbers must be the same on all ranks.
         number = number or self._next_number(held.step)
+        while not self._has_turn():
+            if is_over():
+                self._drop()
+                return _not_sent(number, held.step, OVER)
+            if is_away():
+                return _not_sent(number, held.step, "there is no coordinator")
+            self._tickets[0].await_end(LOOK_S)
         writer = self._writers.take(part.num_bytes)
         memory = torch.frombuffer(writer.buffer, dtype=torch.uint8)
         part.copy_into(memory)
@@ -403,26 +411,9 @@ class Publications:
         threading.Thread(target=self._send, args=(publication,), name=name, daemon=True).start()
         return ticket
 
-    def _await_turn(self, is_over: Callable[[], bool]) -> bool:
-        while True:
-            self._tickets = [each for each in self._tickets if not each.is_over]
-            if len(self._tickets) < len(self._contributors):
-                return True
-            if is_over():
-                return False
-            self._tickets[0].await_end(LOOK_S)
-
-    def _abandoned(self, step: int) -> PendingPublication:
-        self._drop()
-        ticket = PendingPublication(0, step)
-        ticket.failed(
-            PublicationAbandoned(
-                f"step {step} is not published: the generation is over, or the series was released",
-                seen="publications before it that were not committed",
-                expected="the next publication to have the next number",
-            )
-        )
-        return ticket
+    def _has_turn(self) -> bool:
+        self._tickets = [each for each in self._tickets if not each.is_over]
+        return len(self._tickets) < len(self._contributors)
 
     def _next_number(self, step: int) -> int:
         """Return the next number, above all earlier ones of this generation and the same on all
@@ -499,6 +490,21 @@ class Publications:
                 ticket.await_end(CLOSE_S)
         self._drop()
         self._writers.close()
+
+
+OVER = "the generation is over, or the series was released"
+
+
+def _not_sent(publication: int, step: int, why: str) -> PendingPublication:
+    ticket = PendingPublication(publication, step)
+    ticket.failed(
+        PublicationAbandoned(
+            f"step {step} is not published: {why}",
+            seen="publications before it that are not committed",
+            expected="the next publication to have the next number",
+        )
+    )
+    return ticket
 
 
 def _ended(error: ShoalError) -> PublicationAbandoned:
