@@ -146,7 +146,7 @@ def _part(key: object) -> str:
 _BRACKETS = ("[", "(", "{")
 
 
-def _nested(weights: Mapping[str, Tensor]) -> dict[str, Any]:
+def _nested(weights: Mapping[str, Tensor]) -> dict[Any, Any]:
     """Return the state dict whose tensors have these names, without its empty dicts."""
     tree: dict[str, Any] = {}
     for name, tensor in weights.items():
