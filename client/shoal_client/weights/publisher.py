@@ -34,6 +34,8 @@ PART_S = 30.0
 CUT_S = 90.0
 """A cut waits for steps in progress and for servers to copy their shards."""
 MAX_ABANDONED = 64
+MAX_FAILURE = 500
+"""Characters of a rank's failure that the errors of the other ranks show."""
 
 
 class SeriesPublisher:
@@ -185,7 +187,7 @@ class SeriesPublisher:
             publication=publication,
             rank=self._rank,
             world=self._world,
-            failure=str(failure),
+            failure=str(failure)[:MAX_FAILURE],
         )
         try:
             self._coordinators.call(

@@ -62,8 +62,6 @@ MAINTAINED_AT_ONCE = 32
 CLEARED_WITHIN_S = 10.0
 MAX_SERIES = 1024
 MAX_WATCHERS = 8192
-MAX_FAILURE = 500
-"""Characters of a rank's failure that the other ranks' errors show."""
 
 Authorize = Callable[[Token], Awaitable[None]]
 PublishCut = Callable[[str, Callable[[str], PublishCutRequest]], Awaitable[PublishedCut]]
@@ -292,7 +290,7 @@ class WeightSeriesService(WeightSeriesServicer):
                     publisher=publisher,
                     publication=request.publication,
                     rank=request.rank,
-                    why=request.failure[:MAX_FAILURE],
+                    why=request.failure,
                 )
             )
             return pb.ContributePartReply()
