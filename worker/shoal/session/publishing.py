@@ -72,8 +72,8 @@ class SessionSeries:
         Returns once this member's part of the model is copied; waits while two publications are in
         progress (one, if a single member publishes). The copy is sent and committed in the
         background: see `PendingPublication.wait`. If a member is lost before its part is on the
-        servers, the publication fails with PublicationAbandoned; also if the call would have to
-        wait and no coordinator is reached for `AWAY_S`.
+        servers, the publication fails with PublicationAbandoned. If no coordinator is reached for
+        `AWAY_S`, the call does not wait: the publications in progress fail instead.
 
         `model`: another module, or tensors by name, the same on all members; each publishes its own
         slice of a DTensor. Under an asynchronous strategy, only the member with rank 0 publishes

@@ -367,7 +367,8 @@ class Publications:
         is made from the step. First waits while as many publications are in progress as there may
         be. If `is_over` returns True meanwhile, this publication and all in progress fail. During a
         later wait for one of them, all in progress fail. If `is_away` returns True meanwhile, as
-        there is no coordinator, this publication fails.
+        there is no coordinator, all in progress fail, and this one waits for a coordinator in the
+        background.
 
         Raises InvalidSpec for weights or metadata that cannot be published, and for more than
         `STEP_PUBLICATIONS` of one step; Overloaded if there is no memory for the copy.
@@ -380,10 +381,13 @@ class Publications:
         while not self._has_turn():
             if is_over():
                 self._drop()
-                return _not_sent(number, held.step, OVER)
+                return _not_sent(number, held.step)
             if is_away():
-                return _not_sent(number, held.step, "there is no coordinator")
-            self._tickets[0].await_end(LOOK_S)
+                # Not this one, which may be the last and so has to be committed later.
+                self._drop()
+                self._enter(publisher)
+            else:
+                self._tickets[0].await_end(LOOK_S)
         writer = self._writers.take(part.num_bytes)
         memory = torch.frombuffer(writer.buffer, dtype=torch.uint8)
         part.copy_into(memory)
@@ -492,14 +496,11 @@ class Publications:
         self._writers.close()
 
 
-OVER = "the generation is over, or the series was released"
-
-
-def _not_sent(publication: int, step: int, why: str) -> PendingPublication:
+def _not_sent(publication: int, step: int) -> PendingPublication:
     ticket = PendingPublication(publication, step)
     ticket.failed(
         PublicationAbandoned(
-            f"step {step} is not published: {why}",
+            f"step {step} is not published: the generation is over, or the series was released",
             seen="publications before it that are not committed",
             expected="the next publication to have the next number",
         )
@@ -509,7 +510,8 @@ def _not_sent(publication: int, step: int, why: str) -> PendingPublication:
 
 def _ended(error: ShoalError) -> PublicationAbandoned:
     return PublicationAbandoned(
-        "this member's generation, or its session, ended before the publication was committed",
+        "this member's generation, or its session, ended before the publication was committed,"
+        " or training went on without a coordinator",
         seen=str(error)[:500],
         expected="the next version, from the present members",
     )
