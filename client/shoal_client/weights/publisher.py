@@ -34,6 +34,8 @@ PART_S = 30.0
 CUT_S = 90.0
 """A cut waits for steps in progress and for servers to copy their shards."""
 MAX_ABANDONED = 64
+MAX_FAILURE = 500
+"""Characters of a rank's failure that the errors of the other ranks show."""
 
 
 class SeriesPublisher:
@@ -97,6 +99,7 @@ class SeriesPublisher:
         timeout_s: float = TIMEOUT_S,
     ) -> pb.VersionRecord:
         """Publish this rank's part. Returns the version once the parts of all ranks are committed.
+        If that fails, the publication is abandoned, on all ranks.
 
         `publication`: a number, the same on all ranks, that rises with each publication. `tied`,
         given by a single rank: the version also has the parameters and tables on the job's
@@ -108,9 +111,6 @@ class SeriesPublisher:
         MAX_PART_LAYOUT_BYTES, and Overloaded or NoServers after OVERLOADED_S without space for the
         segment. Raises other RetryErrors or ChecksumMismatch after `timeout_s` or `close`: the
         version may or may not be committed then."""
-        give_up_s = time.monotonic() + timeout_s
-        back_off, is_replicated, full_since_s = BackOff(), False, float("inf")
-        check_layout(layout)
         part = pb.ContributePartRequest(
             series=self._series,
             publication=publication,
@@ -120,34 +120,16 @@ class SeriesPublisher:
             step=step,
             metadata=metadata or {},
         )
-        while True:
-            try:
-                begun = self.begin(give_up_s - time.monotonic())
-                part.epoch = begun.epoch
-                part.segment.CopyFrom(self._send_segment(begun, publication, segment, give_up_s))
-                if tied is not None and not part.cut_parts:
-                    # A part that is sent again must be the same.
-                    self._add_cut(part, tied, give_up_s)
-                if not is_replicated:
-                    is_replicated = True
-                    on_replicated()
-                return self._contribute(part, give_up_s)
-            except PublicationAbandoned:
-                self._abandoned = [*self._abandoned, publication][-MAX_ABANDONED:]
-                raise
-            except (RetryError, ChecksumMismatch, NoServers) as error:
-                now_s = time.monotonic()
-                full_since_s = min(full_since_s, now_s) if _is_full(error) else float("inf")
-                if now_s >= min(give_up_s, full_since_s + OVERLOADED_S):
-                    raise
-                log.info(
-                    "part_not_published",
-                    series=self._series,
-                    publication=publication,
-                    reason=str(error),
-                )
-                if self._closing.wait(back_off.pause_s(chance())):
-                    raise
+        try:
+            check_layout(layout)
+            return self._send_part(part, segment, tied, on_replicated, timeout_s)
+        except PublicationAbandoned:
+            self._abandoned = [*self._abandoned, publication][-MAX_ABANDONED:]
+            raise
+        except ShoalError as error:
+            if self._world > 1 and not self._closing.is_set():
+                self._report_failure(publication, error)
+            raise
 
     def close(self) -> None:
         """Close every connection; a call in progress fails. A script's lease is released, or
@@ -158,6 +140,64 @@ class SeriesPublisher:
             self._release_series()
         self._stores.close()
         self._coordinators.close()
+
+    def _send_part(
+        self,
+        part: pb.ContributePartRequest,
+        segment: Segment,
+        tied: Mapping[str, str] | None,
+        on_replicated: Callable[[], None],
+        timeout_s: float,
+    ) -> pb.VersionRecord:
+        give_up_s = time.monotonic() + timeout_s
+        back_off, is_replicated, full_since_s = BackOff(), False, float("inf")
+        while True:
+            try:
+                begun = self.begin(give_up_s - time.monotonic())
+                part.epoch = begun.epoch
+                part.segment.CopyFrom(
+                    self._send_segment(begun, part.publication, segment, give_up_s)
+                )
+                if tied is not None and not part.cut_parts:
+                    # A part that is sent again must be the same.
+                    self._add_cut(part, tied, give_up_s)
+                if not is_replicated:
+                    is_replicated = True
+                    on_replicated()
+                return self._contribute(part, give_up_s)
+            except (RetryError, ChecksumMismatch, NoServers) as error:
+                now_s = time.monotonic()
+                full_since_s = min(full_since_s, now_s) if _is_full(error) else float("inf")
+                if now_s >= min(give_up_s, full_since_s + OVERLOADED_S):
+                    raise
+                log.info(
+                    "part_not_published",
+                    series=self._series,
+                    publication=part.publication,
+                    reason=str(error),
+                )
+                if self._closing.wait(back_off.pause_s(chance())):
+                    raise
+
+    def _report_failure(self, publication: int, failure: ShoalError) -> None:
+        """Let the coordinator abandon the publication, since the other ranks wait for this part."""
+        request = pb.ContributePartRequest(
+            publisher=self._publisher(),
+            series=self._series,
+            publication=publication,
+            rank=self._rank,
+            world=self._world,
+            failure=str(failure)[:MAX_FAILURE],
+        )
+        try:
+            self._coordinators.call(
+                lambda channel: WeightSeriesStub(channel).Contribute,
+                request,
+                timeout_s=CALL_S,
+                gives_up=self._closing.is_set,
+            )
+        except ShoalError as error:
+            log.info("failure_not_reported", series=self._series, reason=str(error))
 
     def _begin(self, timeout_s: float, *, is_ending: bool = False) -> pb.BeginPublicationReply:
         request = pb.BeginPublicationRequest(

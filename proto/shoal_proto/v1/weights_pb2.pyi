@@ -560,6 +560,7 @@ class ContributePartRequest(_message.Message):
     METADATA_FIELD_NUMBER: _builtins.int
     CUT_PARTS_FIELD_NUMBER: _builtins.int
     TABLES_CUT_FIELD_NUMBER: _builtins.int
+    FAILURE_FIELD_NUMBER: _builtins.int
     series: _builtins.str
     epoch: _builtins.int
     publication: _builtins.int
@@ -568,6 +569,10 @@ class ContributePartRequest(_message.Message):
     world: _builtins.int
     step: _builtins.int
     tables_cut: _builtins.bytes
+    failure: _builtins.str
+    """Reason why this rank sends no part: the publication is abandoned. Then `epoch`, `segment` and
+    the fields after it are not set. Empty: the request has the part.
+    """
     @_builtins.property
     def publisher(self) -> Global___Publisher: ...
     @_builtins.property
@@ -599,10 +604,11 @@ class ContributePartRequest(_message.Message):
         metadata: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         cut_parts: _abc.Iterable[Global___CutPart] | None = ...,
         tables_cut: _builtins.bytes = ...,
+        failure: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "publisher", b"publisher", "segment", b"segment"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cut_parts", b"cut_parts", "epoch", b"epoch", "layout", b"layout", "metadata", b"metadata", "publication", b"publication", "publisher", b"publisher", "rank", b"rank", "segment", b"segment", "series", b"series", "step", b"step", "tables_cut", b"tables_cut", "world", b"world"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cut_parts", b"cut_parts", "epoch", b"epoch", "failure", b"failure", "layout", b"layout", "metadata", b"metadata", "publication", b"publication", "publisher", b"publisher", "rank", b"rank", "segment", b"segment", "series", b"series", "step", b"step", "tables_cut", b"tables_cut", "world", b"world"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -19,6 +19,7 @@ from shoal_server.etcd.api import (
     EventKind,
     Keyspace,
     KeyValue,
+    RangeResult,
     Revision,
     WatchBatch,
     WatchEvent,
@@ -79,7 +80,8 @@ class PrefixMirror(Generic[T]):
 
     It follows etcd during its `async with` block, on one event loop. The newest revision of a key
     wins, from the watch or from `note`. Callbacks for a key are called in the order of its
-    revisions. A deletion is not remembered: noting an older item brings it back.
+    revisions. A deletion is not remembered: noting an older item brings it back, but
+    `note_listing` does not.
     """
 
     def __init__(
@@ -111,6 +113,8 @@ class PrefixMirror(Generic[T]):
         self._resync = resync
         self._records: dict[str, T] = {}
         self._revisions: dict[str, Revision] = {}
+        self._watched = Revision(0)
+        """Revision of the newest batch."""
         self._in_sync = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -175,6 +179,12 @@ class PrefixMirror(Generic[T]):
         if any(changed):
             self._on_change()
 
+    def note_listing(self, listing: RangeResult) -> None:
+        """Apply a listing of keys from outside the watch, unless the watch has come as far: some of
+        the keys may be deleted since."""
+        if listing.revision > self._watched:
+            self.note_all(listing.items)
+
     def forget(self, name: str) -> None:
         """Drop the record of a missing key."""
         if self._delete(name):
@@ -216,6 +226,7 @@ class PrefixMirror(Generic[T]):
                 name = event.key.removeprefix(self._prefix)
                 if self._revisions.get(name, 0) <= event.mod_revision:
                     changed = self._delete(name) or changed
+        self._watched = batch.revision
         if changed:
             self._on_change()
 

@@ -94,6 +94,7 @@ NAMED: Mapping[str, Bound] = {
     # texts and names
     "reason": SENTENCES,
     "error": SENTENCES,
+    "failure": SENTENCES,
     "seen": SENTENCES,
     "expected": SENTENCES,
     "field": text(256),

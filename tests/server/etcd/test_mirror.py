@@ -99,6 +99,20 @@ async def test_the_newest_revision_of_each_key_counts(bench: Bench) -> None:
         assert await found.look_up("a") is None
 
 
+async def test_a_listing_that_is_older_than_the_watch_brings_no_record_back(bench: Bench) -> None:
+    changes = Changes()
+    await bench.store.put(bench.prefix + "a", b"1")
+    old = await bench.store.range(bench.prefix)
+    async with mirrored(bench.store, bench.prefix, changes) as found:
+        await bench.store.delete(bench.prefix + "a")
+        await until(changes, "delete", "a", "1")
+        found.note_listing(old)
+        assert dict(found.records) == {}
+        await bench.store.put(bench.prefix + "b", b"2")
+        found.note_listing(await bench.store.range(bench.prefix))
+        assert dict(found.records) == {"b": "2"}
+
+
 async def test_an_unreadable_record_keeps_the_last_value(bench: Bench) -> None:
     """A record that parses to None is removed."""
     changes = Changes()

@@ -6,11 +6,16 @@ import importlib
 import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+
+from shoal.weights.subscription import Weights
+from shoal.weights.version import WeightVersion
+from shoal_proto.v1.weights_pb2 import VersionRecord
 
 VLLM = {
     "vllm": "",
@@ -76,6 +81,49 @@ def test_a_worker_that_cannot_stage_a_version_tells_the_others(
     with pytest.raises(type(error)):
         engine.receive_weights(adapter.ShoalUpdateInfo())
     assert votes == [False]
+
+
+@pytest.mark.parametrize("adapter", [("vllm", VLLM)], indirect=True, ids=["vllm"])
+def test_workers_install_one_version_if_each_sees_another_newest_one(
+    adapter: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Version 58 is committed between the calls of two tensor-parallel workers."""
+    barrier, votes, own_rank = threading.Barrier(2, timeout=10.0), [0, 0], threading.local()
+    installed: list[tuple[int, int]] = []
+
+    def lowest(own: int) -> int:
+        votes[own_rank.rank] = own
+        barrier.wait()
+        found = min(votes)
+        barrier.wait()
+        return found
+
+    class Subscription:
+        def __init__(self, newest: int) -> None:
+            self.newest = newest
+
+        def fetch(self, version: int | str) -> Any:
+            number = self.newest if version == "newest" else int(version)
+            return Weights(WeightVersion(VersionRecord(number=number)), {"w": torch.ones(2)})
+
+        def check_newer(self, version: object) -> None:
+            pass
+
+        def installed(self, weights: Any) -> None:
+            installed.append((own_rank.rank, weights.version.number))
+
+    def work(rank: int) -> None:
+        own_rank.rank = rank
+        engine = adapter.ShoalWeightTransferEngine()
+        engine._subscription = Subscription(57 + rank)
+        engine._serves = lambda: [("w", torch.zeros(2))]
+        engine._load = lambda weights: None
+        engine.receive_weights(SimpleNamespace(version=None))
+
+    monkeypatch.setattr(adapter, "lowest", lowest)
+    with ThreadPoolExecutor(2) as workers:
+        list(workers.map(work, range(2)))
+    assert sorted(installed) == [(0, 57), (1, 57)]
 
 
 @pytest.mark.parametrize("adapter", [("verl", VERL)], indirect=True, ids=["verl"])

@@ -12,6 +12,7 @@ from support.processes.worlds import run_on_gloo
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.utils._pytree import tree_map
 
 from shoal.integrations import torchstore as ts
 from shoal.weights.script import end_publishing
@@ -127,6 +128,46 @@ def test_a_get_that_is_not_strict_writes_slices_and_names_what_is_missing() -> N
         }
         assert seen["logged"] == [["absent", "gone"]]
         assert "weight has another shape" in seen["refused"]
+
+
+STRUCTURES: list[dict[Any, Any]] = [
+    {"model": {"layers.0.weight": 1, "b": 2}, "step": 3},
+    {"heads": [1, {"w": 2}, [3, 4]], "pair": (1, (2,))},
+    {"many": list(range(12))},
+    {"a/b": 1, "a": {"b": 2}, "%2F": 3, "a%": {"": 4}, "": {"/": 5}},
+    {"state": {0: {"m": 1}, 1: {"m": 2}, "0": {"m": 3}}},
+    {"[0]": 1, "(0)": {"[1]": 2}, "{0}": [3], "x[0]": 4},
+]
+
+
+@pytest.mark.parametrize("state", STRUCTURES, ids=range(len(STRUCTURES)))
+def test_a_state_dict_comes_back_as_it_was_put(state: dict[Any, Any]) -> None:
+    flat = ts._flattened(tree_map(torch.tensor, state))
+    shuffled = {name: flat[name] for name in sorted(flat, key=lambda each: each[::-1])}
+    for found in (ts._nested(flat), ts._nested(shuffled)):
+        assert tree_map(int, found) == state
+
+
+def test_plain_names_are_paths() -> None:
+    flat = ts._flattened({"model": {"layers.0.weight": torch.ones(1)}, "heads": [torch.ones(1)]})
+    assert list(flat) == ["model/layers.0.weight", "heads/[0]"]
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"a": [1]},
+        {"a": []},
+        {"a": [torch.ones(2), {}]},
+        {"a": {1.5: torch.ones(1)}},
+        {"a": {True: torch.ones(1)}},
+        {"a": None},
+    ],
+    ids=str,
+)
+def test_values_that_would_not_come_back_are_refused(state: dict[str, Any]) -> None:
+    with pytest.raises(InvalidSpec, match="cannot be published"):
+        ts._flattened(state)
 
 
 @pytest.mark.parametrize("key", ["policy/v1", "a b", "x" * 300])

@@ -1,11 +1,18 @@
-"""Refusals of `session.series` and of the calls of plain scripts, before anything is sent."""
+"""`session.series` without a coordinator, and refusals of it and of the calls of plain scripts."""
+
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import shoal
-from shoal_proto.errors import InvalidSpec
+from shoal.session.publishing import AWAY_S, SessionSeries
+from shoal.weights.pieces import HeldWeights, replicated_weights
+from shoal.weights.series import SeriesOptions
+from shoal_proto.errors import InvalidSpec, PublicationAbandoned
+from shoal_proto.v1.identity_pb2 import Token
 
 
 def test_a_session_that_trains_alone_has_no_series() -> None:
@@ -55,3 +62,39 @@ def test_a_reader_without_a_coordinator_is_refused(monkeypatch: pytest.MonkeyPat
 def test_a_relay_with_tables_is_refused_by_name() -> None:
     with pytest.raises(InvalidSpec, match="rows of tables are not relayed"):
         shoal.subscribe("job/policy", coordinator="127.0.0.1:1", tables=True, relay=True)
+
+
+class Controller:
+    """Controller of the first of two members, whose coordinator is away."""
+
+    member = SimpleNamespace(coordinators=["127.0.0.1:1"], spec=SimpleNamespace(job="rl"))
+    membership = SimpleNamespace(
+        failure=None, is_broken=lambda generation: False, away_s=AWAY_S + 1.0
+    )
+
+    def __init__(self) -> None:
+        self.strategy = SimpleNamespace(synchronous=True, weights=self._weights)
+        self._step = 0
+
+    def present_or_next_generation(self, fields: dict[str, str]) -> Any:
+        return SimpleNamespace(number=1, rank=0, world_size=2, token=Token(job="rl"))
+
+    def _weights(self) -> HeldWeights:
+        self._step += 1
+        return replicated_weights(
+            {"w": torch.ones(2)}, {}, step=self._step, rank=0, world_size=2, tied={}
+        )
+
+
+def test_a_member_trains_on_without_a_coordinator() -> None:
+    """Two publications wait for a coordinator, in the background. A third one replaces them."""
+    controller: Any = Controller()
+    series = SessionSeries(controller, {}, "policy", SeriesOptions(), lambda call: None)
+    tickets = [series.publish() for _ in range(3)]
+    for ticket in tickets[:2]:
+        with pytest.raises(PublicationAbandoned, match="without a coordinator"):
+            ticket.wait("committed", 10)
+    assert not tickets[2].is_over
+    series.end(KeyboardInterrupt, KeyboardInterrupt(), None)
+    with pytest.raises(PublicationAbandoned, match="or its session, ended"):
+        tickets[2].wait("committed", 10)

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -33,6 +34,7 @@ from shoal_proto.errors import (
     PublicationAbandoned,
     Regressed,
     ShapeMismatch,
+    Unavailable,
     VersionGone,
 )
 from shoal_proto.segments.digests import chunk_digests
@@ -207,6 +209,48 @@ def test_a_publication_waits_no_longer_than_its_generation_lasts(series: MemoryS
         with pytest.raises(PublicationAbandoned):
             ticket.wait("committed", 10)
     after = publications.publish(held(4.0, 4), PublisherRank(number=2, rank=0, world_size=1))
+    assert after.wait("committed", 10).number == 1
+    publications.close()
+
+
+def test_a_publication_does_not_wait_for_others_without_a_coordinator(
+    series: MemorySeries, publications: Publications
+) -> None:
+    """Training goes on. The newest publication is committed once a coordinator is back."""
+    is_away = threading.Event()
+    series.holds.clear()
+    before = publications.publish(held(1.0, 1), ALONE)
+    threading.Timer(0.2, is_away.set).start()
+    series.failure = Unavailable("the connection was closed")
+    threading.Timer(0.4, series.holds.set).start()
+    newest = publications.publish(held(2.0, 1), ALONE, is_away=is_away.is_set)
+    with pytest.raises(PublicationAbandoned, match="without a coordinator"):
+        before.wait("committed", 10)
+    assert newest.publication > before.publication
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_a_wait_for_a_publication_ends_with_its_generation(
+    series: MemorySeries, *, closes: bool
+) -> None:
+    """A trainer that waits between two steps must reach its next step, as above. At the end of a
+    session it must leave."""
+    publications = Publications("job/policy", series.connect, SeriesOptions())
+    place = PublisherRank(number=1, rank=0, world_size=2)
+    is_over = threading.Event()
+    tickets = [
+        publications.publish(held(step, step, 0, 2), place, is_over=is_over.is_set)
+        for step in (1, 2)
+    ]
+    threading.Timer(0.2, is_over.set).start()
+    begun_s = time.monotonic()
+    if closes:
+        publications.close()
+    for ticket in tickets:
+        with pytest.raises(PublicationAbandoned, match="generation, or its session, ended"):
+            ticket.wait("committed", 20)
+    assert time.monotonic() - begun_s < 10
+    after = publications.publish(held(3.0, 2), PublisherRank(number=2, rank=0, world_size=1))
     assert after.wait("committed", 10).number == 1
     publications.close()
 

@@ -48,6 +48,41 @@ def test_rows_are_compared_by_their_bits() -> None:
     assert len(table({3: (float("nan"), 0.0)}, [3], 8).changes_since(table(rows, [3], 8)).ids) == 1
 
 
+def of_kind(
+    ids: list[int], num_shards: int, width: int, dtype: torch.dtype = torch.float32
+) -> PublishedRows:
+    """A table of ones with these ids, each in the shard of its remainder."""
+    return PublishedRows(
+        {
+            shard: {
+                "ids": torch.tensor(own, dtype=torch.int64),
+                "births": torch.ones(len(own), dtype=torch.int64),
+                "values": torch.ones(len(own), width, dtype=dtype),
+            }
+            for shard in range(num_shards)
+            for own in [[each for each in ids if each % num_shards == shard]]
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    "after",
+    [
+        of_kind([2, 5], 2, 4),
+        of_kind([2, 5], 1, 2),
+        of_kind([2, 5], 1, 4, torch.float16),
+    ],
+    ids=["shards", "width", "dtype"],
+)
+def test_all_rows_are_replaced_if_a_job_was_started_over_with_another_table(
+    after: PublishedRows,
+) -> None:
+    changes = after.changes_since(of_kind([1, 2, 3], 1, 4))
+    assert changes.ids.tolist() == [2, 5]
+    assert changes.removed.tolist() == [1, 3]
+    assert changes.values.dtype == after.all().values.dtype
+
+
 def test_a_shard_without_one_of_its_columns_is_refused() -> None:
     with pytest.raises(MalformedMessage, match="column"):
         tables_of({"shoal.tables/users/00000/ids": torch.zeros(1, dtype=torch.int64)})

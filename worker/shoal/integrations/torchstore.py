@@ -11,15 +11,15 @@ import re
 from collections.abc import Mapping
 from hashlib import sha256
 from typing import Any
+from urllib.parse import unquote
 
 import structlog
 import torch
 from torch import Tensor
 
-from shoal.torch_private.checkpoint import flatten_state_dict
 from shoal.weights.reading import write_common
 from shoal.weights.script import publish, subscribe
-from shoal.weights.subscription import Subscription, Weights
+from shoal.weights.subscription import Subscription
 from shoal_proto.errors import InvalidSpec
 
 log = structlog.get_logger(__name__)
@@ -39,8 +39,9 @@ async def put_state_dict(
     """Publish a state dict, nested or not, as the key's next version; return once it is committed.
 
     The first call's `transfer_dtype` applies to floating point tensors of all puts of the key.
-    `direct_rdma` has no effect. Raises InvalidSpec for values that are not tensors,
-    DeadlineExceeded after 600 s, or the error with which the publication failed.
+    `direct_rdma` has no effect. Raises InvalidSpec for values that are not tensors, or empty lists,
+    and for keys that are neither str nor int; DeadlineExceeded after 600 s, or the error with which
+    the publication failed.
     """
     series = series_of(key, store_name)
     flat = _flattened(state_dict)
@@ -103,22 +104,70 @@ def _subscribed(series: str) -> Subscription:
     return _subscriptions[series]
 
 
-def _flattened(state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
-    flat, paths = flatten_state_dict(dict(state_dict))
-    for name, value in flat.items():
-        if not isinstance(value, Tensor):
+def _flattened(state: Any, *above: str) -> dict[str, Tensor]:
+    """Tensors by name: a path of keys, joined by "/". A list's index is "[0]", a tuple's "(0)", and
+    an integer key "{0}"; "/", "%" and a leading bracket of another key are escaped."""
+    if isinstance(state, Tensor):
+        return {"/".join(above): state}
+    if isinstance(state, Mapping):
+        parts = {_part(key): value for key, value in state.items()}
+    elif isinstance(state, list | tuple) and state:
+        form = "[{}]" if isinstance(state, list) else "({})"
+        parts = {form.format(index): value for index, value in enumerate(state)}
+    else:
+        raise InvalidSpec(
+            f"{'/'.join(above)} cannot be published", seen=repr(state)[:200], expected="a tensor"
+        )
+    flat: dict[str, Tensor] = {}
+    for part, value in parts.items():
+        below = _flattened(value, *above, part)
+        if not below and not isinstance(state, Mapping):
+            # Left out, it would change the indices of later elements.
             raise InvalidSpec(
-                f"{name} cannot be published", seen=type(value).__name__, expected="a tensor"
+                f"{'/'.join((*above, part))} cannot be published",
+                seen="an element without tensors",
+                expected="a tensor",
             )
-    return {"/".join(map(str, paths[name])): tensor for name, tensor in flat.items()}
+        flat |= below
+    return flat
 
 
-def _nested(weights: Weights) -> dict[str, Any]:
-    nested: dict[str, Any] = {}
+def _part(key: object) -> str:
+    if type(key) is int:
+        return f"{{{key}}}"
+    if not isinstance(key, str):
+        raise InvalidSpec(
+            "a key of a state dict cannot be published", seen=repr(key), expected="a str or an int"
+        )
+    escaped = key.replace("%", "%25").replace("/", "%2F")
+    return f"%{ord(key[0]):X}{escaped[1:]}" if key[:1] in _BRACKETS else escaped
+
+
+_BRACKETS = ("[", "(", "{")
+
+
+def _nested(weights: Mapping[str, Tensor]) -> dict[Any, Any]:
+    """Return the state dict whose tensors have these names, without its empty dicts."""
+    tree: dict[str, Any] = {}
     for name, tensor in weights.items():
         *above, last = name.split("/")
-        branch = nested
+        branch = tree
         for each in above:
             branch = branch.setdefault(each, {})
         branch[last] = tensor
-    return nested
+    return {_key(part): _rebuilt(branch) for part, branch in tree.items()}
+
+
+def _rebuilt(branch: Any) -> Any:
+    if not isinstance(branch, dict):
+        return branch
+    kind = next(iter(branch))[:1]
+    if kind not in ("[", "("):
+        return {_key(part): _rebuilt(below) for part, below in branch.items()}
+    ordered = sorted(branch.items(), key=lambda item: int(item[0][1:-1]))
+    values = [_rebuilt(below) for _, below in ordered]
+    return values if kind == "[" else tuple(values)
+
+
+def _key(part: str) -> str | int:
+    return int(part[1:-1]) if part[:1] == "{" else unquote(part)

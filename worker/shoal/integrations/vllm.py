@@ -108,6 +108,10 @@ class ShoalWeightTransferEngine(WeightTransferEngine):
         cannot load it, all load the previous version again and raise PublicationAbandoned.
         """
         staged = self._staged(update_info.version)
+        number = lowest(staged.version.number)
+        if not all_true(staged.version.number == number):
+            # The newest version of one worker was not that of another.
+            staged = self._staged(number)
         failure: Exception | None = None
         try:
             self._load(staged.items)
@@ -202,12 +206,17 @@ def _forget_load(model: nn.Module) -> None:
 
 def all_true(own: bool) -> bool:
     """True if `own` is true on all workers. Collective."""
+    return bool(lowest(int(own)))
+
+
+def lowest(own: int) -> int:
+    """Return the lowest `own` of all workers. Collective."""
     group = get_world_group()
     if group.world_size == 1:
         return own
-    number = torch.tensor([int(own)])
+    number = torch.tensor([own])
     dist.all_reduce(number, op=dist.ReduceOp.MIN, group=group.cpu_group)
-    return bool(number.item())
+    return int(number.item())
 
 
 # --- trainers that use vLLM's own classes ---

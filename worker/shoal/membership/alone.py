@@ -222,3 +222,7 @@ class LoneMember:
     @property
     def is_disconnected(self) -> bool:
         return False
+
+    @property
+    def away_s(self) -> float:
+        return 0.0

@@ -22,6 +22,10 @@ from shoal_proto.errors import InvalidSpec
 from shoal_proto.names import check_name
 from shoal_proto.v1 import weights_pb2
 
+AWAY_S = 5.0
+"""Time without a coordinator after which training no longer waits for earlier publications. A
+successor mostly leads by then."""
+
 
 class SessionSeries:
     """Series made by `session.series`. All members make the same calls on it."""
@@ -68,7 +72,8 @@ class SessionSeries:
         Returns once this member's part of the model is copied; waits while two publications are in
         progress (one, if a single member publishes). The copy is sent and committed in the
         background: see `PendingPublication.wait`. If a member is lost before its part is on the
-        servers, the publication fails with PublicationAbandoned.
+        servers, the publication fails with PublicationAbandoned. If no coordinator is reached for
+        `AWAY_S`, the call does not wait: the publications in progress fail instead.
 
         `model`: another module, or tensors by name, the same on all members; each publishes its own
         slice of a DTensor. Under an asynchronous strategy, only the member with rank 0 publishes
@@ -100,7 +105,9 @@ class SessionSeries:
         def is_over() -> bool:
             return membership.failure is not None or membership.is_broken(generation.number)
 
-        return self._publications.publish(held, publisher, metadata, is_over=is_over)
+        return self._publications.publish(
+            held, publisher, metadata, is_over=is_over, is_away=lambda: membership.away_s > AWAY_S
+        )
 
     def _connect(self, publisher: PublisherRank) -> Contributor:
         generation = self._generation

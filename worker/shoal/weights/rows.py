@@ -1,7 +1,7 @@
 """Rows of embedding tables in a version, and their changes since an earlier version."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -62,13 +62,18 @@ class PublishedRows:
     def changes_since(self, earlier: "PublishedRows | None") -> RowChanges:
         """Copy the rows that are new since the earlier version, or whose values differ bit for bit.
 
-        All rows if there is no earlier version, or if it has other shards.
+        All rows if there is no earlier version, or if its table has other shards, another width or
+        another dtype: the job was started over meanwhile.
         """
-        before = earlier.shards if earlier is not None else {}
-        if before.keys() != self.shards.keys():
-            before = {}
-        changes = [_changes(before.get(i), each) for i, each in self.shards.items()]
-        return _merged(changes)
+        if earlier is None:
+            return self.all()
+        if earlier._kind() != self._kind():
+            changes, before = self.all(), earlier.all().ids
+            return replace(changes, removed=before[~torch.isin(before, changes.ids)])
+        return _merged([_changes(earlier.shards[i], each) for i, each in self.shards.items()])
+
+    def _kind(self) -> dict[int, tuple[torch.Size, torch.dtype]]:
+        return {i: (each.values.shape[1:], each.values.dtype) for i, each in self.shards.items()}
 
 
 def tables_of(tensors: Mapping[str, Tensor]) -> dict[str, PublishedRows]:

@@ -124,9 +124,12 @@ class PendingPublication:
         publication: int,
         step: int,
         look: "Callable[[int, float], WeightVersion] | None" = None,
+        abandon_if_over: Callable[[], None] = lambda: None,
     ) -> None:
-        """`look(number, timeout_s)` asks the coordinator for a version."""
+        """`look(number, timeout_s)` asks the coordinator for a version. `abandon_if_over` is called
+        during waits: it makes the publication fail if its generation is over."""
         self._look = look
+        self._abandon_if_over = abandon_if_over
         self.publication = publication
         self.step = step
         self.version: int | None = None
@@ -157,7 +160,7 @@ class PendingPublication:
             )
         ends_s = math.inf if timeout is None else time.monotonic() + timeout
         event = self._replicated if level == "replicated" else self._ended
-        if not event.wait(timeout):
+        if not self._await(event, ends_s):
             raise self._late(level, timeout)
         if self.failure is not None:
             raise self.failure
@@ -171,6 +174,14 @@ class PendingPublication:
                 raise self._late(level, timeout)
             version = self._look(version.number, left_s)
         return version
+
+    def _await(self, event: threading.Event, ends_s: float) -> bool:
+        """Wait for the event; False if it is not set at `ends_s`."""
+        while not event.wait(max(min(LOOK_S, ends_s - time.monotonic()), 0.0)):
+            if time.monotonic() >= ends_s:
+                return False
+            self._abandon_if_over()
+        return True
 
     def _late(self, level: Level, timeout: float | None) -> DeadlineExceeded:
         needed = {
@@ -210,9 +221,9 @@ class PendingPublication:
         self._replicated.set()
         self._ended.set()
 
-    def await_end(self, timeout: float | None) -> None:
+    def await_end(self, timeout: float) -> None:
         """Wait until the publication is over, for at most `timeout` seconds."""
-        self._ended.wait(timeout)
+        self._await(self._ended, time.monotonic() + timeout)
 
     def await_turn(self, timeout: float) -> None:
         """Wait until this rank's part is on its servers, and then up to `timeout` s for the end."""
@@ -282,8 +293,30 @@ class PreparedWriters:
             writer.close()
 
 
+class _Contributors:
+    """Connections of one generation and rank, one for each publication that may be in progress."""
+
+    def __init__(self, connections: Sequence[Contributor] = ()) -> None:
+        self._connections = connections
+        self.is_closed = not connections
+
+    def __len__(self) -> int:
+        return len(self._connections)
+
+    def __getitem__(self, index: int) -> Contributor:
+        return self._connections[index]
+
+    def close(self) -> None:
+        """Make publications in progress fail. Any thread may call this, and more than once."""
+        if not self.is_closed:
+            self.is_closed = True
+            for each in self._connections:
+                each.close()
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Publication:
+    contributors: _Contributors
     contributor: Contributor
     part: RankPart
     writer: SegmentWriter
@@ -310,7 +343,7 @@ class Publications:
         self._look = look
         self.options = options
         self._connect = connect
-        self._contributors: list[Contributor] = []
+        self._contributors = _Contributors()
         self._publisher: PublisherRank | None = None
         self._writers = PreparedWriters()
         self._tickets: list[PendingPublication] = []
@@ -326,12 +359,16 @@ class Publications:
         *,
         number: int | None = None,
         is_over: Callable[[], bool] = lambda: False,
+        is_away: Callable[[], bool] = lambda: False,
     ) -> PendingPublication:
         """Copy this rank's part, and send it in the background.
 
         `number`: number of the publication, which rises and is the same on all ranks; by default it
         is made from the step. First waits while as many publications are in progress as there may
-        be. If `is_over` returns True meanwhile, this publication and all in progress fail.
+        be. If `is_over` returns True meanwhile, this publication and all in progress fail. During a
+        later wait for one of them, all in progress fail. If `is_away` returns True meanwhile, as
+        there is no coordinator, all in progress fail, and this one waits for a coordinator in the
+        background.
 
         Raises InvalidSpec for weights or metadata that cannot be published, and for more than
         `STEP_PUBLICATIONS` of one step; Overloaded if there is no memory for the copy.
@@ -339,16 +376,32 @@ class Publications:
         own_metadata = _checked_metadata(metadata)
         part = part_of(held, self.options.dtype)
         self._enter(publisher)
-        if not self._await_turn(is_over):
-            return self._abandoned(held.step)
+        # Also without a turn: later numbers must be the same on all ranks.
         number = number or self._next_number(held.step)
+        while not self._has_turn():
+            if is_over():
+                self._drop()
+                return _not_sent(number, held.step)
+            if is_away():
+                # Not this one, which may be the last and so has to be committed later.
+                self._drop()
+                self._enter(publisher)
+            else:
+                self._tickets[0].await_end(LOOK_S)
         writer = self._writers.take(part.num_bytes)
         memory = torch.frombuffer(writer.buffer, dtype=torch.uint8)
         part.copy_into(memory)
         del memory
-        ticket = PendingPublication(number, held.step, self._look)
+        contributors = self._contributors
+
+        def abandon_if_over() -> None:
+            if is_over():
+                contributors.close()
+
+        ticket = PendingPublication(number, held.step, self._look, abandon_if_over)
         publication = _Publication(
-            contributor=self._contributors[self._num_sent % len(self._contributors)],
+            contributors=contributors,
+            contributor=contributors[self._num_sent % len(contributors)],
             part=part,
             writer=writer,
             ticket=ticket,
@@ -362,26 +415,9 @@ class Publications:
         threading.Thread(target=self._send, args=(publication,), name=name, daemon=True).start()
         return ticket
 
-    def _await_turn(self, is_over: Callable[[], bool]) -> bool:
-        while True:
-            self._tickets = [each for each in self._tickets if not each.is_over]
-            if len(self._tickets) < len(self._contributors):
-                return True
-            if is_over():
-                return False
-            self._tickets[0].await_end(LOOK_S)
-
-    def _abandoned(self, step: int) -> PendingPublication:
-        self._drop()
-        ticket = PendingPublication(0, step)
-        ticket.failed(
-            PublicationAbandoned(
-                f"step {step} is not published: the generation is over, or the series was released",
-                seen="publications before it that were not committed",
-                expected="the next publication to have the next number",
-            )
-        )
-        return ticket
+    def _has_turn(self) -> bool:
+        self._tickets = [each for each in self._tickets if not each.is_over]
+        return len(self._tickets) < len(self._contributors)
 
     def _next_number(self, step: int) -> int:
         """Return the next number, above all earlier ones of this generation and the same on all
@@ -403,18 +439,17 @@ class Publications:
 
         The only rank of a generation sends one publication at a time.
         """
-        if self._contributors and publisher == self._publisher:
+        if not self._contributors.is_closed and publisher == self._publisher:
             return
         self._drop()
-        self._numbers, self._publisher = (-1, 0), publisher
+        if publisher != self._publisher:
+            self._numbers, self._publisher = (-1, 0), publisher
         count = IN_FLIGHT if publisher.world_size > 1 else 1
-        self._contributors = [self._connect(publisher) for _ in range(count)]
+        self._contributors = _Contributors([self._connect(publisher) for _ in range(count)])
 
     def _drop(self) -> None:
         """Abandon publications of an earlier generation: they may lack parts of lost members."""
-        contributors, self._contributors = self._contributors, []
-        for each in contributors:
-            each.close()
+        self._contributors.close()
         for ticket in self._tickets:
             ticket.await_end(CLOSE_S)
         self._tickets.clear()
@@ -443,7 +478,7 @@ class Publications:
         except ShoalError as error:
             text = str(error)[:500]
             log.warning("publication_failed", series=self.name, step=ticket.step, reason=text)
-            ticket.failed(error if publication.contributor in self._contributors else _ended(error))
+            ticket.failed(_ended(error) if publication.contributors.is_closed else error)
         except BaseException as error:
             what = f"series {self.name} was not published"
             ticket.failed(PublicationAbandoned(what, seen=repr(error)))
@@ -461,9 +496,22 @@ class Publications:
         self._writers.close()
 
 
+def _not_sent(publication: int, step: int) -> PendingPublication:
+    ticket = PendingPublication(publication, step)
+    ticket.failed(
+        PublicationAbandoned(
+            f"step {step} is not published: the generation is over, or the series was released",
+            seen="publications before it that are not committed",
+            expected="the next publication to have the next number",
+        )
+    )
+    return ticket
+
+
 def _ended(error: ShoalError) -> PublicationAbandoned:
     return PublicationAbandoned(
-        "this member's generation, or its session, ended before the publication was committed",
+        "this member's generation, or its session, ended before the publication was committed,"
+        " or training went on without a coordinator",
         seen=str(error)[:500],
         expected="the next version, from the present members",
     )

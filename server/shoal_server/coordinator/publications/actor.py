@@ -186,31 +186,33 @@ class SeriesActor:
         self.submit(HeadWritten())
 
     async def _verify(self, effect: VerifyParts) -> None:
+        try:
+            self.submit(await self._checked(effect))
+        except ShoalError as error:
+            log.error("parts_not_verified", series=self.series.name, reason=str(error))
+            self.end(error)
+
+    async def _checked(self, effect: VerifyParts) -> PartsVerified | PartsRejected:
+        """Check the parts, and store their layout. Raises refusals of etcd."""
         rejected = partial(PartsRejected, epoch=effect.epoch, publication=effect.publication)
         try:
             layout = await self._layouts.of_parts(effect.parts)
         except (NotCovered, InvalidSpec) as why:
-            self.submit(rejected(what=why.what, seen=why.seen, expected=why.expected))
-            return
+            return rejected(what=why.what, seen=why.seen, expected=why.expected)
         segments = await self._verified([part.segment for part in effect.parts])
         if isinstance(segments, int):
             holders = ", ".join(effect.parts[segments].segment.holders)
-            self.submit(
-                rejected(
-                    what=f"no server has the segment of rank {segments}",
-                    seen=f"none of {holders}",
-                    expected="the segment on a server that acknowledged it",
-                )
+            return rejected(
+                what=f"no server has the segment of rank {segments}",
+                seen=f"none of {holders}",
+                expected="the segment on a server that acknowledged it",
             )
-            return
         digest = await self._keep_layout(layout)
-        self.submit(
-            PartsVerified(
-                epoch=effect.epoch,
-                publication=effect.publication,
-                layout_digest=digest,
-                segments=segments,
-            )
+        return PartsVerified(
+            epoch=effect.epoch,
+            publication=effect.publication,
+            layout_digest=digest,
+            segments=segments,
         )
 
     async def _verified(

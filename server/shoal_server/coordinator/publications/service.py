@@ -40,6 +40,7 @@ from shoal_server.core.publications.protocol import (
     ClearRequested,
     Event,
     PartContributed,
+    PartFailed,
     PinRequested,
     PublicationBegun,
     PublicationPart,
@@ -282,6 +283,17 @@ class WeightSeriesService(WeightSeriesServicer):
     ) -> pb.ContributePartReply:
         await self._authorize_publisher(request.series, request.publisher)
         publisher = messages.publisher_of(request.series, request.publisher)
+        if request.failure:
+            actor = await self._find(request.series)
+            actor.submit(
+                PartFailed(
+                    publisher=publisher,
+                    publication=request.publication,
+                    rank=request.rank,
+                    why=request.failure,
+                )
+            )
+            return pb.ContributePartReply()
         own_part, *cut_parts = messages.parts_from_pb(request)
 
         def contributed(call: Call, part: PublicationPart = own_part) -> Event:

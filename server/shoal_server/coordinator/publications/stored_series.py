@@ -27,13 +27,21 @@ class SeriesWriter:
     """Writer of one series."""
 
     def __init__(
-        self, store: LeaderStore, name: str, revision: Revision, layouts: Iterable[str] = ()
+        self,
+        store: LeaderStore,
+        name: str,
+        revision: Revision,
+        *,
+        layouts: Iterable[str] = (),
+        used_layouts: Iterable[str] = (),
     ) -> None:
-        """`revision`: the head's in etcd; 0 without one."""
+        """`revision`: the head's in etcd; 0 without one. `layouts`: digests with a chunk in etcd.
+        `used_layouts`: those of kept versions, which have all their chunks."""
         self._store = store
         self._name = name
         self._revision = revision
         self._layouts = set(layouts)
+        self._whole_layouts = set(used_layouts)
         self._newest_layout = ""
         """Digest of the newest layout, which the next version may use."""
         self._writing = asyncio.Lock()
@@ -64,6 +72,7 @@ class SeriesWriter:
                 return False
             self._revision = made_at
             self._layouts -= unused
+            self._whole_layouts -= unused
             return True
 
     async def _written(self, head: Put, operations: Sequence[Operation]) -> Revision | None:
@@ -85,16 +94,17 @@ class SeriesWriter:
         return stored.mod_revision if stored is not None and stored.value == head.value else None
 
     async def keep_layout(self, serialized: bytes) -> bytes:
-        """Store the layout of the next version, unless etcd has it; return its digest. Raises what
-        the store raises."""
+        """Store the layout of the next version, unless etcd has all its chunks; return its digest.
+        Raises what the store raises."""
         digest = deflated_chunks.digest_of(serialized)
         async with self._writing:
-            if digest not in self._layouts:
+            if digest not in self._whole_layouts:
                 chunks = await asyncio.to_thread(deflated_chunks.cut, serialized)
+                self._layouts.add(digest)
                 for number, chunk in enumerate(chunks):
                     key = keys.series_layout_chunk(self._name, digest, number)
                     await self._store.transact([], [Put(key, chunk)])
-                self._layouts.add(digest)
+                self._whole_layouts.add(digest)
             self._newest_layout = digest
         return bytes.fromhex(digest)
 
@@ -169,7 +179,13 @@ def _parsed(
             broken[name] = error
             continue
         if stored is not None and head is not None:
-            writer = SeriesWriter(store, name, head.mod_revision, digests.get(name, ()))
+            writer = SeriesWriter(
+                store,
+                name,
+                head.mod_revision,
+                layouts=digests.get(name, ()),
+                used_layouts={v.layout_digest.hex() for v in stored.versions.values()},
+            )
             series[name] = stored, writer
     return series, broken
 

@@ -82,6 +82,16 @@ class PartContributed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PartFailed:
+    """A rank cannot contribute its part."""
+
+    publisher: Publisher
+    publication: int
+    rank: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ContributorLeft:
     """The caller of a request waits no longer; its part stays."""
 
@@ -157,6 +167,7 @@ class TimePassed:
 Event = (
     BeginRequested
     | PartContributed
+    | PartFailed
     | ContributorLeft
     | PartsVerified
     | PartsRejected

@@ -26,7 +26,7 @@ class Publication:
         self.number = number
         self.stage = PublicationStage.GATHERING
         self.received_s = now_s
-        """Arrival of the newest part."""
+        """Arrival of the newest part. Parts that are sent again, as they are, do not count."""
         self._parts: dict[int, PublicationPart] = {}
         self._calls: dict[Call, int] = {}
 
@@ -76,9 +76,10 @@ class Publication:
                         seen=f"{seen} on rank {part.rank}",
                         expected=f"{expected}, as on rank {other.rank}",
                     )
+        if known is None or not _is_same(known, part):
+            self.received_s = now_s
         self._parts[part.rank] = part
         self._calls[call] = part.rank
-        self.received_s = now_s
 
     def drop_call(self, call: Call) -> None:
         self._calls.pop(call, None)

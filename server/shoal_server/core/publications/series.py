@@ -28,6 +28,7 @@ from shoal_server.core.publications.protocol import (
     HeadWritten,
     NotifyWatchers,
     PartContributed,
+    PartFailed,
     PartsRejected,
     PartsVerified,
     PinRequested,
@@ -123,6 +124,8 @@ class PublishedSeries:
                 self._enqueue(lambda now_s: self._begin(event, now_s))
             case PartContributed():
                 yield from self._contribute(event, now_s)
+            case PartFailed():
+                yield from self._part_failed(event)
             case ContributorLeft():
                 for publication in self._publications.values():
                     publication.drop_call(event.call)
@@ -362,6 +365,24 @@ class PublishedSeries:
             )
         return None
 
+    def _part_failed(self, event: PartFailed) -> Effects:
+        """Abandon the publication, unless it is complete or over: its other ranks wait in vain."""
+        number, head = event.publication, self.head
+        publication = self._publications.get(number)
+        is_over = number <= head.publication or number in self._abandoned.reasons
+        is_complete = publication is not None and publication.is_complete
+        if event.publisher == head.publisher and not is_over and not is_complete:
+            yield from self._abandon(
+                PartsRejected(
+                    epoch=head.epoch,
+                    publication=number,
+                    what=f"publication {number} of {self.name} was abandoned: rank {event.rank}"
+                    " could not send its part",
+                    seen=event.why,
+                    expected="a part of each rank",
+                )
+            )
+
     def _give_up_oldest(self, newest: int) -> Effects:
         gathering = sorted(
             n for n, p in self._publications.items() if p.stage is PublicationStage.GATHERING
@@ -383,9 +404,9 @@ class PublishedSeries:
         )
 
     def _abandon(self, rejected: PartsRejected) -> Effects:
-        publication = self._publications.pop(rejected.publication)
+        publication = self._publications.pop(rejected.publication, None)
         self._abandoned.add(rejected)
-        for call in publication.calls:
+        for call in publication.calls if publication is not None else ():
             yield self._as_refused(call, rejected)
 
     def _as_refused(self, call: Call, why: PartsRejected) -> RequestRefused:
@@ -439,8 +460,8 @@ class PublishedSeries:
             self._enqueue(lambda now_s: self._commit(event, publication, now_s))
 
     def _commit(self, event: PartsVerified, publication: Publication, now_s: float) -> Effects:
-        if event.epoch != self.head.epoch:
-            return  # its calls were refused when the epoch ended
+        if self._publications.get(publication.number) is not publication:
+            return  # abandoned since; its calls were refused
         first = publication.parts[0]
         version = PublishedVersion(
             number=self.head.number + 1,
@@ -532,6 +553,8 @@ class PublishedSeries:
         yield self._put_newest(version, now_s, then=[answer])
 
     def _clear(self, event: ClearRequested) -> Effects:
+        for number in list(self._publications):
+            yield from self._give_up(number, "the job is removed or started over")
         if self.head.kept:
             yield self._write(self.stored, drop=self.head.kept, then=[Cleared(call=event.call)])
         else:

@@ -5,7 +5,7 @@ import hashlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
@@ -14,7 +14,9 @@ from support.clusters.hooked_store import HookedStore, Transaction, answer_lost
 from support.clusters.segment_stores import SegmentStore
 
 from shoal_client.cli import parse
+from shoal_client.weights import publisher as publisher_module
 from shoal_client.weights.publisher import SeriesPublisher
+from shoal_client.weights.stores import WeightStores
 from shoal_proto.errors import (
     DeadlineExceeded,
     Fenced,
@@ -23,6 +25,7 @@ from shoal_proto.errors import (
     MalformedMessage,
     NoServers,
     NotLeader,
+    Overloaded,
     PublicationAbandoned,
     Regressed,
     SeriesHeld,
@@ -311,6 +314,21 @@ async def test_a_write_of_unknown_outcome_is_made_once(
         assert (await client.contribute(world.put(part(2)))).number == 2
         view = await client.view()
         assert [each.number for each in view.versions] == [1, 2] and not world.store.loses
+
+
+async def test_a_layout_that_etcd_refuses_ends_its_publication_alone(
+    world: WorldWithServers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(transaction: Transaction) -> None:
+        if any(put.key.startswith(keys.SERIES_LAYOUTS) for put in transaction.puts):
+            raise MalformedMessage("the request is too large")
+
+    async with world.leading(call_wait_s=2.0) as client:
+        await client.begin(member())
+        with monkeypatch.context() as patch, pytest.raises(MalformedMessage, match="too large"):
+            patch.setattr(world.store, "before", refuse)
+            await client.contribute(world.put(part(1)))
+        assert (await client.contribute(world.put(part(2)))).number == 1
 
 
 async def test_a_series_that_another_process_wrote_ends_with_advice(
@@ -716,6 +734,33 @@ async def test_a_publication_without_servers_fails() -> None:
 
         with pytest.raises(NoServers, match="shoal ps"):
             await asyncio.to_thread(publish)
+
+
+async def test_a_publication_ends_for_all_ranks_if_one_cannot_send_its_part(
+    world: WorldWithServers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the others wait for it, and stop training at their third publication."""
+
+    def put(stores: WeightStores, server: object, request: pb.PutSegmentRequest, *_: object) -> Any:
+        if request.rank:
+            raise Overloaded("the server has no memory left")
+        return pb.PutSegmentReply(holders=world.servers)
+
+    monkeypatch.setattr(WeightStores, "put", put)
+    monkeypatch.setattr(publisher_module, "OVERLOADED_S", 0.1)
+    async with world.leading() as client:
+
+        def publish(rank: int) -> None:
+            own = SeriesPublisher([client.address], SERIES, member, rank=rank, world=2)
+            with closing(own):
+                segment = SegmentWriter(4).seal()
+                own.contribute(segment, pb.Layout(), publication=1, timeout_s=10.0)
+
+        ranks = (asyncio.to_thread(publish, rank) for rank in range(2))
+        waiting, failed = await asyncio.gather(*ranks, return_exceptions=True)
+    assert isinstance(failed, Overloaded)
+    assert isinstance(waiting, PublicationAbandoned)
+    assert "rank 1 could not send its part" in waiting.what and "no memory left" in waiting.seen
 
 
 async def test_a_script_keeps_its_series_while_its_only_server_restarts() -> None:

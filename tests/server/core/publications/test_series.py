@@ -3,6 +3,8 @@
 from collections.abc import Iterable
 from dataclasses import replace
 
+import pytest
+
 from shoal_server.core.publications import keeping
 from shoal_server.core.publications.holders import Holders, HoldsAnswer, StoreServer, servers_for
 from shoal_server.core.publications.limits import (
@@ -14,14 +16,18 @@ from shoal_server.core.publications.limits import (
 )
 from shoal_server.core.publications.protocol import (
     BeginRequested,
+    Cleared,
+    ClearRequested,
     ContributorLeft,
     Effect,
     Event,
     HeadWritten,
     NotifyWatchers,
     PartContributed,
+    PartFailed,
     PartsRejected,
     PartsVerified,
+    PinRequested,
     PublicationBegun,
     PublicationPart,
     PublicationRefusal,
@@ -171,6 +177,27 @@ def test_a_commit_of_an_epoch_that_has_ended_is_not_written() -> None:
     assert run.series.head.number == 0 and not any(isinstance(e, WriteSeries) for e in effects)
 
 
+@pytest.mark.parametrize("verified_at", [0, 1, 2])
+def test_a_publication_of_a_run_that_is_over_is_not_written(verified_at: int) -> None:
+    """The job is started over while servers are asked for the publication's segments. Their answer
+    comes before its versions are dropped, during that, or later."""
+    run = Run()
+    run.publish(1)
+    (verify,) = run.submit(contributed(2))
+    assert isinstance(verify, VerifyParts)
+    run.submit(PinRequested(call="p", number=1, pins=True))
+    run.submit(ClearRequested(call="c"))
+    events: list[Event] = [HeadWritten(), HeadWritten()]
+    events.insert(verified_at, verified(verify))
+    effects = [effect for event in events for effect in run.submit(event)]
+    assert refusals(effects) == {"2.0": PublicationRefusal.ABANDONED}
+    assert Cleared(call="c") in effects
+    assert (run.series.head.kept, run.series.head.number) == ((), 1)
+    assert refusals(run.submit(contributed(2, call="again"))) == {
+        "again": PublicationRefusal.ABANDONED
+    }
+
+
 def test_a_complete_publication_abandons_older_ones() -> None:
     """Publications become versions in order."""
     run = Run()
@@ -208,11 +235,49 @@ def test_another_part_of_a_complete_publication_is_refused_alone() -> None:
     assert run.series.head.number == 1
 
 
-def test_an_incomplete_publication_is_abandoned() -> None:
+def failed(publication: int, publisher: Publisher = ONE) -> PartFailed:
+    return PartFailed(publisher=publisher, publication=publication, rank=1, why="no memory left")
+
+
+def test_a_publication_without_a_rank_that_failed_is_abandoned_at_once() -> None:
+    """The rank may fail before the others send their parts."""
     run = Run()
     run.begin()
     run.submit(contributed(1, world=2))
-    run.now_s += ABANDONED_AFTER_S + 1
+    (refused,) = run.submit(failed(1))
+    assert isinstance(refused, RequestRefused) and refused.call == "1.0"
+    assert (refused.refusal, refused.seen) == (PublicationRefusal.ABANDONED, "no memory left")
+    assert run.submit(failed(2)) == []
+    assert refusals(run.submit(contributed(2, world=2))) == {"2.0": PublicationRefusal.ABANDONED}
+
+
+def test_a_publication_that_is_complete_or_of_a_later_publisher_is_not_abandoned() -> None:
+    """The rank does not know that its part has arrived, or that it was replaced."""
+    run = Run()
+    run.begin()
+    run.submit(contributed(1, world=2))
+    run.submit(contributed(1, rank=1, world=2))
+    assert run.submit(failed(1)) == []
+    run.settle()
+    assert run.submit(failed(1)) == []
+    later = Publisher(generation=2)
+    run.begin(later)
+    run.submit(contributed(2, world=2, epoch=2, publisher=later))
+    assert run.submit(failed(2)) == []
+    run.submit(contributed(2, rank=1, world=2, epoch=2, publisher=later))
+    run.settle()
+    assert run.series.head.number == 2
+
+
+def test_an_incomplete_publication_is_abandoned() -> None:
+    """Waiting ranks send their parts again and again meanwhile."""
+    run = Run()
+    run.begin()
+    for _ in range(3):
+        run.submit(contributed(1, world=2))
+        run.now_s += ABANDONED_AFTER_S / 3
+        assert run.submit(TimePassed()) == []
+    run.now_s += 1
     (refused,) = run.submit(TimePassed())
     assert isinstance(refused, RequestRefused) and refused.seen == "no part of ranks 1"
     for number in range(2, 3 + MAX_PENDING):

@@ -1,0 +1,35 @@
+"""Records of a series in etcd, written by one leader and read by the next."""
+
+import os
+
+import pytest
+from support.clusters.hooked_store import UnreliableStore
+
+from shoal_proto.errors import Unavailable
+from shoal_server.coordinator.publications.stored_series import SeriesWriter, read_one
+from shoal_server.core.publications.protocol import WriteSeries
+from shoal_server.core.publications.records import SeriesHead
+from shoal_server.etcd import keys
+from shoal_server.etcd.api import Revision
+from shoal_server.etcd.leader_store import LeaderStore
+from shoal_server.etcd.records.deflated_chunks import CHUNK_BYTES, digest_of
+
+SERIES = "rl/policy"
+
+
+async def test_a_layout_of_which_a_leader_has_put_one_chunk_is_put_whole_by_the_next() -> None:
+    layout = os.urandom(2 * CHUNK_BYTES + 1)
+    second = keys.series_layout_chunk(SERIES, digest_of(layout), 1)
+    memory = UnreliableStore(lambda transaction: second in {put.key for put in transaction.puts})
+    store = LeaderStore(memory, lambda: (), lambda reason: None)
+    writer = SeriesWriter(store, SERIES, Revision(0))
+    assert await writer.write(WriteSeries(head=SeriesHead(epoch=1)), [])
+    memory.fails = "before"
+    with pytest.raises(Unavailable):
+        await writer.keep_layout(layout)
+    assert len(await store.keys(keys.series_layouts(SERIES))) == 1
+
+    memory.fails = ""
+    _, successor = await read_one(store, SERIES)
+    digest = await successor.keep_layout(layout)
+    assert await successor.read_layout(digest) == layout
