@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Collection, Coroutine, Iterator, Set
+from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence, Set
 from contextlib import AsyncExitStack, contextmanager
 from typing import Any, Literal, TypeVar
 
@@ -29,6 +29,7 @@ from shoal_server.coordinator.shards.loss_acceptance import LossAcceptance
 from shoal_server.coordinator.shards.loss_log import LossLog
 from shoal_server.coordinator.shards.service import ShardsService
 from shoal_server.core.processes import MemberProcess
+from shoal_server.core.shards.assignments import ShardAssignment
 from shoal_server.core.shards.losses import RestoreAttempt
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import KeyValueStore
@@ -182,10 +183,10 @@ class ParameterServers:
     def _loads(self, job: str) -> bool:
         return self.is_restoring(job)
 
-    async def _restore(self, job: str) -> RestoreAttempt:
+    async def _restore(self, job: str, lost: Sequence[ShardAssignment]) -> RestoreAttempt:
         if self.restore_lost is None:
             return RestoreAttempt(is_restored=False)
-        return await self.restore_lost(job)
+        return await self.restore_lost(job, lost)
 
     async def _lost(self, job: str, who: MemberProcess, reason: str) -> None:
         raise AssertionError(f"{who.member_id} of {job} was declared lost: {reason}")

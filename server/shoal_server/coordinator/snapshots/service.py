@@ -101,8 +101,8 @@ class SnapshotService(SnapshotsServicer):
         """True while this coordinator restores the job."""
         return job in self._restorer.under_way
 
-    async def restore_lost(self, job: str) -> RestoreAttempt:
-        """Restore a job that has lost shards, even if it has members.
+    async def restore_lost(self, job: str, lost: Sequence[ShardAssignment]) -> RestoreAttempt:
+        """Restore a job that has `lost` shards, even if it has members.
 
         Uses the newest snapshot if it is of the current shards, else the one from which these were
         restored. If they never were, uses the newest since the job's last reset. Without such a
@@ -124,7 +124,7 @@ class SnapshotService(SnapshotsServicer):
                     f"Its newest snapshot at {where} was taken before the job was started over"
                 )
         try:
-            restored = await self._restorer.restore(library, number, under_members=True)
+            restored = await self._restorer.restore(library, number, lost=lost)
         except UnknownSnapshot:
             which = f"Snapshot {number}, its source, is not" if number else "No snapshot of it is"
             return _not_restored(f"{which} at {library.storage.url}")

@@ -8,6 +8,7 @@ import zlib
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from shoal_proto.errors import (
     JobFinished,
     JobInUse,
     NoServers,
+    NothingLost,
     ProposalConflict,
     ShoalError,
     SnapshotDamaged,
@@ -43,6 +45,8 @@ from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.parameters_pb2 import Piece, PushHeader, PushItem, PushRequest
 from shoal_proto.v1.parameters_pb2_grpc import ParametersStub
 from shoal_proto.v1.replication_pb2 import SessionImage
+from shoal_proto.v1.shards_pb2 import SAMPLES_AFTER_LOSS_KEEP, AcceptLossRequest
+from shoal_proto.v1.shards_pb2_grpc import ShardsStub
 from shoal_proto.v1.snapshots_pb2_grpc import ShardSnapshotsStub
 from shoal_proto.v1.tables_pb2 import Initialiser, RowOptimizer, TableSpec
 from shoal_server.coordinator.assembly import Coordinator
@@ -552,6 +556,47 @@ def test_a_cluster_with_empty_servers_continues_from_the_newest_snapshot(
     awaited(is_spread, 60.0, "each of the three has shards")
 
 
+def test_a_loss_that_was_accepted_while_storage_was_slow_is_not_restored(
+    opened: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The operator accepts the loss before the manifest is read, and the members train on."""
+    servers, snapshots = start(opened, tmp_path, num_servers=1)
+    member = pusher(opened, servers, "m")
+    member.push()
+    snapshots.take()
+    service = snapshots.service(SnapshotPolicy(url=str(tmp_path / "snapshots")))
+    servers.stop("ps-0")
+    servers.add("ps-0")
+    awaited(lambda: lost_shards(servers, snapshots), 20.0, "all shards are declared lost")
+    find, reading, may_read = SnapshotLibrary.find, threading.Event(), threading.Event()
+    opened.callback(may_read.set)
+
+    def slow(library: SnapshotLibrary, number: int = 0) -> Manifest:
+        reading.set()
+        may_read.wait(20.0)
+        return find(library, number)
+
+    monkeypatch.setattr(SnapshotLibrary, "find", slow)
+    with ThreadPoolExecutor(1) as pool:
+        restoring = pool.submit(snapshots.restore_lost, service)
+        assert reading.wait(20.0)
+        ShardsStub(opened.enter_context(grpc.insecure_channel(servers.coordinator))).AcceptLoss(
+            AcceptLossRequest(job="job", samples=SAMPLES_AFTER_LOSS_KEEP), timeout=20.0
+        )
+        later = pusher(opened, servers, "n", weight=5.0)
+        later.push()
+        may_read.set()
+        with pytest.raises(NothingLost, match="recovered or given up"):
+            restoring.result()
+    assert elements(later.values) == {-5.0}
+    later.push()
+    assert elements(later.values) == {-10.0}
+
+
+def lost_shards(servers: ParameterServers, snapshots: Snapshots) -> bool:
+    return all(s.content is ShardContent.LOST for s in servers.run(snapshots.shards()))
+
+
 def test_a_snapshot_is_of_this_run_by_its_lineage_whatever_its_time(
     opened: ExitStack, tmp_path: Path
 ) -> None:
@@ -563,12 +608,12 @@ def test_a_snapshot_is_of_this_run_by_its_lineage_whatever_its_time(
     member.push()
     snapshots.take()
     service = snapshots.service(policy, begun_unix_s=lambda job: time.time() + 3600.0)
-    assert servers.run(service.restore_lost("job")).is_restored
+    assert snapshots.restore_lost(service).is_restored
     # The restored shards have no snapshot of their own yet. If they are lost again, the same
     # snapshot is used.
-    assert servers.run(service.restore_lost("job")).is_restored
+    assert snapshots.restore_lost(service).is_restored
     servers.run(servers.store.delete(keys.job_prefix("job"), prefix=True))
-    tried = servers.run(service.restore_lost("job"))
+    tried = snapshots.restore_lost(service)
     assert not tried.is_restored
     assert "taken before the job was started over" in tried.reason
 
@@ -587,7 +632,7 @@ def test_an_automatic_restore_does_not_undo_a_restore_of_an_older_snapshot(
         snapshots.take()
 
     def lost_and_restored() -> set[float]:
-        assert servers.run(service.restore_lost("job")).is_restored
+        assert snapshots.restore_lost(service).is_restored
         return elements(pusher(opened, servers, "n").values)
 
     snapshots.restore(1, under_members=True)
@@ -600,18 +645,18 @@ def test_an_automatic_restore_does_not_undo_a_restore_of_an_older_snapshot(
     assert lost_and_restored() == {-5.0}
     snapshots.restore(2, under_members=True)
     snapshots.library.keep_newest(1)
-    tried = servers.run(service.restore_lost("job"))
+    tried = snapshots.restore_lost(service)
     assert not tried.is_restored
     assert "Snapshot 2, its source, is not at" in tried.reason
 
 
 def test_a_lost_job_without_a_snapshot_is_not_restored(opened: ExitStack, tmp_path: Path) -> None:
-    servers, snapshots = start(opened, tmp_path)
+    _, snapshots = start(opened, tmp_path)
     policy = SnapshotPolicy(url=str(tmp_path / "snapshots"))
-    tried = servers.run(snapshots.service(policy).restore_lost("job"))
+    tried = snapshots.restore_lost(snapshots.service(policy))
     assert not tried.is_restored
     assert tried.reason == f"No snapshot of it is at {snapshots.library.storage.url}."
-    tried = servers.run(snapshots.service(SnapshotPolicy()).restore_lost("job"))
+    tried = snapshots.restore_lost(snapshots.service(SnapshotPolicy()))
     assert not tried.is_restored
     assert "--snapshot-url" in tried.reason
 
