@@ -45,8 +45,6 @@ from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.parameters_pb2 import Piece, PushHeader, PushItem, PushRequest
 from shoal_proto.v1.parameters_pb2_grpc import ParametersStub
 from shoal_proto.v1.replication_pb2 import SessionImage
-from shoal_proto.v1.shards_pb2 import SAMPLES_AFTER_LOSS_KEEP, AcceptLossRequest
-from shoal_proto.v1.shards_pb2_grpc import ShardsStub
 from shoal_proto.v1.snapshots_pb2_grpc import ShardSnapshotsStub
 from shoal_proto.v1.tables_pb2 import Initialiser, RowOptimizer, TableSpec
 from shoal_server.coordinator.assembly import Coordinator
@@ -565,9 +563,7 @@ def test_a_loss_that_was_accepted_while_storage_was_slow_is_not_restored(
     member.push()
     snapshots.take()
     service = snapshots.service(SnapshotPolicy(url=str(tmp_path / "snapshots")))
-    servers.stop("ps-0")
-    servers.add("ps-0")
-    awaited(lambda: lost_shards(servers, snapshots), 20.0, "all shards are declared lost")
+    servers.lose("ps-0")
     find, reading, may_read = SnapshotLibrary.find, threading.Event(), threading.Event()
     opened.callback(may_read.set)
 
@@ -580,9 +576,7 @@ def test_a_loss_that_was_accepted_while_storage_was_slow_is_not_restored(
     with ThreadPoolExecutor(1) as pool:
         restoring = pool.submit(snapshots.restore_lost, service)
         assert reading.wait(20.0)
-        ShardsStub(opened.enter_context(grpc.insecure_channel(servers.coordinator))).AcceptLoss(
-            AcceptLossRequest(job="job", samples=SAMPLES_AFTER_LOSS_KEEP), timeout=20.0
-        )
+        servers.accept_loss()
         later = pusher(opened, servers, "n", weight=5.0)
         later.push()
         may_read.set()
@@ -591,10 +585,6 @@ def test_a_loss_that_was_accepted_while_storage_was_slow_is_not_restored(
     assert elements(later.values) == {-5.0}
     later.push()
     assert elements(later.values) == {-10.0}
-
-
-def lost_shards(servers: ParameterServers, snapshots: Snapshots) -> bool:
-    return all(s.content is ShardContent.LOST for s in servers.run(snapshots.shards()))
 
 
 def test_a_snapshot_is_of_this_run_by_its_lineage_whatever_its_time(
