@@ -2,7 +2,7 @@
 
 import threading
 from array import array
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -91,10 +91,8 @@ class Snapshots:
         stored = await assignments.read(self._servers.store, self.library.job)
         return () if stored is None else stored.assignments.shards
 
-    def service(
-        self, policy: SnapshotPolicy, begun_unix_s: Callable[[str], float] = lambda job: 0.0
-    ) -> SnapshotService:
-        return SnapshotService(policy, self._taker, self._restorer, lambda: None, begun_unix_s)
+    def service(self, policy: SnapshotPolicy) -> SnapshotService:
+        return SnapshotService(policy, self._taker, self._restorer, lambda: None)
 
     def close(self) -> None:
         self._servers.run(self._calls.close())

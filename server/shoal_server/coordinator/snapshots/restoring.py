@@ -350,10 +350,15 @@ def _damaged(manifest: Manifest, seen: str, expected: str) -> SnapshotDamaged:
 
 
 def _ledger(manifest: Manifest) -> Operation:
+    """Return the write of the snapshot's sample ledger, in which no member holds samples."""
     key = keys.sample_ledger(manifest.job)
     if manifest.cursor is None:
         return Delete(key)
-    return Put(key, json.dumps(manifest.cursor, separators=(",", ":")).encode())
+    ledger = SampleLedger.from_json(manifest.cursor)
+    for member_id, _ in ledger.holders:
+        # What a member has trained on since the snapshot is undone: its reports must not count.
+        ledger.give_back(member_id)
+    return Put(key, json.dumps(ledger.to_json(), separators=(",", ":")).encode())
 
 
 def _cut_of(layout: ShardMap) -> bytes:
