@@ -38,6 +38,7 @@ MAX_WAITING_BYTES = 256 * 1024 * 1024
 Overloaded."""
 
 Take = Callable[[ShardReplica], Awaitable[ShardImage]]
+Make = Callable[[LoadedImage], AnyShard]
 OnDisk = Callable[[ShardReplica, int], None]
 OnFailure = Callable[[ShardReplica], None]
 Key = tuple[str, int]
@@ -59,9 +60,9 @@ class _JournaledShard:
 
 
 class ShardJournal:
-    """Journals shards. `take` makes an image of a shard. `on_disk` is called with the version up to
-    which a shard is on disk, `on_failure` when its journaling is interrupted. Lives on the event
-    loop, and writes files in `pool`."""
+    """Journals shards. `take` makes an image of a shard, `make` a shard of an image. `on_disk` is
+    called with the version up to which a shard is on disk, `on_failure` when its journaling is
+    interrupted. Lives on the event loop, and writes files in `pool`."""
 
     def __init__(
         self,
@@ -69,12 +70,14 @@ class ShardJournal:
         pool: Executor,
         *,
         take: Take,
+        make: Make,
         on_disk: OnDisk,
         on_failure: OnFailure,
     ) -> None:
         self._journal = journal
         self._pool = pool
         self._take = take
+        self._make = make
         self._on_disk = on_disk
         self._on_failure = on_failure
         self._led: dict[Key, _JournaledShard] = {}
@@ -252,6 +255,9 @@ class ShardJournal:
                     log.exception("journal_not_shortened", job=key[0], shard_id=key[1])
 
     async def _shorten(self, key: Key) -> None:
+        if key in self._for_others:
+            await self._shorten_kept(key)
+            return
         led = self._led.get(key)
         if led is None or led.waiting is not None:
             return
@@ -264,6 +270,24 @@ class ShardJournal:
             # The shard was forgotten while its image was written, and is back with it. It must be
             # forgotten once more.
             self._for_others.add(key)
+
+    async def _shorten_kept(self, key: Key) -> None:
+        """Replace the records of a shard that is led elsewhere by an image of the shard: it may
+        have to stay on this disk as long as its primary has no working journal."""
+        # As of now: the shard may be forgotten, and journaled anew, before the image is on disk.
+        number = self._journal.next_number
+        recovered = await self.read(*key)
+        if recovered is None:
+            return
+        put = partial(self._put_recovered, recovered, number)
+        await asyncio.get_running_loop().run_in_executor(self._pool, put)
+
+    def _put_recovered(self, recovered: RecoveredShard[AnyShard], number: int) -> None:
+        job, epoch = recovered.job, recovered.epoch
+        with recovered.state.image(epoch=epoch) as image:
+            self._journal.put_image(
+                job, epoch, image, placement_id=recovered.placement_id, number=number
+            )
 
     # --- shards with another primary ---
 
@@ -289,13 +313,11 @@ class ShardJournal:
         """Note shards that this server's previous process left in the journal."""
         self._for_others.update(keys)
 
-    async def read(
-        self, job: str, shard_id: int, make: Callable[[LoadedImage], AnyShard]
-    ) -> RecoveredShard[AnyShard] | None:
+    async def read(self, job: str, shard_id: int) -> RecoveredShard[AnyShard] | None:
         """Read a shard that this server does not serve; None if the journal lacks it, or cannot be
         read."""
         loop = asyncio.get_running_loop()
-        read = partial(self._journal.read, job, shard_id, make)
+        read = partial(self._journal.read, job, shard_id, self._make)
         try:
             return await loop.run_in_executor(self._pool, read)
         except (ShoalError, OSError) as error:
