@@ -34,8 +34,8 @@ LOOK_EACH_S = 1.0
 LONGEST_PAUSE_S = 8.0
 """Longest time between attempts to resume journaling."""
 MAX_WAITING_BYTES = 256 * 1024 * 1024
-"""Bound on a shard's records that wait for its image; beyond it, pushes are refused as
-Overloaded."""
+"""Bound on a shard's records that wait for its image; beyond it, pushes are refused as Overloaded.
+One shard at a time has such records."""
 
 Take = Callable[[ShardReplica], Awaitable[ShardImage]]
 Make = Callable[[LoadedImage], AnyShard]
@@ -51,9 +51,11 @@ class _JournaledShard:
     replica: ShardReplica
     placement_id: str
     pauses: BackOff
+    is_queued: bool = True
+    """True until its image is begun, which will have all updates until then."""
     waiting: ShardLog[UpdateRecord] | None = None
-    """Records that wait until the image is on disk. None afterwards, and while journaling is
-    interrupted."""
+    """Records that wait until the image is on disk. None before the image is begun, once it is on
+    disk, and while journaling is interrupted."""
     why_not: ShoalError | None = None
     again_s: float = 0.0
     """Next attempt to resume, on the event loop's clock."""
@@ -84,6 +86,9 @@ class ShardJournal:
         self._for_others: set[Key] = set()
         self._ends: dict[Key, Future[None]] = {}
         """End entries' futures, by shard."""
+        self._one_image = asyncio.Lock()
+        """Held from taking an image until it is on disk: each open image may cost as much memory as
+        its shard."""
         self._tasks = SupervisedTasks()
 
     async def __aenter__(self) -> "ShardJournal":
@@ -102,7 +107,6 @@ class ShardJournal:
 
     def _start(self, led: _JournaledShard) -> None:
         replica = led.replica
-        led.waiting = ShardLog(replica.state.version)
         self._led[_key(replica)] = led
         self._for_others.discard(_key(replica))
         replica.is_journaled = True
@@ -122,7 +126,7 @@ class ShardJournal:
     def append_update(self, replica: ShardReplica, record: UpdateRecord) -> None:
         """Append the record of an applied push. Call it for each push, in order."""
         led = self._led.get(_key(replica))
-        if led is None or led.replica is not replica:
+        if led is None or led.replica is not replica or led.is_queued:
             return
         if led.waiting is None:
             self._append(led, record)
@@ -142,7 +146,11 @@ class ShardJournal:
     async def _begin(self, led: _JournaledShard) -> None:
         key = _key(led.replica)
         try:
-            version = await self._put(led, await self._take(led.replica))
+            async with self._one_image:
+                if self._led.get(key) is not led:
+                    return
+                led.is_queued, led.waiting = False, ShardLog(led.replica.state.version)
+                version = await self._put(led, await self._take(led.replica))
         except Exception as error:
             # Any error interrupts journaling, even a lack of memory: otherwise durable pushes would
             # wait for ever.
@@ -259,13 +267,14 @@ class ShardJournal:
             await self._shorten_kept(key)
             return
         led = self._led.get(key)
-        if led is None or led.waiting is not None:
+        if led is None or led.is_queued or led.waiting is not None:
             return
-        image = await self._take(led.replica)
-        if self._led.get(key) is not led:
-            image.close()
-            return
-        await self._put(led, image)
+        async with self._one_image:
+            image = await self._take(led.replica)
+            if self._led.get(key) is not led:
+                image.close()
+                return
+            await self._put(led, image)
         if key not in self._led:
             # The shard was forgotten while its image was written, and is back with it. It must be
             # forgotten once more.

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.processes.served_process import awaited
@@ -286,6 +287,53 @@ async def test_a_shard_whose_image_cannot_be_read_counts_as_missing(tmp_path: Pa
             on_failure=lambda replica: None,
         )
         assert await kept.read("job", 0) is None
+
+
+class SlowJournal(Journal):
+    """Journal that writes no image until `goes_on` is set."""
+
+    def __init__(self, config: JournalConfig) -> None:
+        super().__init__(config)
+        self.goes_on = threading.Event()
+
+    def put_image(self, *what: Any, **more: Any) -> None:
+        self.goes_on.wait(LIMIT_S)
+        super().put_image(*what, **more)
+
+
+async def test_one_image_at_a_time_is_open_and_keeps_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that begins to lead all shards at once does not need twice their memory. Pushes to
+    shards whose turn has not come are in their images, and wait for nothing."""
+    monkeypatch.setattr(shard_journal, "MAX_WAITING_BYTES", 8)
+    taken: list[ShardReplica] = []
+
+    async def take(replica: ShardReplica) -> ShardImage:
+        taken.append(replica)
+        return replica.image()
+
+    shards = [new_led(epoch=1, shard_id=i) for i in range(3)]
+    config = JournalConfig(directory=tmp_path)
+    journal = SlowJournal(config)
+    async with journaling(journal, take) as (kept, reports):
+        for each in shards:
+            kept.start_journaling(each)
+        for _ in range(2):
+            await asyncio.sleep(0)
+        for each in shards:
+            for _ in range(2):
+                kept.append_update(each, push(each))
+        assert taken == shards[:1]
+        with pytest.raises(Overloaded, match="no image of shard 0 yet"):
+            shards[0].check_capacity()
+        for each in shards[1:]:
+            each.check_capacity()
+        journal.goes_on.set()
+        for _ in range(5):
+            await reports.next()
+    recovered = Journal(config).recover(restore)
+    assert {each.state.shard_id: each.state.version for each in recovered} == {0: 3, 1: 3, 2: 3}
 
 
 async def test_a_shard_that_is_kept_for_another_primary_does_not_fill_the_journal(
