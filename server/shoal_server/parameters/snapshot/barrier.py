@@ -167,7 +167,7 @@ class SnapshotBarrier:
     def _is_redone(self, step: StepId, lacking: Lacking) -> bool:
         steps = self._sessions[step.session]
         known = steps[step.sequence]
-        missing = known.refused.intersection(lacking(step, known.shards))
+        missing = frozenset(lacking(step, known.shards)) & known.refused
         for number, later in steps.items():
             if number > step.sequence and later.has_applied_part:
                 pushed = missing if later.shards is None else later.shards
