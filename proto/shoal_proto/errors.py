@@ -291,7 +291,7 @@ class NoServers(RefusedError):
 
 
 class NothingLost(RefusedError):
-    """A loss was to be accepted, but nothing is lost."""
+    """A loss was to be accepted or repaired, but nothing is lost."""
 
 
 class AddressInUse(RefusedError):

@@ -74,7 +74,7 @@ def test_a_lost_shard_is_named_until_its_loss_is_accepted(
     code, output = result_of("status", "--job", "digits")
     assert code == 0
     assert "lost: shard 0 of job digits was lost" in output, output
-    assert "No snapshot of it is at" in output
+    assert "No snapshot of its present shards is at" in output
 
     code, output = result_of("accept-loss", "digit", "--yes")
     assert code == 1 and "there is no job 'digit'" in output

@@ -1,7 +1,7 @@
 """Members that train alone for a round, and the outer step that servers take on each round."""
 
 import copy
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 import pytest
 import torch
@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 import shoal
 from shoal.strategies.asynchronous.async_diloco import AsyncDiLoCo
+from shoal.strategies.asynchronous.async_sgd import AsyncSGD
 from shoal.strategies.outer_step import OuterStep
 from shoal_client.local.cluster import LocalCluster
-from shoal_proto.errors import InvalidSpec, NonFiniteGradient, UnsupportedOptimizer
+from shoal_proto.errors import InvalidSpec, NonFiniteGradient, StalePush, UnsupportedOptimizer
 
 EVERY_STEPS = 3
 
@@ -91,6 +92,38 @@ def test_a_loop_without_batches_pushes_its_last_round(cluster: LocalCluster, dra
             if session.step_number == 2 and drains:
                 session.drain("the test asks for it")
     assert strategy.metrics()["pushes"] == 1.0
+
+
+def test_a_round_that_a_shard_refuses_ends_the_member_and_does_not_count(
+    opened: ExitStack,
+) -> None:
+    """The shards are lost during the round, given up, and created anew by another member."""
+    servers = opened.enter_context(ParameterServers(1, copies=1))
+
+    def started(rank: int) -> tuple[AsyncSGD, nn.Module]:
+        model, strategy = new_model(), AsyncDiLoCo(every_steps=EVERY_STEPS)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        opened.callback(start(servers, model, optimizer, rank=rank, strategy=strategy).close)
+        return strategy, model
+
+    started(0)
+    strategy, model = started(1)
+    assert train(strategy, model, range(1)) == 0
+    servers.lose("ps-0")
+    servers.accept_loss()
+    successor, other = started(0)
+    assert train(successor, other, range(3)) == 3
+    train(strategy, model, range(1, 2))
+    acknowledged: list[int] = []
+    strategy.begin_step()
+    strategy.backward(loss_of(model, 2), 1.0)
+    with pytest.raises(
+        StalePush, match=r"a round of 3 steps .* Start this worker again"
+    ) as refused:
+        strategy.end_step(lambda: acknowledged.append(2))
+    assert not strategy.redoes(refused.value)
+    assert acknowledged == []
+    assert set(servers.versions().values()) == {2}
 
 
 def test_rounds_of_all_members_count(servers: ParameterServers) -> None:

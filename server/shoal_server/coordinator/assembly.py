@@ -125,10 +125,6 @@ class Coordinator:
         )
 
     def _host(self, limits: Limits, bounds: JobLimits) -> Host:
-        # `resetting` is constructed after the plug-in.
-        def reset_unix_s(job: str) -> float:
-            return self.resetting.ended_unix_s(job)
-
         return Host(
             store=self._store,
             board=self.board,
@@ -140,7 +136,6 @@ class Coordinator:
             quarantine=self.registry.quarantine,
             num_members=self._num_members,
             training=self._training,
-            reset_unix_s=reset_unix_s,
             stuck_after_s=limits.collective_s,
             call_wait_s=bounds.call_wait_s,
         )

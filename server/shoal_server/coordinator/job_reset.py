@@ -68,11 +68,6 @@ class JobReset:
                 self._registry.quarantine(job, unreadable(job, item.key, error))
         self._registry.earlier_runs = earlier_runs
 
-    def ended_unix_s(self, job: str) -> float:
-        """Unix time of the job's last reset; 0 if none is recorded."""
-        earlier = self._registry.earlier_runs.get(job)
-        return earlier.ended_unix_s if earlier is not None else 0.0
-
     async def reset(self, job: str, *, forgets_processes: bool = False) -> tuple[bool, Generation]:
         """Delete the job's state. Returns True if it had any state or published versions, and the
         job's last generation.

@@ -61,7 +61,6 @@ class ParametersPlugIn(PlugIn):
             self._taker,
             SnapshotRestorer(store, calls, self.sample_service.close_replaced, answering),
             host.require_leading,
-            host.reset_unix_s,
             on_restored=losses.restored,
         )
         self.take_snapshot = self.snapshot_service.take

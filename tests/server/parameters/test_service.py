@@ -56,7 +56,7 @@ from shoal_server.etcd import keys
 from shoal_server.etcd.memory import MemoryStore
 from shoal_server.etcd.records import shard_map
 from shoal_server.parameters.config import WorkLimits
-from shoal_server.parameters.process import running
+from shoal_server.parameters.process import RunningServer, running
 
 JOB = "job"
 TOKEN = Token(job=JOB, generation=1, member_id="w0", incarnation="one")
@@ -81,6 +81,7 @@ class World:
     store: MemoryStore
     stub: ParametersStub
     channel: grpc.aio.Channel
+    server: RunningServer
 
 
 @pytest.fixture
@@ -106,7 +107,7 @@ async def world() -> AsyncIterator[World]:
         ]
         replica.append(ShardAssignment(shard_id=5, epoch=1, primary=Holder("ps-9", "nine")))
         await write_assignments(store, JobAssignments(job=JOB, copies=2, shards=tuple(replica)))
-        yield World(store=store, stub=ParametersStub(channel), channel=channel)
+        yield World(store=store, stub=ParametersStub(channel), channel=channel, server=server)
     await store.close()
 
 
@@ -333,6 +334,35 @@ async def test_a_replaced_member_is_fenced_at_once(world: World) -> None:
     with pytest.raises(Fenced, match=f"process {public_id('one')}") as fenced:
         await push(world, header(SMALL), [], hold=True)
     assert fenced.value.details == {"generation": "8"}
+
+
+async def test_a_member_that_is_replaced_during_its_push_changes_no_more(world: World) -> None:
+    """Its key in etcd changes when one shard is applied and half of the other has arrived."""
+    await create(world, SMALL, LARGE)
+    first, second = (list(pieces(i, full(i, -1.0))) for i in (SMALL, LARGE))
+    is_gone = asyncio.Event()
+
+    async def requests() -> AsyncIterator[PushRequest]:
+        yield PushRequest(header=header(SMALL, LARGE))
+        for piece in (*first, *second[:6]):
+            yield PushRequest(piece=piece)
+        await is_gone.wait()
+        for piece in second[6:]:
+            yield PushRequest(piece=piece)
+
+    outcomes: dict[int, PushOutcome] = {}
+    async for reply in world.stub.Push(requests()):
+        outcomes |= {outcome.shard_id: outcome for outcome in reply.outcomes}
+        if not is_gone.is_set():
+            record = json.dumps({"incarnation": "two"}).encode()
+            await world.store.put(keys.member(JOB, "w0"), record)
+            # The server reads the record at once, as the watch may be later.
+            await world.server.fence.check(Token(job=JOB, member_id="w0", incarnation="two"))
+            is_gone.set()
+    assert outcomes[SMALL].version == 2
+    assert isinstance(error_of(outcomes[LARGE]), Fenced)
+    described = await world.stub.Describe(DescribeRequest(job=JOB))
+    assert {shard.shard_id: shard.version for shard in described.shards} == {SMALL: 2, LARGE: 1}
 
 
 @pytest.mark.parametrize("method", ["Create", "Push", "Pull", "Describe", "Drop"])

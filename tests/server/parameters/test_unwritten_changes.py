@@ -47,6 +47,7 @@ from shoal_server.parameters.replication.shard_roles import ShardRoles
 from shoal_server.parameters.shard.catalog import Catalog
 from shoal_server.parameters.shard.dense import new_dense_shard
 from shoal_server.parameters.shard.replica import ReplicaRole, ShardReplica
+from shoal_server.parameters.tables.restore import restore
 from shoal_server.serving import tasks
 
 ME = Holder("ps-0", "one")
@@ -223,6 +224,7 @@ async def test_the_journal_is_shortened_again_after_a_failure(
             cast(Journal, journal),
             pool,
             take=take,
+            make=restore,
             on_disk=lambda replica, version: None,
             on_failure=lambda replica: None,
         )

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Collection, Coroutine, Iterator, Set
+from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence, Set
 from contextlib import AsyncExitStack, contextmanager
 from typing import Any, Literal, TypeVar
 
@@ -10,6 +10,7 @@ import grpc
 import pytest
 import torch
 from support.processes.loop_thread import LIMIT_S, LoopThread
+from support.processes.served_process import awaited
 
 from shoal_client.parameters.calls import ParameterCalls
 from shoal_client.parameters.job_shards import JobShards
@@ -20,6 +21,7 @@ from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.parameters_pb2 import DescribeReply, DescribeRequest
 from shoal_proto.v1.parameters_pb2_grpc import ParametersStub
 from shoal_proto.v1.samples_pb2_grpc import add_SamplesServicer_to_server
+from shoal_proto.v1.shards_pb2 import AcceptLossRequest
 from shoal_proto.v1.shards_pb2_grpc import add_ShardsServicer_to_server
 from shoal_server.coordinator.clocks import ClocksService
 from shoal_server.coordinator.samples.service import SamplesService
@@ -29,10 +31,12 @@ from shoal_server.coordinator.shards.loss_acceptance import LossAcceptance
 from shoal_server.coordinator.shards.loss_log import LossLog
 from shoal_server.coordinator.shards.service import ShardsService
 from shoal_server.core.processes import MemberProcess
+from shoal_server.core.shards.assignments import ShardAssignment, ShardContent
 from shoal_server.core.shards.losses import RestoreAttempt
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import KeyValueStore
 from shoal_server.etcd.memory import MemoryStore
+from shoal_server.etcd.records import assignments
 from shoal_server.etcd.remote.client import EtcdClient
 from shoal_server.etcd.remote.config import EtcdConfig
 from shoal_server.parameters.config import ParameterServerConfig, WorkLimits
@@ -148,8 +152,8 @@ class ParameterServers:
         self.samples = SamplesService(self.store, self._authorized, lambda job: self.num_members)
         await stack.enter_async_context(self.samples)
         add_SamplesServicer_to_server(self.samples, server)
-        accepting = LossAcceptance(self.store, losses, self.samples, lambda: None)
-        self.shards = ShardsService(self.store, anybody, self._copies, accepting=accepting)
+        self._accepting = LossAcceptance(self.store, losses, self.samples, lambda: None)
+        self.shards = ShardsService(self.store, anybody, self._copies, accepting=self._accepting)
         add_ShardsServicer_to_server(self.shards, server)
         self.clocks = ClocksService(
             self._authorized, self._lost, time.monotonic, stuck_after_s=LIMIT_S
@@ -182,10 +186,10 @@ class ParameterServers:
     def _loads(self, job: str) -> bool:
         return self.is_restoring(job)
 
-    async def _restore(self, job: str) -> RestoreAttempt:
+    async def _restore(self, job: str, lost: Sequence[ShardAssignment]) -> RestoreAttempt:
         if self.restore_lost is None:
             return RestoreAttempt(is_restored=False)
-        return await self.restore_lost(job)
+        return await self.restore_lost(job, lost)
 
     async def _lost(self, job: str, who: MemberProcess, reason: str) -> None:
         raise AssertionError(f"{who.member_id} of {job} was declared lost: {reason}")
@@ -215,6 +219,23 @@ class ParameterServers:
     async def stopped(self, name: str) -> None:
         """Stop a part as `stop` does; for callers on the servers' loop."""
         await self._stacks.pop(name).aclose()
+
+    def lose(self, server_id: str, job: str = "job") -> None:
+        """Replace the server, the last with shards of the job, by an empty process. Return when all
+        shards are declared lost."""
+        self.stop(server_id)
+        self.add(server_id)
+
+        def are_lost() -> bool:
+            stored = self.run(assignments.read(self.store, job))
+            assert stored is not None
+            return all(s.content is ShardContent.LOST for s in stored.assignments.shards)
+
+        awaited(are_lost, LIMIT_S, "all shards are declared lost")
+
+    def accept_loss(self, job: str = "job") -> None:
+        """Give up all lost shards, and count the job's samples anew."""
+        self.run(self._accepting.accept(AcceptLossRequest(job=job)))
 
     @property
     def running(self) -> Set[str]:

@@ -2,7 +2,7 @@
 
 import threading
 from array import array
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,9 @@ from shoal_server.coordinator.servers.server_calls import ServerCalls
 from shoal_server.coordinator.snapshots.restoring import RestoreResult, SnapshotRestorer
 from shoal_server.coordinator.snapshots.service import SnapshotService
 from shoal_server.coordinator.snapshots.taking import JobPosition, SnapshotTaker, TakenSnapshot
-from shoal_server.etcd.records import snapshot_roots
+from shoal_server.core.shards.assignments import ShardAssignment
+from shoal_server.core.shards.losses import RestoreAttempt
+from shoal_server.etcd.records import assignments, snapshot_roots
 from shoal_server.snapshots.library import SnapshotLibrary
 from shoal_server.snapshots.storage import Storage
 
@@ -69,18 +71,28 @@ class Snapshots:
     def take(self, *, only_if_changed: bool = False) -> TakenSnapshot:
         return self._servers.run(self.taking(only_if_changed=only_if_changed))
 
-    def restoring(
-        self, number: int = 0, *, under_members: bool = False
-    ) -> Coroutine[Any, Any, RestoreResult]:
-        return self._restorer.restore(self.library, number, under_members=under_members)
+    async def restoring(self, number: int = 0, *, under_members: bool = False) -> RestoreResult:
+        """Restore a snapshot; `under_members`: as if all shards were lost."""
+        lost = await self.shards() if under_members else None
+        return await self._restorer.restore(self.library, number, lost=lost)
 
     def restore(self, number: int = 0, *, under_members: bool = False) -> RestoreResult:
         return self._servers.run(self.restoring(number, under_members=under_members))
 
-    def service(
-        self, policy: SnapshotPolicy, begun_unix_s: Callable[[str], float] = lambda job: 0.0
-    ) -> SnapshotService:
-        return SnapshotService(policy, self._taker, self._restorer, lambda: None, begun_unix_s)
+    def restore_lost(self, service: SnapshotService) -> RestoreAttempt:
+        """Restore the job as the service does if all its shards are lost."""
+
+        async def restored() -> RestoreAttempt:
+            return await service.restore_lost(self.library.job, await self.shards())
+
+        return self._servers.run(restored())
+
+    async def shards(self) -> Sequence[ShardAssignment]:
+        stored = await assignments.read(self._servers.store, self.library.job)
+        return () if stored is None else stored.assignments.shards
+
+    def service(self, policy: SnapshotPolicy) -> SnapshotService:
+        return SnapshotService(policy, self._taker, self._restorer, lambda: None)
 
     def close(self) -> None:
         self._servers.run(self._calls.close())

@@ -71,8 +71,6 @@ class Host:
     """Returns the number of a job's members; 1 for an unknown job."""
     training: Callable[[str], Mapping[str, int]]
     """Returns a job's highest generation in force and step; empty for an unknown job."""
-    reset_unix_s: Callable[[str], float]
-    """Returns the Unix time of a job's last reset; 0 without one."""
     stuck_after_s: float
     """Longest time for which a member may hold up the others."""
     call_wait_s: float

@@ -1,11 +1,12 @@
 """Automatic restores of jobs with lost shards from their snapshots."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 import structlog
 
-from shoal_proto.errors import NoServers, RetryError, ShoalError
+from shoal_proto.errors import NoServers, NothingLost, RetryError, ShoalError
+from shoal_server.core.shards.assignments import ShardAssignment
 from shoal_server.core.shards.losses import RestoreAttempt
 from shoal_server.serving.tasks import SupervisedTasks
 
@@ -17,7 +18,8 @@ REPORTED_AFTER_S = 30.0
 """Time after which shards are reported lost during their restore."""
 
 
-Restore = Callable[[str], Awaitable[RestoreAttempt]]
+Restore = Callable[[str, Sequence[ShardAssignment]], Awaitable[RestoreAttempt]]
+"""Called with (job, lost shards). Raises NothingLost if none of the job's is lost any more."""
 
 
 class AutomaticRestores:
@@ -38,17 +40,18 @@ class AutomaticRestores:
         self._slots = asyncio.Semaphore(RESTORES_AT_ONCE)
         self._wanted: dict[str, RestoreAttempt | None] = {}
 
-    def outcome(self, job: str) -> RestoreAttempt | None:
+    def outcome(self, job: str, lost: Sequence[ShardAssignment]) -> RestoreAttempt | None:
         """Reason why the job is not restored (empty without `restore`); None if none is known.
 
         The first call starts the restore, which is retried until `forget` if storage, etcd or
-        servers cannot be reached. A restore in progress may have a reason, too.
+        servers cannot be reached. A restore in progress may have a reason, too. `lost`: the records
+        of the lost shards; a restore that finds none of them lost any more changes nothing.
         """
         if self._restore is None:
             return RestoreAttempt(is_restored=False)
         if job not in self._wanted:
             self._wanted[job] = None
-            self._tasks.start(self._attempt(job, self._restore), key=job)
+            self._tasks.start(self._attempt(job, lost, self._restore), key=job)
             asyncio.get_running_loop().call_later(REPORTED_AFTER_S, self._note_slow, job)
         return self._wanted[job]
 
@@ -69,11 +72,19 @@ class AutomaticRestores:
             self._wanted[job] = RestoreAttempt(is_restored=False, reason=why)
             self._on_news(job)
 
-    async def _attempt(self, job: str, restore: Restore) -> None:
+    async def _attempt(self, job: str, lost: Sequence[ShardAssignment], restore: Restore) -> None:
         while job in self._wanted:
             try:
                 async with self._slots:
-                    attempt = await restore(job)
+                    if job not in self._wanted:
+                        return
+                    attempt = await restore(job, lost)
+            except NothingLost as error:
+                log.info("lost_shards_not_restored", job=job, reason=str(error))
+                self.forget(job)
+                # A shard may have been lost since: then another restore begins.
+                self._on_news(job)
+                return
             except (RetryError, NoServers) as error:
                 log.warning("lost_shards_not_restored", job=job, reason=str(error))
                 self._note(job, f"Its restore is retried: {error}.")

@@ -25,7 +25,7 @@ from shoal_server.core.shards.abandoned_loads import AbandonedLoads
 from shoal_server.core.shards.assignments import JobAssignments, ShardAssignment, ShardContent
 from shoal_server.core.shards.observed_servers import ObservedServers
 from shoal_server.core.shards.placement import TARGET_SHARD_BYTES
-from shoal_server.core.shards.rebalance import Servers, num_lost, rebalance
+from shoal_server.core.shards.rebalance import Servers, newly_lost, rebalance
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import Compare, unchanged_since
 from shoal_server.etcd.leader_store import LeaderStore
@@ -208,10 +208,11 @@ class ShardController:
         known = self._loads[job].mark_lost(before, is_restoring=is_restoring, now_s=loop.time())
         if self._loads[job].is_due_soon:
             self._look_again(job)
-        lost = num_lost(known, servers)
+        lost_ids = newly_lost(known, servers)
         attempt = losses.RestoreAttempt(is_restored=False)
-        if lost:
-            outcome = self._restores.outcome(job)
+        if lost_ids:
+            lost = [shard for shard in before.shards if shard.shard_id in lost_ids]
+            outcome = self._restores.outcome(job, lost)
             if outcome is None:
                 return
             attempt = outcome

@@ -12,7 +12,7 @@ import json
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 import structlog
@@ -22,6 +22,7 @@ from shoal_proto.errors import (
     InternalError,
     JobFinished,
     JobInUse,
+    NothingLost,
     ProposalConflict,
     ShoalError,
     SnapshotDamaged,
@@ -91,19 +92,26 @@ class SnapshotRestorer:
         """Number of restores in progress, by job."""
 
     async def restore(
-        self, library: SnapshotLibrary, number: int = 0, *, under_members: bool = False
+        self,
+        library: SnapshotLibrary,
+        number: int = 0,
+        *,
+        lost: Collection[ShardAssignment] | None = None,
     ) -> RestoreResult:
         """Replace the job's shards by those of the snapshot `number` (0: the newest).
 
-        Raises JobFinished; JobInUse if the job has members, unless `under_members`;
-        ProposalConflict if its shards are cut differently now; UnknownSnapshot, SnapshotDamaged,
-        NoServers, DeadlineExceeded if its records change meanwhile, JobQuarantined if its own
-        record cannot be read, what the store raises, and the error of a server that cannot load.
+        `lost`: the lost shards that require the restore. Without them it is made on request.
+
+        Raises JobFinished; JobInUse if the job has members, or, with `lost`, NothingLost if no
+        shard of the job is lost any more; ProposalConflict if its shards are cut differently now;
+        UnknownSnapshot, SnapshotDamaged, NoServers, DeadlineExceeded if its records change
+        meanwhile, JobQuarantined if its own record cannot be read, what the store raises, and the
+        error of a server that cannot load.
         """
         job = library.job
         self.under_way[job] += 1
         try:
-            return await self._restore(library, number, under_members=under_members)
+            return await self._restore(library, number, lost)
         finally:
             self.under_way -= Counter([job])
 
@@ -113,19 +121,17 @@ class SnapshotRestorer:
         return await restored_from.read(self._store, job)
 
     async def _restore(
-        self, library: SnapshotLibrary, number: int, *, under_members: bool
+        self, library: SnapshotLibrary, number: int, lost: Collection[ShardAssignment] | None
     ) -> RestoreResult:
         job = library.job
         await self._check_not_finished(job)
         manifest = await asyncio.to_thread(library.find, number)
         layout = _checked(manifest)
-        if not under_members:
+        if lost is None:
             await self._check_unused(job)
         present = await self._loader.present(job)
         source = RestoredFrom(url=library.storage.url, number=manifest.number)
-        before, wanted = await self._replaced(
-            manifest, layout, sorted(present), source, keeps_placement_id=under_members
-        )
+        before, wanted = await self._replaced(manifest, layout, sorted(present), source, lost)
         try:
             wanted = await self._loader.load_all(library, manifest, wanted, present)
         except ShoalError as error:
@@ -141,10 +147,10 @@ class SnapshotRestorer:
             if before is None:
                 await self._take_away(wanted)
             raise
-        lost = losses.lost(before) if before is not None else ()
+        lost_before = losses.lost(before) if before is not None else ()
         servers = sorted({assignment.primary.server_id for assignment in wanted.shards})
         log.info("snapshot_restored", job=job, number=manifest.number, servers=servers)
-        return RestoreResult(manifest=manifest, servers=servers, lost=lost)
+        return RestoreResult(manifest=manifest, servers=servers, lost=lost_before)
 
     async def _check_not_finished(self, job: str) -> None:
         state = await self._store.get(keys.job_state(job))
@@ -181,12 +187,10 @@ class SnapshotRestorer:
         layout: ShardMap,
         present: Sequence[Holder],
         source: RestoredFrom,
-        *,
-        keeps_placement_id: bool,
+        lost: Collection[ShardAssignment] | None,
     ) -> tuple[JobAssignments | None, JobAssignments]:
         """Write the new assignments, ledger and lineage. Returns the earlier assignments, if any,
-        and the new ones. `keeps_placement_id`: True if the job's members continue with the restored
-        shards."""
+        and the new ones. With `lost`, the job's members continue with the restored shards."""
         job = manifest.job
         await self._check_layout(job, layout)
         stored = shard_map.stored(layout)
@@ -194,7 +198,9 @@ class SnapshotRestorer:
         for _ in range(MAX_TRIES):
             held = await self._store.get(head)
             before = await assignments.read(self._store, job)
-            wanted = _wanted(manifest, before, present, keeps_placement_id=keeps_placement_id)
+            if lost is not None:
+                _check_lost(job, before, lost)
+            wanted = _wanted(manifest, before, present, keeps_placement_id=lost is not None)
             chunks_exist = await shard_map.write_chunks(self._store, stored)
             result = await assignments.place(
                 self._store,
@@ -280,6 +286,19 @@ def _wanted(
     )
 
 
+def _check_lost(
+    job: str, current: assignments.StoredAssignments | None, lost: Collection[ShardAssignment]
+) -> None:
+    held = current.assignments if current is not None else None
+    if not losses.is_still_lost(held, lost):
+        raise NothingLost(
+            f"job {job} has lost no shard any more: no snapshot replaces its shards",
+            seen="shards that were recovered or given up since" if held else "no shards",
+            expected="a shard that is still lost",
+            fix="Nothing need be done.",
+        )
+
+
 def _none_changed(before: assignments.StoredAssignments | None) -> Sequence[Compare]:
     if before is None:
         return []
@@ -331,10 +350,15 @@ def _damaged(manifest: Manifest, seen: str, expected: str) -> SnapshotDamaged:
 
 
 def _ledger(manifest: Manifest) -> Operation:
+    """Return the write of the snapshot's sample ledger, in which no member holds samples."""
     key = keys.sample_ledger(manifest.job)
     if manifest.cursor is None:
         return Delete(key)
-    return Put(key, json.dumps(manifest.cursor, separators=(",", ":")).encode())
+    ledger = SampleLedger.from_json(manifest.cursor)
+    for member_id, _ in ledger.holders:
+        # What a member has trained on since the snapshot is undone: its reports must not count.
+        ledger.give_back(member_id)
+    return Put(key, json.dumps(ledger.to_json(), separators=(",", ":")).encode())
 
 
 def _cut_of(layout: ShardMap) -> bytes:

@@ -36,8 +36,7 @@ OnRestored = Callable[[str, Sequence[ShardAssignment], str], object]
 
 
 class SnapshotService(SnapshotsServicer):
-    """Takes, lists and restores snapshots. `require_leading` raises NotLeader. `begun_unix_s`
-    returns the time of a job's last reset."""
+    """Takes, lists and restores snapshots. `require_leading` raises NotLeader."""
 
     def __init__(
         self,
@@ -45,7 +44,6 @@ class SnapshotService(SnapshotsServicer):
         taker: SnapshotTaker,
         restorer: SnapshotRestorer,
         require_leading: Callable[[], None],
-        begun_unix_s: Callable[[str], float] = lambda job: 0.0,
         *,
         on_restored: OnRestored = lambda job, lost, snapshot: None,
     ) -> None:
@@ -53,7 +51,6 @@ class SnapshotService(SnapshotsServicer):
         self._taker = taker
         self._restorer = restorer
         self._require_leading = require_leading
-        self._begun_unix_s = begun_unix_s
         self._on_restored = on_restored
 
     async def Take(self, request: pb.TakeSnapshotRequest, context: Context) -> pb.SnapshotSummary:
@@ -101,33 +98,33 @@ class SnapshotService(SnapshotsServicer):
         """True while this coordinator restores the job."""
         return job in self._restorer.under_way
 
-    async def restore_lost(self, job: str) -> RestoreAttempt:
-        """Restore a job that has lost shards, even if it has members.
+    async def restore_lost(self, job: str, lost: Sequence[ShardAssignment]) -> RestoreAttempt:
+        """Restore a job that has `lost` shards, even if it has members.
 
-        Uses the newest snapshot if it is of the current shards, else the one from which these were
-        restored. If they never were, uses the newest since the job's last reset. Without such a
-        snapshot or --snapshot-url, returns the reason. Raises what `SnapshotRestorer.restore`
-        raises, except for a missing snapshot.
+        Uses the newest snapshot of the current shards, else the one from which these were restored.
+        Without such a snapshot or --snapshot-url, returns the reason. Raises what
+        `SnapshotRestorer.restore` raises, except for a missing snapshot.
         """
         if not self._policy.url:
             return _not_restored("The coordinator was started without --snapshot-url")
         library = await self._library("", job)
-        newest, number = await asyncio.to_thread(library.newest), 0
-        # By lineage: clocks may be set back.
-        if newest is None or not await self._taker.is_of_current_shards(newest):
-            if (source := await self._restorer.restored_from(job)) is not None:
-                # The present shards began with this snapshot, not with newer ones.
-                library, number = await self._library(source.url, job), source.number
-            elif newest is not None and newest.taken_unix_s < self._begun_unix_s(job):
-                where = library.storage.url
-                return _not_restored(
-                    f"Its newest snapshot at {where} was taken before the job was started over"
-                )
+        manifests, damaged = await asyncio.to_thread(library.read_all)
+        lineage = await self._taker.current_lineage(job)
+        own = [manifest.number for manifest in manifests if manifest.lineage == lineage]
+        if own:
+            number = own[-1]
+        elif (source := await self._restorer.restored_from(job)) is not None:
+            # The present shards began with this snapshot, not with newer ones.
+            library, number = await self._library(source.url, job), source.number
+        elif damaged:
+            raise damaged[max(damaged)]
+        else:
+            # Those of other lineages are of an earlier run, or of another cluster.
+            return _not_restored(f"No snapshot of its present shards is at {library.storage.url}")
         try:
-            restored = await self._restorer.restore(library, number, under_members=True)
+            restored = await self._restorer.restore(library, number, lost=lost)
         except UnknownSnapshot:
-            which = f"Snapshot {number}, its source, is not" if number else "No snapshot of it is"
-            return _not_restored(f"{which} at {library.storage.url}")
+            return _not_restored(f"Its snapshot {number} is not at {library.storage.url} any more")
         age_s = time.time() - restored.manifest.taken_unix_s
         message = f"{describe_snapshot(restored.manifest, library)}, {age_s:.0f} s old"
         self._on_restored(job, restored.lost, message)

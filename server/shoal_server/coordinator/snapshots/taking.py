@@ -208,10 +208,10 @@ class SnapshotTaker:
         result = await self._store.transact([absent(key)], [drawn], [Get(key)])
         return (drawn.value if result.succeeded else result.reads[0][0].value).decode()
 
-    async def is_of_current_shards(self, manifest: Manifest) -> bool:
-        """True if the shards were not restored since the snapshot."""
-        stored = await self._store.get(keys.lineage(manifest.job))
-        return stored is not None and stored.value.decode() == manifest.lineage
+    async def current_lineage(self, job: str) -> str | None:
+        """Lineage of the snapshots of the job's present shards; None if none was begun."""
+        stored = await self._store.get(keys.lineage(job))
+        return None if stored is None else stored.value.decode()
 
     async def _planned(self, job: str, lineage: str, before: Manifest | None, number: int) -> _Cut:
         layout = await shard_map.read(self._store, job)

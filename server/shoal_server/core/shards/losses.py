@@ -68,6 +68,17 @@ def lost(assignments: JobAssignments) -> list[ShardAssignment]:
     return [h for h in assignments.shards if h.content is ShardContent.LOST]
 
 
+def is_still_lost(current: JobAssignments | None, seen: Collection[ShardAssignment]) -> bool:
+    """True if a shard is recorded as lost, or one of the lost shards `seen` has not changed since:
+    a shard that was recovered or given up has another epoch or content."""
+    unchanged = {(shard.shard_id, shard.epoch, shard.content) for shard in seen}
+    return current is not None and any(
+        shard.content is ShardContent.LOST
+        or (shard.shard_id, shard.epoch, shard.content) in unchanged
+        for shard in current.shards
+    )
+
+
 def with_losses(
     before: JobAssignments,
     after: JobAssignments,

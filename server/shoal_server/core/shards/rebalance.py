@@ -162,16 +162,20 @@ def _is_lost(assignment: ShardAssignment, servers: Servers) -> bool:
     return dead and not is_on_disk
 
 
-def num_lost(assignments: JobAssignments, servers: Servers) -> int:
-    """Number of shards whose values are gone without a recorded loss; 0 if no server stays."""
+def newly_lost(assignments: JobAssignments, servers: Servers) -> frozenset[int]:
+    """Ids of the shards whose values are gone without a recorded loss; empty if no server stays."""
     if not servers.staying:
-        return 0
-    return sum(
-        assignment.loss is None
-        if assignment.content is ShardContent.LOST
-        else _is_lost(assignment, servers)
+        return frozenset()
+    return frozenset(
+        assignment.shard_id
         for assignment in assignments.shards
-        if assignment.content is not ShardContent.NONE and not _is_loading(assignment, servers)
+        if assignment.content is not ShardContent.NONE
+        and not _is_loading(assignment, servers)
+        and (
+            assignment.loss is None
+            if assignment.content is ShardContent.LOST
+            else _is_lost(assignment, servers)
+        )
     )
 
 

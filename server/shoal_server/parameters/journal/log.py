@@ -212,16 +212,31 @@ class Journal:
         still written later."""
         return self._enqueue(JournalEntry(job, shard_id, 0, None))
 
-    def put_image(self, job: str, epoch: int, image: Image, *, placement_id: str = "") -> None:
-        """Start to journal a shard, or replace its records up to the image's version.
-        `placement_id`: `JobAssignments.placement_id`.
-
-        Blocks until the image is on disk. Raises DiskFull or Unavailable, without a change, if it
-        cannot be written. Superfluous files that cannot be removed stay.
-        """
+    @property
+    def next_number(self) -> int:
+        """Log number of the next entry."""
         with self._wake:
+            return self._next_number
+
+    def put_image(
+        self,
+        job: str,
+        epoch: int,
+        image: Image,
+        *,
+        placement_id: str = "",
+        number: int | None = None,
+    ) -> None:
+        """Start to journal a shard, or replace its records up to the image's version.
+
+        `placement_id`: `JobAssignments.placement_id`. `number`: an earlier `next_number`, as of
+        which the image is; an end entry since then makes it superfluous. Blocks until the image is
+        on disk. Raises DiskFull or Unavailable, without a change, if it cannot be written.
+        Superfluous files that cannot be removed stay.
+        """
+        if number is None:
             # Higher than the number of any earlier end entry.
-            number = self._next_number
+            number = self.next_number
         try:
             kept = self._images.write(job, epoch, number, image, placement_id)
         except Unavailable as error:

@@ -34,10 +34,11 @@ LOOK_EACH_S = 1.0
 LONGEST_PAUSE_S = 8.0
 """Longest time between attempts to resume journaling."""
 MAX_WAITING_BYTES = 256 * 1024 * 1024
-"""Bound on a shard's records that wait for its image; beyond it, pushes are refused as
-Overloaded."""
+"""Bound on a shard's records that wait for its image; beyond it, pushes are refused as Overloaded.
+One shard at a time has such records."""
 
 Take = Callable[[ShardReplica], Awaitable[ShardImage]]
+Make = Callable[[LoadedImage], AnyShard]
 OnDisk = Callable[[ShardReplica, int], None]
 OnFailure = Callable[[ShardReplica], None]
 Key = tuple[str, int]
@@ -50,18 +51,20 @@ class _JournaledShard:
     replica: ShardReplica
     placement_id: str
     pauses: BackOff
+    is_queued: bool = True
+    """True until its image is begun, which will have all updates until then."""
     waiting: ShardLog[UpdateRecord] | None = None
-    """Records that wait until the image is on disk. None afterwards, and while journaling is
-    interrupted."""
+    """Records that wait until the image is on disk. None before the image is begun, once it is on
+    disk, and while journaling is interrupted."""
     why_not: ShoalError | None = None
     again_s: float = 0.0
     """Next attempt to resume, on the event loop's clock."""
 
 
 class ShardJournal:
-    """Journals shards. `take` makes an image of a shard. `on_disk` is called with the version up to
-    which a shard is on disk, `on_failure` when its journaling is interrupted. Lives on the event
-    loop, and writes files in `pool`."""
+    """Journals shards. `take` makes an image of a shard, `make` a shard of an image. `on_disk` is
+    called with the version up to which a shard is on disk, `on_failure` when its journaling is
+    interrupted. Lives on the event loop, and writes files in `pool`."""
 
     def __init__(
         self,
@@ -69,18 +72,23 @@ class ShardJournal:
         pool: Executor,
         *,
         take: Take,
+        make: Make,
         on_disk: OnDisk,
         on_failure: OnFailure,
     ) -> None:
         self._journal = journal
         self._pool = pool
         self._take = take
+        self._make = make
         self._on_disk = on_disk
         self._on_failure = on_failure
         self._led: dict[Key, _JournaledShard] = {}
         self._for_others: set[Key] = set()
         self._ends: dict[Key, Future[None]] = {}
         """End entries' futures, by shard."""
+        self._one_image = asyncio.Lock()
+        """Held from taking an image until it is on disk: each open image may cost as much memory as
+        its shard."""
         self._tasks = SupervisedTasks()
 
     async def __aenter__(self) -> "ShardJournal":
@@ -99,7 +107,6 @@ class ShardJournal:
 
     def _start(self, led: _JournaledShard) -> None:
         replica = led.replica
-        led.waiting = ShardLog(replica.state.version)
         self._led[_key(replica)] = led
         self._for_others.discard(_key(replica))
         replica.is_journaled = True
@@ -119,7 +126,7 @@ class ShardJournal:
     def append_update(self, replica: ShardReplica, record: UpdateRecord) -> None:
         """Append the record of an applied push. Call it for each push, in order."""
         led = self._led.get(_key(replica))
-        if led is None or led.replica is not replica:
+        if led is None or led.replica is not replica or led.is_queued:
             return
         if led.waiting is None:
             self._append(led, record)
@@ -139,7 +146,11 @@ class ShardJournal:
     async def _begin(self, led: _JournaledShard) -> None:
         key = _key(led.replica)
         try:
-            version = await self._put(led, await self._take(led.replica))
+            async with self._one_image:
+                if self._led.get(key) is not led:
+                    return
+                led.is_queued, led.waiting = False, ShardLog(led.replica.state.version)
+                version = await self._put(led, await self._take(led.replica))
         except Exception as error:
             # Any error interrupts journaling, even a lack of memory: otherwise durable pushes would
             # wait for ever.
@@ -252,18 +263,40 @@ class ShardJournal:
                     log.exception("journal_not_shortened", job=key[0], shard_id=key[1])
 
     async def _shorten(self, key: Key) -> None:
+        if key in self._for_others:
+            await self._shorten_kept(key)
+            return
         led = self._led.get(key)
-        if led is None or led.waiting is not None:
+        if led is None or led.is_queued or led.waiting is not None:
             return
-        image = await self._take(led.replica)
-        if self._led.get(key) is not led:
-            image.close()
-            return
-        await self._put(led, image)
+        async with self._one_image:
+            image = await self._take(led.replica)
+            if self._led.get(key) is not led:
+                image.close()
+                return
+            await self._put(led, image)
         if key not in self._led:
             # The shard was forgotten while its image was written, and is back with it. It must be
             # forgotten once more.
             self._for_others.add(key)
+
+    async def _shorten_kept(self, key: Key) -> None:
+        """Replace the records of a shard that is led elsewhere by an image of the shard: it may
+        have to stay on this disk as long as its primary has no working journal."""
+        # As of now: the shard may be forgotten, and journaled anew, before the image is on disk.
+        number = self._journal.next_number
+        recovered = await self.read(*key)
+        if recovered is None:
+            return
+        put = partial(self._put_recovered, recovered, number)
+        await asyncio.get_running_loop().run_in_executor(self._pool, put)
+
+    def _put_recovered(self, recovered: RecoveredShard[AnyShard], number: int) -> None:
+        job, epoch = recovered.job, recovered.epoch
+        with recovered.state.image(epoch=epoch) as image:
+            self._journal.put_image(
+                job, epoch, image, placement_id=recovered.placement_id, number=number
+            )
 
     # --- shards with another primary ---
 
@@ -289,13 +322,11 @@ class ShardJournal:
         """Note shards that this server's previous process left in the journal."""
         self._for_others.update(keys)
 
-    async def read(
-        self, job: str, shard_id: int, make: Callable[[LoadedImage], AnyShard]
-    ) -> RecoveredShard[AnyShard] | None:
+    async def read(self, job: str, shard_id: int) -> RecoveredShard[AnyShard] | None:
         """Read a shard that this server does not serve; None if the journal lacks it, or cannot be
         read."""
         loop = asyncio.get_running_loop()
-        read = partial(self._journal.read, job, shard_id, make)
+        read = partial(self._journal.read, job, shard_id, self._make)
         try:
             return await loop.run_in_executor(self._pool, read)
         except (ShoalError, OSError) as error:

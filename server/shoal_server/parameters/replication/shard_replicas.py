@@ -50,6 +50,7 @@ from shoal_server.parameters.shard.memory import Memory
 from shoal_server.parameters.shard.replica import ShardReplica
 from shoal_server.parameters.shard.versioned import AnyShard
 from shoal_server.parameters.shard.workers import Runner
+from shoal_server.parameters.tables.restore import restore
 from shoal_server.serving.identify import answers
 from shoal_server.serving.tasks import SupervisedTasks, run_restarting
 
@@ -309,7 +310,12 @@ class ShardReplicas:
     @asynccontextmanager
     async def shard_journal(self, journal: Journal, pool: Executor) -> AsyncIterator[ShardJournal]:
         async with ShardJournal(
-            journal, pool, take=self._take, on_disk=self._on_disk, on_failure=self._disk_failed
+            journal,
+            pool,
+            take=self._take,
+            make=restore,
+            on_disk=self._on_disk,
+            on_failure=self._disk_failed,
         ) as shard_journal:
             self._roles.shard_journal = shard_journal
             self._driver.core.leading.keeps_journal = True

@@ -45,7 +45,6 @@ from shoal_server.parameters.shard.catalog import Catalog
 from shoal_server.parameters.shard.record import UpdateRecord
 from shoal_server.parameters.shard.replica import ReplicaRole, ShardReplica
 from shoal_server.parameters.shard.versioned import AnyShard
-from shoal_server.parameters.tables.restore import restore
 from shoal_server.serving.tasks import SupervisedTasks
 
 log = structlog.get_logger(__name__)
@@ -215,7 +214,7 @@ class ShardRoles:
         shard = self.recovered.pop(effect.key, None)
         if shard is None and self.shard_journal is not None:
             # This process led the shard before, and dropped it.
-            shard = await self.shard_journal.read(*effect.key, restore)
+            shard = await self.shard_journal.read(*effect.key)
         if shard is None:
             self._driver.submit_event(JournalShardMissing(effect.key, effect.epoch))
             return

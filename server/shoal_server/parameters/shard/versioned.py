@@ -11,7 +11,7 @@ from google.protobuf.message import Message
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shoal_proto.errors import InternalError, MalformedMessage, StalePush, WrongEpoch
+from shoal_proto.errors import Fenced, InternalError, MalformedMessage, StalePush, WrongEpoch
 from shoal_proto.pieces import Buffer
 from shoal_proto.v1.parameters_pb2 import ShardState
 from shoal_proto.v1.replication_pb2 import CutHeader, PushRecord, SessionImage
@@ -224,8 +224,8 @@ class VersionedShard(Generic[BodyT]):
         For a repeated (session, sequence), only `on_applied` and `read` are called, and the first
         outcome is returned. `take_memory` gets the most bytes by which the shard may grow; it
         raises Overloaded to refuse the push. Raises, without a change of the values, WrongEpoch,
-        ForgottenPush, StalePush, NonFiniteGradient, ShapeMismatch, MalformedMessage, InvalidSpec or
-        Overloaded.
+        Fenced unless `is_live` of the push's session, ForgottenPush, StalePush, NonFiniteGradient,
+        ShapeMismatch, MalformedMessage, InvalidSpec or Overloaded.
         """
         with self._body_lock:
             with self._lock:
@@ -251,6 +251,9 @@ class VersionedShard(Generic[BodyT]):
     ) -> tuple[RememberedOutcome, bytes, bool]:
         if push.epoch != self.spec.epoch:
             raise self.wrong_epoch(push.epoch)
+        # The member was live when its call began, which may be minutes ago.
+        if not is_live(push.session):
+            raise self._fenced(push)
         first = self._sessions.recall(push.session, push.sequence)
         if first is not None:
             self._duplicates += 1
@@ -275,6 +278,15 @@ class VersionedShard(Generic[BodyT]):
         record.forgotten_sessions.extend(self._sessions.evict_for(push.session, is_live))
         is_lent = push.is_borrowed and not isinstance(data, bytes)
         return *self._apply(UpdateRecord(record, data, is_lent), batch), False
+
+    def _fenced(self, push: Push) -> Fenced:
+        return Fenced(
+            f"a member may not change shard {self.spec.shard_id} any more: it left, was lost or was"
+            " replaced during its push",
+            seen=f"push {push.sequence} of {push.session}",
+            expected="a push of a member that is present",
+            fix="Join again to continue.",
+        )
 
     def _lost_base(self, push: Push) -> StalePush:
         return StalePush(

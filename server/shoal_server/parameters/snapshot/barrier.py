@@ -13,7 +13,9 @@ While one server still drains, another may admit the next step. The draining ser
 part of that step until its shards are cut.
 
 A step may never end, as its member may die half-way. The caller decides how long to wait; then
-`give_up_incomplete_steps` returns the incomplete steps.
+`give_up_incomplete_steps` returns the incomplete steps. No cut waits for a part that was refused
+for good: its member computes it anew, as another step. Until then the cut has only the step's other
+parts; `half_refused_steps` returns such steps.
 """
 
 from collections import OrderedDict
@@ -43,6 +45,7 @@ Lacking = Callable[[StepId, Shards], Collection[int]]
 class _StepState:
     shards: Shards
     refused: set[int] = field(default_factory=set)
+    has_applied_part: bool = False
     num_inside: int = 0
     applied: bool = False
     """True once every shard here has applied or refused its part."""
@@ -76,6 +79,12 @@ class SnapshotBarrier:
         known = self._sessions.get(step.session, {}).get(step.sequence)
         if known is not None:
             known.refused.add(shard_id)
+
+    def note_applied(self, step: StepId) -> None:
+        """Note that a shard has applied an admitted part."""
+        known = self._sessions.get(step.session, {}).get(step.sequence)
+        if known is not None:
+            known.has_applied_part = True
 
     def leave(self, step: StepId, lacking: Lacking) -> None:
         """Note the end of an admitted part."""
@@ -145,6 +154,25 @@ class SnapshotBarrier:
                 known.given_up = True
                 torn.append(step)
         return torn
+
+    def half_refused_steps(self, lacking: Lacking) -> list[StepId]:
+        """Return the steps of the cut of which a part was applied here and another one refused for
+        good, unless a later step of the session made up for it."""
+        return [
+            step
+            for step, known in self._of_cut()
+            if known.has_applied_part and known.refused and not self._is_redone(step, lacking)
+        ]
+
+    def _is_redone(self, step: StepId, lacking: Lacking) -> bool:
+        steps = self._sessions[step.session]
+        known = steps[step.sequence]
+        missing = frozenset(lacking(step, known.shards)) & known.refused
+        for number, later in steps.items():
+            if number > step.sequence and later.has_applied_part:
+                pushed = missing if later.shards is None else later.shards
+                missing = missing - pushed.difference(lacking(StepId(step.session, number), pushed))
+        return not missing
 
     def open(self, cut_id: str) -> bool:
         """Admit all steps again. False if that cut is not in progress."""

@@ -104,9 +104,10 @@ class SnapshotBarriers:
         """Admit the steps in `begun`, which have begun on any server; wait up to `wait_s` until
         they are applied here. Then make an image of every shard of which this server is primary.
 
-        Returns the images' stamps, and the steps that stayed incomplete (torn). Raises
-        SnapshotFailed for a torn step unless `take_torn`, or if the server's shards or the barrier
-        have changed. Afterwards the barrier is open, unless another cut has closed it.
+        Returns the images' stamps, and the steps of which the cut has a part only (torn). Raises
+        SnapshotFailed for a step that stayed incomplete unless `take_torn`, or if the server's
+        shards or the barrier have changed. Afterwards the barrier is open, unless another cut has
+        closed it.
         """
         cut = self._of(job)
         cut.barrier.drain(cut_id, begun)
@@ -119,6 +120,7 @@ class SnapshotBarriers:
             torn = cut.barrier.give_up_incomplete_steps(_Lacking(led))
             if torn and not take_torn:
                 raise _torn(job, torn)
+            torn += cut.barrier.half_refused_steps(_Lacking(led))
             self._check_led(job, cut)
             images = await _images(led)
             try:
@@ -273,6 +275,8 @@ class AdmittedPart:
                 kind = ShoalError.kinds.get(outcome.error.kind, InternalError)
                 if issubclass(kind, RefusedError):
                     self._barrier.refuse(self._step, outcome.shard_id)
+            else:
+                self._barrier.note_applied(self._step)
         return answers
 
 

@@ -3,7 +3,7 @@ with several versions of torch are reported and keep working."""
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
@@ -136,7 +136,7 @@ async def test_a_shard_that_an_ended_coordinator_was_loading_becomes_lost(
     monkeypatch.setattr(abandoned_loads, "GIVEN_UP_AFTER_S", 0.0)
     store, asked = MemoryStore(), asyncio.Event()
 
-    async def restore(job: str) -> RestoreAttempt:
+    async def restore(job: str, lost: Sequence[ShardAssignment]) -> RestoreAttempt:
         asked.set()
         return RestoreAttempt(is_restored=False, reason="No snapshot of it is left.")
 

@@ -8,7 +8,9 @@ import zlib
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, ExitStack, closing, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +21,18 @@ from support.clusters.parameter_servers import ParameterServers
 from support.clusters.snapshot_cluster import ADAM, SCHEMA, Pusher, Snapshots, elements
 from support.processes.served_process import awaited
 
+from shoal_client.connection.coordinators import Coordinators
 from shoal_client.parameters.dense import ParameterClient
 from shoal_client.parameters.table_rows import Gradients
 from shoal_client.parameters.tables import TableClient
+from shoal_client.progress.samples import SampleClient
 from shoal_proto.errors import (
     AccessDenied,
     InvalidSpec,
     JobFinished,
     JobInUse,
     NoServers,
+    NothingLost,
     ProposalConflict,
     ShoalError,
     SnapshotDamaged,
@@ -59,7 +64,7 @@ from shoal_server.core.shards.assignments import JobAssignments, ShardContent
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import Keyspace
 from shoal_server.etcd.records import assignments as records
-from shoal_server.etcd.records import shard_map, snapshot_roots
+from shoal_server.etcd.records import restored_from, shard_map, snapshot_roots
 from shoal_server.parameters.images.image import LoadedImage
 from shoal_server.parameters.shard import image_file
 from shoal_server.snapshots.library import SnapshotLibrary
@@ -552,25 +557,88 @@ def test_a_cluster_with_empty_servers_continues_from_the_newest_snapshot(
     awaited(is_spread, 60.0, "each of the three has shards")
 
 
-def test_a_snapshot_is_of_this_run_by_its_lineage_whatever_its_time(
-    opened: ExitStack, tmp_path: Path
+def test_a_loss_that_was_accepted_while_storage_was_slow_is_not_restored(
+    opened: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A snapshot that seems older than the job is restored if its lineage is that of the lost
-    shards."""
-    servers, snapshots = start(opened, tmp_path)
-    policy = SnapshotPolicy(url=str(tmp_path / "snapshots"))
+    """The operator accepts the loss before the manifest is read, and the members train on."""
+    servers, snapshots = start(opened, tmp_path, num_servers=1)
     member = pusher(opened, servers, "m")
     member.push()
     snapshots.take()
-    service = snapshots.service(policy, begun_unix_s=lambda job: time.time() + 3600.0)
-    assert servers.run(service.restore_lost("job")).is_restored
+    service = snapshots.service(SnapshotPolicy(url=str(tmp_path / "snapshots")))
+    servers.lose("ps-0")
+    find, reading, may_read = SnapshotLibrary.find, threading.Event(), threading.Event()
+    opened.callback(may_read.set)
+
+    def slow(library: SnapshotLibrary, number: int = 0) -> Manifest:
+        reading.set()
+        may_read.wait(20.0)
+        return find(library, number)
+
+    monkeypatch.setattr(SnapshotLibrary, "find", slow)
+    with ThreadPoolExecutor(1) as pool:
+        restoring = pool.submit(snapshots.restore_lost, service)
+        assert reading.wait(20.0)
+        servers.accept_loss()
+        later = pusher(opened, servers, "n", weight=5.0)
+        later.push()
+        may_read.set()
+        with pytest.raises(NothingLost, match="recovered or given up"):
+            restoring.result()
+    assert elements(later.values) == {-5.0}
+    later.push()
+    assert elements(later.values) == {-10.0}
+
+
+def test_samples_that_were_trained_on_between_snapshot_and_restore_are_leased_again(
+    opened: ExitStack, tmp_path: Path
+) -> None:
+    """The updates of these samples are undone: the member's report does not count any more."""
+    servers, snapshots = start(opened, tmp_path)
+    member = pusher(opened, servers, "m")
+    coordinators = opened.enter_context(closing(Coordinators([servers.coordinator])))
+    token = servers.admit("m")
+    samples = SampleClient(coordinators, lambda: token, dataset_size=8, num_epochs=1)
+    leased = samples.lease(4).range
+    assert leased is not None
+    snapshots.cursor = servers.run(servers.samples.ledger_json("job"))
+    snapshots.take()
+    member.push()
+    snapshots.restore(under_members=True)
+    servers.samples.close_replaced("job")
+    late = samples.lease(4, [leased])
+    counts = servers.run(servers.samples.counts("job"))
+    assert counts is not None and counts.completed == 0
+    assert late.range == leased
+    samples.lease(4, [leased])
+    counts = servers.run(servers.samples.counts("job"))
+    assert counts is not None and counts.completed == 4
+
+
+def test_a_lost_job_is_restored_only_from_snapshots_of_its_own_lineage(
+    opened: ExitStack, tmp_path: Path
+) -> None:
+    """A newer snapshot at the same place is of another cluster, and those of an earlier run stay
+    behind when its records in etcd are gone."""
+    servers, snapshots = start(opened, tmp_path)
+    service = snapshots.service(SnapshotPolicy(url=str(tmp_path / "snapshots")))
+    member = pusher(opened, servers, "m")
+    member.push()
+    own = snapshots.take().manifest
+    snapshots.library.commit(replace(own, number=2, lineage="another"))
     # The restored shards have no snapshot of their own yet. If they are lost again, the same
     # snapshot is used.
-    assert servers.run(service.restore_lost("job")).is_restored
+    for _ in range(2):
+        assert snapshots.restore_lost(service).is_restored
+        source = servers.run(restored_from.read(servers.store, "job"))
+        assert source is not None and source.number == own.number
+    member.push()
     servers.run(servers.store.delete(keys.job_prefix("job"), prefix=True))
-    tried = servers.run(service.restore_lost("job"))
+    tried = snapshots.restore_lost(service)
     assert not tried.is_restored
-    assert "taken before the job was started over" in tried.reason
+    assert "No snapshot of its present shards is at" in tried.reason
+    member.push()
+    assert elements(member.values) == {-3.0}
 
 
 @pytest.mark.long
@@ -587,7 +655,7 @@ def test_an_automatic_restore_does_not_undo_a_restore_of_an_older_snapshot(
         snapshots.take()
 
     def lost_and_restored() -> set[float]:
-        assert servers.run(service.restore_lost("job")).is_restored
+        assert snapshots.restore_lost(service).is_restored
         return elements(pusher(opened, servers, "n").values)
 
     snapshots.restore(1, under_members=True)
@@ -600,18 +668,20 @@ def test_an_automatic_restore_does_not_undo_a_restore_of_an_older_snapshot(
     assert lost_and_restored() == {-5.0}
     snapshots.restore(2, under_members=True)
     snapshots.library.keep_newest(1)
-    tried = servers.run(service.restore_lost("job"))
+    tried = snapshots.restore_lost(service)
     assert not tried.is_restored
-    assert "Snapshot 2, its source, is not at" in tried.reason
+    assert "Its snapshot 2 is not at" in tried.reason
 
 
 def test_a_lost_job_without_a_snapshot_is_not_restored(opened: ExitStack, tmp_path: Path) -> None:
-    servers, snapshots = start(opened, tmp_path)
+    _, snapshots = start(opened, tmp_path)
     policy = SnapshotPolicy(url=str(tmp_path / "snapshots"))
-    tried = servers.run(snapshots.service(policy).restore_lost("job"))
+    tried = snapshots.restore_lost(snapshots.service(policy))
     assert not tried.is_restored
-    assert tried.reason == f"No snapshot of it is at {snapshots.library.storage.url}."
-    tried = servers.run(snapshots.service(SnapshotPolicy()).restore_lost("job"))
+    assert (
+        tried.reason == f"No snapshot of its present shards is at {snapshots.library.storage.url}."
+    )
+    tried = snapshots.restore_lost(snapshots.service(SnapshotPolicy()))
     assert not tried.is_restored
     assert "--snapshot-url" in tried.reason
 

@@ -14,7 +14,7 @@ from shoal_server.core.shards.assignments import (
     ShardLoss,
     promote_from_disk,
 )
-from shoal_server.core.shards.rebalance import Servers, num_lost, rebalance
+from shoal_server.core.shards.rebalance import Servers, newly_lost, rebalance
 from shoal_server.etcd.api import KeyValue
 from shoal_server.etcd.keys import shard_assignment
 from shoal_server.etcd.records import assignments as records
@@ -68,18 +68,18 @@ def test_a_loss_stays_recorded_when_the_new_primary_is_lost_too() -> None:
     servers = Servers(present=frozenset({NEW_A}))
     again = lost_by(first, servers)
     assert (again.primary, again.epoch, again.loss) == (NEW_A, first.epoch + 1, first.loss)
-    assert num_lost(job(first), servers) == 0
+    assert newly_lost(job(first), servers) == frozenset()
 
 
 def test_the_coordinator_completes_the_record_of_a_loss_that_a_server_found() -> None:
     """The server was to lead the shard from its disk, which does not have it."""
     found = replace(LOST, loss=None, on_disk="a", disk_version=7)
     servers = Servers(present=frozenset({A}))
-    assert num_lost(job(found), servers) == 1
+    assert newly_lost(job(found), servers) == {3}
     noted = lost_by(found, servers, version=5)
     known = ShardLoss(lost_unix_s=9.0, version=7, servers=("a",), snapshot="No snapshot.")
     assert noted == replace(found, loss=known)
-    assert num_lost(job(noted), servers) == 0
+    assert newly_lost(job(noted), servers) == frozenset()
     assert lost_by(noted, servers) == noted
 
 
@@ -87,17 +87,38 @@ def test_a_shard_that_is_being_restored_is_not_lost_with_its_server() -> None:
     """The restore gives the shard to another server. Without a restore it is lost."""
     loading = job(replace(TRAINED, content=ShardContent.LOADING, restored_version=7))
     restoring = replace(BOTH_GONE, are_loading=True)
-    assert num_lost(loading, restoring) == 0
+    assert newly_lost(loading, restoring) == frozenset()
     assert rebalance(loading, restoring, {}) == loading
-    assert num_lost(loading, BOTH_GONE) == 1
+    assert newly_lost(loading, BOTH_GONE) == {3}
     lost = lost_by(loading.shards[0], BOTH_GONE)
     assert lost.loss is not None and lost.loss.version == 7
+
+
+@pytest.mark.parametrize(
+    ("now", "still"),
+    [
+        (TRAINED, True),
+        (replace(TRAINED, found_version=2), True),
+        (LOST, True),
+        (replace(LOST, epoch=9), True),
+        (promote_from_disk(replace(LOST, on_disk="a"), NEW_A, frozenset()), False),
+        (losses.give_up_shard(LOST, "ann", 2.0), False),
+        (replace(TRAINED, epoch=5), False),
+    ],
+    ids=["unchanged", "older copy", "declared", "again", "recovered", "given up", "backup leads"],
+)
+def test_a_lost_shard_is_still_lost_until_it_is_recovered_or_given_up(
+    now: ShardAssignment, still: bool
+) -> None:
+    other = replace(TRAINED, shard_id=4)
+    assert losses.is_still_lost(job(now, other), [TRAINED]) is still
+    assert losses.is_still_lost(None, [TRAINED]) is False
 
 
 def test_a_shard_that_was_never_created_is_not_lost() -> None:
     """Another server becomes its primary."""
     empty = job(replace(TRAINED, content=ShardContent.NONE))
-    assert num_lost(empty, BOTH_GONE) == 0
+    assert newly_lost(empty, BOTH_GONE) == frozenset()
     assert losses.lost(rebalance(empty, BOTH_GONE, {})) == []
 
 

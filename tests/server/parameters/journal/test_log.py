@@ -80,14 +80,32 @@ def config(directory: Path, **changes: int) -> JournalConfig:
 def contents(directory: Path) -> dict[tuple[str, int], tuple[int, bytes]]:
     """Return epoch and pushes of every shard that a new process recovers."""
     with Journal(config(directory)) as journal:
-        found = journal.recover(make)
+        return contents_of(journal)
+
+
+def contents_of(journal: Journal) -> dict[tuple[str, int], tuple[int, bytes]]:
     return {
-        (each.job, each.state.shard_id): (each.epoch, bytes(each.state.pushed)) for each in found
+        (each.job, each.state.shard_id): (each.epoch, bytes(each.state.pushed))
+        for each in journal.recover(make)
     }
 
 
 def segments(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.glob("segment-*"))
+
+
+def test_an_image_of_a_shard_that_was_forgotten_meanwhile_is_dropped(tmp_path: Path) -> None:
+    """The shard was read for it before. Another image, of the shard's next run, counts."""
+    old, new = Log(0, b"abc"), Log(0)
+    with Journal(config(tmp_path)) as journal:
+        journal.put_image("job", 5, old.image())
+        number = journal.next_number
+        journal.forget("job", 0).result(LIMIT_S)
+        journal.put_image("job", 5, old.image(), number=number)
+        assert contents_of(journal) == {}
+        journal.put_image("job", 1, new.image())
+        journal.put_image("job", 5, old.image(), number=number)
+        assert contents_of(journal) == {("job", 0): (1, b"")}
 
 
 def test_the_next_process_recovers_all_pushes(tmp_path: Path) -> None:

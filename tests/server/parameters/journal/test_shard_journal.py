@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.processes.served_process import awaited
@@ -30,10 +31,9 @@ from shoal_server.parameters.tables.restore import restore
 LIMIT_S = 10.0
 
 
-def new_led(epoch: int) -> ShardReplica:
-    spec = Shard(
-        shard_id=0, epoch=epoch, dtype="float32", blocks=[Block(parameter="p", num_elements=2)]
-    )
+def new_led(epoch: int, shard_id: int = 0) -> ShardReplica:
+    blocks = [Block(parameter="p", num_elements=2)]
+    spec = Shard(shard_id=shard_id, epoch=epoch, dtype="float32", blocks=blocks)
     sgd = OptimizerSpec(kind="sgd", groups=[HyperParameters(lr=1.0)])
     return ShardReplica("job", new_dense_shard(spec, sgd, bytearray(8)), ReplicaRole.PRIMARY, epoch)
 
@@ -115,7 +115,12 @@ async def journaling(
         patch.setattr(shard_journal, "LOOK_EACH_S", 0.01)
         patch.setattr(log, "RETRY_EACH_S", 0.01)
         kept = ShardJournal(
-            journal, pool, take=take, on_disk=reports.on_disk, on_failure=reports.on_failure
+            journal,
+            pool,
+            take=take,
+            make=restore,
+            on_disk=reports.on_disk,
+            on_failure=reports.on_failure,
         )
         async with kept:
             yield kept, reports
@@ -234,7 +239,12 @@ async def test_a_shard_of_a_new_run_replaces_that_of_the_last_run(tmp_path: Path
     config = JournalConfig(directory=tmp_path)
     with ThreadPoolExecutor(1) as pool, Journal(config, fsync=disk.fsync) as journal:
         kept = ShardJournal(
-            journal, pool, take=take, on_disk=note_epoch, on_failure=lambda replica: None
+            journal,
+            pool,
+            take=take,
+            make=restore,
+            on_disk=note_epoch,
+            on_failure=lambda replica: None,
         )
         async with kept, asyncio.timeout(LIMIT_S):
             last, now = new_led(epoch=5), new_led(epoch=1)
@@ -272,7 +282,90 @@ async def test_a_shard_whose_image_cannot_be_read_counts_as_missing(tmp_path: Pa
             journal,
             pool,
             take=take,
+            make=restore,
             on_disk=lambda replica, version: None,
             on_failure=lambda replica: None,
         )
-        assert await kept.read("job", 0, restore) is None
+        assert await kept.read("job", 0) is None
+
+
+class SlowJournal(Journal):
+    """Journal that writes no image until `goes_on` is set."""
+
+    def __init__(self, config: JournalConfig) -> None:
+        super().__init__(config)
+        self.goes_on = threading.Event()
+
+    def put_image(self, *what: Any, **more: Any) -> None:
+        self.goes_on.wait(LIMIT_S)
+        super().put_image(*what, **more)
+
+
+async def test_one_image_at_a_time_is_open_and_keeps_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that begins to lead all shards at once does not need twice their memory. Pushes to
+    shards whose turn has not come are in their images, and wait for nothing."""
+    monkeypatch.setattr(shard_journal, "MAX_WAITING_BYTES", 8)
+    taken: list[ShardReplica] = []
+
+    async def take(replica: ShardReplica) -> ShardImage:
+        taken.append(replica)
+        return replica.image()
+
+    shards = [new_led(epoch=1, shard_id=i) for i in range(3)]
+    config = JournalConfig(directory=tmp_path)
+    journal = SlowJournal(config)
+    async with journaling(journal, take) as (kept, reports):
+        for each in shards:
+            kept.start_journaling(each)
+        for _ in range(2):
+            await asyncio.sleep(0)
+        for each in shards:
+            for _ in range(2):
+                kept.append_update(each, push(each))
+        assert taken == shards[:1]
+        with pytest.raises(Overloaded, match="no image of shard 0 yet"):
+            shards[0].check_capacity()
+        for each in shards[1:]:
+            each.check_capacity()
+        journal.goes_on.set()
+        for _ in range(5):
+            await reports.next()
+    recovered = Journal(config).recover(restore)
+    assert {each.state.shard_id: each.state.version for each in recovered} == {0: 3, 1: 3, 2: 3}
+
+
+async def test_a_shard_that_is_kept_for_another_primary_does_not_fill_the_journal(
+    tmp_path: Path,
+) -> None:
+    """Its records are replaced by an image, as those of led shards are. So pushes are taken again,
+    and the disk still has the shard as it was."""
+    config = JournalConfig(directory=tmp_path, segment_bytes=500, max_bytes=2000)
+    journal = Journal(config)
+    async with journaling(journal) as (kept, reports), asyncio.timeout(LIMIT_S):
+        left, led = new_led(epoch=3), new_led(epoch=1, shard_id=1)
+        for replica in (left, led):
+            kept.start_journaling(replica, "placement")
+            assert await reports.next() == 1
+        for _ in range(3):
+            kept.append_update(left, push(left))
+            await reports.next()
+        kept.end(left)
+        for _ in range(60):
+            kept.append_update(led, push(led))
+            await reports.next()
+        await asyncio.to_thread(awaited, lambda: has_capacity(journal), LIMIT_S, "it shrinks")
+        assert kept.keeps("job", 0)
+    found = {each.state.shard_id: each for each in Journal(config).recover(restore)}
+    assert (found[0].epoch, found[0].state.version) == (3, 4)
+    assert found[0].placement_id == "placement"
+    assert found[1].state.version == led.state.version
+
+
+def has_capacity(journal: Journal) -> bool:
+    try:
+        journal.check_capacity()
+    except Overloaded:
+        return False
+    return journal.num_bytes <= 1000

@@ -95,6 +95,38 @@ def test_a_part_that_was_refused_for_good_is_not_waited_for() -> None:
     )
 
 
+def test_a_step_that_was_refused_in_part_is_reported_until_the_part_is_made_up_for() -> None:
+    """Shard 1 applies the step, shard 2 refuses it twice, and then applies it as step 3."""
+    barrier, lacking = SnapshotBarrier(), dict[StepId, tuple[int, ...]]()
+
+    def lacks(step: StepId, shards: Shards) -> Sequence[int]:
+        return [i for i in lacking.get(step, ()) if shards is None or i in shards]
+
+    def cut() -> list[StepId]:
+        barrier.drain("cut", barrier.close("cut"))
+        assert barrier.waits_for(lacks, always) == [] == barrier.give_up_incomplete_steps(lacks)
+        torn = barrier.half_refused_steps(lacks)
+        assert barrier.open("cut")
+        return torn
+
+    lacking[A1] = (2,)
+    barrier.enter(A1, None)
+    barrier.note_applied(A1)
+    barrier.refuse(A1, 2)
+    barrier.leave(A1, lacks)
+    assert cut() == [A1]
+    lacking[A2] = (1, 2)
+    barrier.enter(A2, frozenset({2}))
+    barrier.refuse(A2, 2)
+    barrier.leave(A2, lacks)
+    assert cut() == [A1]
+    lacking[A3] = (1,)
+    barrier.enter(A3, frozenset({2}))
+    barrier.note_applied(A3)
+    barrier.leave(A3, lacks)
+    assert cut() == []
+
+
 def test_steps_of_lost_members_are_reported_and_not_waited_for() -> None:
     barrier = SnapshotBarrier()
     barrier.enter(A1, None)

@@ -10,9 +10,11 @@ from typing import cast
 import pytest
 import pytest_asyncio
 
-from shoal_proto.errors import Fenced
+from shoal_proto.errors import Fenced, StalePush
+from shoal_proto.status import to_detail
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
+from shoal_proto.v1.parameters_pb2 import PushOutcome
 from shoal_proto.v1.shards_pb2 import Block, Shard
 from shoal_server.core.processes import Holder
 from shoal_server.core.shards.steps import StepId, merged
@@ -150,6 +152,22 @@ async def test_the_first_cut_of_a_run_has_a_push_in_progress_completely_or_not_a
     assert begun == {new: None}
     for each in (first, second):
         each.barriers.abort("job", "cut", "the test ends")
+
+
+async def test_a_step_of_which_a_shard_refused_its_part_is_named(members: Members) -> None:
+    """The member is live, and has not pushed the part again yet. The cut does not wait for it."""
+    step = StepId(await members.admit("live"), 1)
+    server = Server(members.fence, 1, 2)
+    refusal = to_detail(StalePush("the gradient is too stale"))
+    async with server.barriers.admit_part("job", step.session, step.sequence) as passage:
+        server.apply(step, 1)
+        outcomes = [PushOutcome(shard_id=1, version=2), PushOutcome(shard_id=2, error=refusal)]
+        passage.record_answers(outcomes)
+    begun = server.barriers.close("job", "cut", 60.0)
+    stamps, torn = await server.barriers.freeze("job", "cut", begun, wait_s=60.0, take_torn=False)
+    assert [stamp.version for stamp in stamps] == [2, 1]
+    assert torn == [step]
+    server.barriers.abort("job", "cut", "the test ends")
 
 
 async def test_a_step_that_a_dead_member_left_half_applied_is_named_with_any_number_of_jobs(

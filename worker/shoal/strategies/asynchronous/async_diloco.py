@@ -21,7 +21,7 @@ from shoal.model.elementwise_optimizers import refuse_lbfgs
 from shoal.strategies.asynchronous.async_sgd import AsyncSGD
 from shoal.strategies.asynchronous.gradients import gradients_of
 from shoal.strategies.outer_step import OuterStep
-from shoal_proto.errors import InvalidSpec
+from shoal_proto.errors import InvalidSpec, StalePush
 from shoal_proto.numbers_given import as_index
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 
@@ -123,10 +123,17 @@ class AsyncDiLoCo(AsyncSGD):
         if not self._steps_of_round:
             return
         diff = {n: self._began[n] - _on_host(p) for n, p in self._shared.values.parameters.items()}
-        self._count(self._push(diff))
+        result = self._push(diff)
+        if result.stale:
+            raise _round_refused(self._steps_of_round, result.stale)
+        self._count(result)
         self._began, self._steps_of_round = {}, 0
         while self._unacknowledged:
             self._unacknowledged.pop(0)()
+
+    def redoes(self, error: BaseException) -> bool:
+        """False: a refused round is more than the step in progress."""
+        return False
 
     def rest(self) -> None:
         # Other members wait for this member's samples, which count once its round is pushed.
@@ -139,6 +146,18 @@ class AsyncDiLoCo(AsyncSGD):
     def finish(self) -> None:
         self._end_round()
         super().finish()
+
+
+def _round_refused(num_steps: int, stale: Mapping[int, StalePush]) -> StalePush:
+    """Return the error for a round that began before the loss of these shards was accepted."""
+    shards, refusal = ", ".join(map(str, sorted(stale))), next(iter(stale.values()))
+    return StalePush(
+        f"a round of {num_steps} steps began on values of shard {shards} that were lost meanwhile",
+        seen=refusal.seen,
+        expected=refusal.expected,
+        fix="Start this worker again: it begins with the shards' present values, and the round's"
+        " samples are trained on again.",
+    )
 
 
 def _on_host(parameter: Tensor) -> Tensor:
