@@ -57,7 +57,10 @@ STAND_INS = {
         fi
         # The cluster is up once the script has noted the processes that it keeps, and has started
         # those again that have ended.
-        cd "$TMPDIR" && ls shoal-7.*/{etcd,coordinator}.pid renews-{certs,etcd-certs} ;;
+        cd "$TMPDIR"
+        until ls shoal-7.*/{etcd,coordinator}.pid renews-{certs,etcd-certs}; do
+            /bin/sleep 0.05
+        done ;;
 esac""",
 }
 """Programs that only wait, or end with the exit codes of a test."""

@@ -3,6 +3,7 @@
 import json
 import os
 import ssl
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -211,12 +212,16 @@ class StatusClient:
         return self._get(path)
 
     def _get(self, path: str, known: Sequence[int] = ()) -> Json:
-        for url in self._urls[:-1]:
+        failure: ShoalError | None = None
+        for url in self._urls:
             try:
                 return self._get_from(url, path, known)
-            except (NotLeader, Unavailable, DeadlineExceeded):
-                continue  # the next coordinator may lead; the last one's error is raised
-        return self._get_from(self._urls[-1], path, known)
+            except (NotLeader, Unavailable, DeadlineExceeded) as error:
+                # The next coordinator may lead. The leader's own error says more than NotLeader.
+                if failure is None or not isinstance(error, NotLeader):
+                    failure = error
+        assert failure is not None
+        raise failure
 
     def _get_from(self, url: str, path: str, known: Sequence[int]) -> Json:
         if (now := _context()) is not self._context:
@@ -263,7 +268,14 @@ def status(config: StatusConfig) -> int:
         every = [] if config.job else client.jobs()
         shown = every if config.every or config.as_json else _shown_by_default(every)
         names = [config.job] if config.job else [job["job"] for job in shown]
-        jobs = [{**client.job(name), **_shards(client, name)} for name in names]
+        jobs = []
+        for name in names:
+            try:
+                jobs.append({**client.job(name), **_shards(client, name)})
+            except Unavailable as error:
+                if config.job:
+                    raise
+                print(error, file=sys.stderr)  # a new leader still reads this job
         scripts = [] if config.job else _series_without_job(client, [job["job"] for job in every])
     if config.as_json:
         print(json.dumps(jobs, indent=2))

@@ -46,6 +46,20 @@ def test_status_shows_every_job_with_members_generations_and_servers(
     assert "all 3 members accepted generation 3" in shown
 
 
+def test_status_shows_the_other_jobs_while_one_is_read(
+    world: World, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A new leader reads interrupted jobs last. The other coordinators do not lead."""
+    world.put(status_world.job("other"))
+    world.unread.add("other")
+    assert shoal("status", "--http", url) == 0
+    shown = capsys.readouterr()
+    assert "digits" in shown.out
+    assert "job other is being read from etcd" in shown.err
+    with pytest.raises(Unavailable, match="job other is being read from etcd"):
+        shoal("status", "other", "--http", url)
+
+
 @pytest.mark.long
 def test_status_shows_the_rounds_of_members_with_clocks(
     world: World, url: str, capsys: pytest.CaptureFixture[str]

@@ -184,6 +184,10 @@ def _hold_for_members(job: JobState, now_s: float) -> None:
     reason = f"{missing} more member{'' if missing == 1 else 's'}, {until}"
     for member in waiting:
         _stand_by(job, member, reason, 0, now_s)
+    if limit_s is not None:
+        # Each failed attempt with a newcomer moves the check.
+        due_s = max(job.deadlines.short_since_s, job.table.pauses.released_s) + limit_s
+        job.deadlines.overdue_check_s = min(due_s, job.deadlines.overdue_check_s or due_s)
 
 
 def _waits_for_members(job: JobState) -> bool:

@@ -174,16 +174,19 @@ def test_the_operator_may_limit_the_wait(allowed_s: float) -> None:
     )
 
 
+@pytest.mark.parametrize("every_s", [60.0, 200.0])
 @pytest.mark.parametrize("low", [2, 3], ids=["enough", "too-few"])
-def test_the_wait_counts_from_the_loss_though_newcomers_come_and_go(low: int) -> None:
+def test_the_wait_counts_from_the_loss_though_newcomers_come_and_go(
+    low: int, every_s: float
+) -> None:
     """Each newcomer changes the reason to wait; an attempt with enough members fails."""
     w = below_minimum(low=low, limits=Limits(wait_for_members_s=600))
     a = w.members["a"]
-    for number in range(10):
+    for number in range(30):
         w.join(f"x{number}").paused = True
         w.run(w.now_s + 1.0)
         w.kill(f"x{number}", seen_by_launcher=True)
-        w.run(200.0 * (number + 1))
+        w.run(every_s * (number + 1))
         if a.refused is not None:
             break
         assert w.now_s <= 600.0 + JOIN_S
