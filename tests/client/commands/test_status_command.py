@@ -57,7 +57,7 @@ def test_status_shows_the_other_jobs_while_one_is_read(
     assert "digits" in shown.out
     assert "job other is being read from etcd" in shown.err
     with pytest.raises(Unavailable, match="job other is being read from etcd"):
-        shoal("status", "other", "--http", url)
+        shoal("status", "--job", "other", "--http", url)
 
 
 @pytest.mark.long
