@@ -48,7 +48,8 @@ class PowerSGD(Compression):
 
 @dataclass(frozen=True)
 class Matrix:
-    """A parameter's gradient plus residual: a view of the values to average."""
+    """A matrix to average. `gradient`: a parameter's gradient plus its residual, as a view of the
+    packed values; `span`: its position there."""
 
     name: str
     gradient: Tensor

@@ -150,7 +150,7 @@ class RegisteredState:
     # --- steps ---
 
     def keep(self) -> None:
-        """Record the objects' current state as committed."""
+        """Copy the objects' current state as the state to restore if the next step is undone."""
         if self._objects:
             before = self._committed.tensors if self._committed is not None else {}
             self._committed = self._capture().copied(before)
@@ -162,7 +162,8 @@ class RegisteredState:
         self._is_attempt = True
 
     def defer(self, call: Callable[[], object]) -> None:
-        """Defer this call until the optimizer has stepped; dropped if the step is undone."""
+        """Defer this call until the optimizer has stepped. If the step is undone, the call is never
+        made."""
         self._deferred.append(call)
 
     def stepped(self) -> None:
