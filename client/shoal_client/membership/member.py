@@ -61,7 +61,7 @@ class MemberHooks:
     has the job's state."""
     on_break: Callable[[int, str], None] = lambda generation, reason: None
     """Called when a generation breaks, or when the membership ends with an error. A planned change
-    is no break."""
+    is not a break."""
 
     def validate_roster(self, effect: ev.ValidateRoster) -> ev.RosterValidated:
         """The member's answer to a roster."""

@@ -67,7 +67,7 @@ def _configure_logging() -> None:
     level = logging.getLevelNamesMapping().get(name.upper())
     if level is None:
         raise InvalidSpec(
-            "SHOAL_LOG_LEVEL is no level", seen=name, expected="debug, info, warning or error"
+            "SHOAL_LOG_LEVEL is not a level", seen=name, expected="debug, info, warning or error"
         )
     terminal = sys.stderr.isatty()
     # Without the values of variables: tokens are among them.

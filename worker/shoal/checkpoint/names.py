@@ -118,7 +118,7 @@ def is_read(path: Path) -> bool:
     """True if Shoal reads the entry at this path. Only for entries that are not tensors. Raises
     InvalidSpec for an entry of the model: a state holds only tensors of a model."""
     if path[0] == "model":
-        raise _not_representable(path, "an extra state that is no tensor")
+        raise _not_representable(path, "an extra state that is not a tensor")
     return path[0] == "optim" or path in {OWN, STEP}
 
 

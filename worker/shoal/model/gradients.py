@@ -115,7 +115,7 @@ def refuse_parameter_hooks(model: nn.Module) -> None:
             seen=f"register_hook or register_post_accumulate_grad_hook of {', '.join(hooked[:5])}",
             expected="changes to the whole batch's gradients, after they were reduced",
             fix="Change parameter.grad after session.backward in the step, for example to mask or"
-            " clamp it. Hooks on modules and on what they compute are no problem.",
+            " clamp it. Hooks on modules and on what they compute are not a problem.",
         )
 
 

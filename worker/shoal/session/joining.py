@@ -109,7 +109,7 @@ def _set_log_level(environment: Mapping[str, str]) -> None:
     level = logging.getLevelNamesMapping().get(name.upper())
     if level is None:
         raise InvalidSpec(
-            "SHOAL_LOG_LEVEL is no level", seen=name, expected="debug, info, warning or error"
+            "SHOAL_LOG_LEVEL is not a level", seen=name, expected="debug, info, warning or error"
         )
     if not structlog.is_configured():
         # Log lines contain text from other members, which a terminal would interpret.

@@ -95,8 +95,8 @@ def _check_mean(loss: Tensor, num_samples: int, num_gathered: int = 0) -> None:
             continue
         if not _is_even(counts, num_samples):
             raise InvalidSpec(
-                "a loss that is no mean over samples: with another number of members the job would"
-                " train a different loss",
+                "a loss that is not a mean over samples: with another number of members the job"
+                " would train a different loss",
                 seen=f"a mean over targets whose weights sum to {float(counts.sum()):g}, and differ"
                 f" between the {num_samples} samples: ignore_index, class weights, or a part of"
                 " the samples",

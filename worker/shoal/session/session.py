@@ -162,7 +162,7 @@ class Session:
         trace: TracebackType | None,
     ) -> None:
         if os.getpid() != self._process:
-            # A fork of the script's is no member of the job.
+            # A fork of the script's is not a member of the job.
             return
         self._held.__exit__(kind, error, trace)
 

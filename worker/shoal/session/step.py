@@ -422,7 +422,7 @@ def _check_loss(loss: object) -> None:
         seen = "a number that does not require gradients"
     if seen:
         raise InvalidSpec(
-            "session.backward of a value that is no loss",
+            "session.backward of a value that is not a loss",
             seen=seen,
             expected="one number, computed from the outputs of the distributed model",
             fix="Reduce the loss to its mean over the samples, and compute it without"

@@ -134,7 +134,7 @@ def split_into_messages(tensor: Tensor) -> Sequence[Tensor]:
 
 def _shape(sizes: Sequence[int]) -> torch.Size:
     if any(size < 0 for size in sizes):
-        raise ValueError(f"{sizes!r:.100} is no shape")
+        raise ValueError(f"{sizes!r:.100} is not a shape")
     return torch.Size(sizes)
 
 

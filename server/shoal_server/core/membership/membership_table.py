@@ -24,7 +24,7 @@ class MembershipTable:
     """Members that are to leave, by order of request."""
     expelled: dict[str, Refusal | None] = field(default_factory=dict)
     """Newest incarnations that may not return, with the refusal for their later calls. None: the
-    refusal of any process that is no member."""
+    refusal of any process that is not a member."""
     unproposed: set[str] = field(default_factory=set)
     """Members of an earlier leader that have yet to propose."""
     pauses: Pauses = field(default_factory=Pauses)

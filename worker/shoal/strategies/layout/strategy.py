@@ -355,7 +355,7 @@ class LayoutStrategy(SynchronousStrategy):
                 local_step.step(self._optimizer)
             layout.stepped()
             if layout.exchanges_updates:
-                # Half an update is no valid state.
+                # Half an update is not a valid state.
                 self._generation_group.check()
         self._committed()
         self._checkpoint()
