@@ -38,7 +38,7 @@ ANSWERS_S = 20.0
 
 
 class NotRun(RuntimeError):
-    """The cases cannot be run; the message has the reason."""
+    """The cases cannot be run; the message gives the reason."""
 
 
 def numbers(text: str) -> tuple[int, ...]:

@@ -91,8 +91,8 @@ class CertificateFolder:
             _write_pair(path, certificate)
 
     def issue(self, holder: CertificateHolder) -> Path:
-        """Issue one more certificate; return its file. Raises InvalidSpec, for example for a taken
-        name."""
+        """Issue a further certificate; return its file. Raises InvalidSpec, for example for a name
+        that is in use."""
         self._check_private()
         authority, path = self._authority(), self._new_path(holder)
         _write_pair(path, authority.issue(holder))

@@ -74,7 +74,7 @@ class Method(Protocol[Reply_co]):
 
 
 class Channels:
-    """Channels to peers, by address and own certificate. For one thread at a time."""
+    """Channels to peers, by address and own certificate. Not thread-safe."""
 
     def __init__(self, name: str) -> None:
         """`name`: the name in the peers' certificates."""

@@ -102,9 +102,9 @@ class SampleClient:
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> SampleLease:
         """Report `completed` ranges (leased ranges, or parts of them) and lease at most
-        `num_samples` more. With a reserve, a report is repeated until it is durable. Raises Fenced
-        if this member was declared lost, ProposalConflict if the job has other samples,
-        JobQuarantined, CertificateRefused, and the last RetryError after `timeout_s`.
+        `num_samples` further samples. With a reserve, a report is repeated until it is durable.
+        Raises Fenced if this member was declared lost, ProposalConflict if the job has other
+        samples, JobQuarantined, CertificateRefused, and the last RetryError after `timeout_s`.
 
         The request may have been carried out in the last three cases, except for Overloaded. So the
         next call repeats it first. If a range is granted then, that call returns the range, and

@@ -477,7 +477,8 @@ class ElasticController:
         return not self.strategy.is_failure(error)
 
     def _follow(self, generation: Generation) -> Generation:
-        """Return the newest generation, and enter it if it is new. For asynchronous strategies."""
+        """Return the newest generation, and enter it if it is new. Only asynchronous strategies
+        call this."""
         token = self.membership.token
         if token.generation > generation.number:
             # The membership's thread has the new record already, as the token has its number.

@@ -262,8 +262,9 @@ class PeerCopies:
         return self._ring.has_peers and step % self._every_steps == 0
 
     def offer(self, state_shard: StateShard, *, leaving: Collection[int] = ()) -> None:
-        """Copy this rank's state shard to peers, in the background. Its tensors may change once
-        this returns. All ranks offer the same steps, with the same ranks `leaving` after the step.
+        """Copy this rank's state shard to peers, in the background. Once this returns, its tensors
+        may be changed as `copy_to_host` allows. All ranks must offer the same steps, with the same
+        ranks `leaving` after the step.
 
         First waits for the previous copy on all ranks, and raises its error; GenerationBroken after
         `close`. Without peers it drops the previous generation's copies.

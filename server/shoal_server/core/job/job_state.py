@@ -153,7 +153,7 @@ class JobState:
 
     @property
     def is_completing(self) -> bool:
-        """True once the job takes no more members."""
+        """True once the job admits no further members."""
         return self.end.completing
 
     @property

@@ -233,7 +233,7 @@ class PausesNotice(Notice):
 
 @dataclass(frozen=True, kw_only=True)
 class ClosingNotice(Notice):
-    """The job takes no more members."""
+    """The job admits no further members."""
 
 
 @dataclass(frozen=True, kw_only=True)

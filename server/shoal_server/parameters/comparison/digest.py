@@ -58,8 +58,8 @@ class Comparison(Enum):
 
 
 class PieceWalk:
-    """Walks through a shard piece by piece, again and again. For one thread at a time; the shard's
-    size may change meanwhile."""
+    """Walks through a shard piece by piece, again and again, even if the shard's size changes
+    meanwhile. Not thread-safe."""
 
     def __init__(self, piece_bytes: int = PIECE_BYTES) -> None:
         self._piece_bytes = piece_bytes
