@@ -118,8 +118,8 @@ class Checkpoints:
     ) -> None:
         """Write a checkpoint of this rank's state shard in the background.
 
-        Call it on all ranks after the same step. Waits for the previous checkpoint first. The
-        shard's tensors may change once this returns.
+        Call it on all ranks after the same step. Waits for the previous checkpoint first. Once this
+        returns, the script is free to change the shard's tensors.
 
         `peers`: the ranks that write together; None: those of the last `select_writers`, else this
         rank alone. A tensor shard for whose name `writes` returns False is not copied: another rank

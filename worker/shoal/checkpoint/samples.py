@@ -28,8 +28,8 @@ class TrainedSamples:
     """The samples that a run trains on."""
 
     def __init__(self, samples: Mapping[str, str], order: Order | None, *, moves: bool) -> None:
-        """`samples`: the fields; empty if the script makes its own batches. `moves`: True if the
-        batch size may change."""
+        """`samples`: the fields; empty if the script makes its own batches. `moves`: True if
+        the run is allowed another batch size than the checkpoint's."""
         self._samples = samples
         self._order = order
         self._moves = moves

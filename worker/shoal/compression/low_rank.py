@@ -198,7 +198,7 @@ class LowRankEncoder(PushEncoder):
 def low_rank_matrices(blocks: Sequence[PushBlock], rank: int) -> list[list[int]]:
     """Return the matrices to compress, each as the indices of its blocks.
 
-    A matrix has the rows of one parameter that are whole in their block.
+    A matrix consists of the rows of one parameter that are whole in their block.
     """
     by_parameter: dict[str, list[int]] = {}
     for i, block in enumerate(blocks):

@@ -69,7 +69,7 @@ class _CallMessage:
 
 
 class RowGathers:
-    """Gathers of one member in one step. Used by one thread at a time, the trainer's or autograd's."""
+    """Gathers of one member in one step. Used by the trainer's or autograd's thread, never by both."""
 
     def __init__(
         self,

@@ -54,8 +54,8 @@ def targets_of(hosts: Sequence[str], copies: int, leaving: Collection[int] = ())
     number of all ranks. The first copy goes to another host, unless one host has more than half of
     the ranks.
 
-    Ranks that are `leaving` receive no copies. They send one copy more, since the copy in their own
-    memory is lost with them.
+    Ranks that are `leaving` receive no copies. They send a further copy, since the copy in their
+    own memory is lost with them.
     """
     ring, distances, chosen = _choose(tuple(hosts), copies)
     index_in_ring = {rank: number for number, rank in enumerate(ring)}

@@ -238,9 +238,8 @@ class RegisteredState:
             )
 
     def comparable(self, *, with_tensors: bool) -> dict[str, Json]:
-        """Return the values that must be the same on all members, by name; figures stand for
-        tensors.
-        """
+        """Return the values that must be the same on all members, by name, with `_figures` of each
+        tensor in its place."""
         now = self._now()
         found: dict[str, Json] = {}
         for name in self._objects:
