@@ -94,7 +94,7 @@ class Channels:
         return channel
 
     def pop_all(self, keep: Collection[str] = ()) -> list[grpc.Channel]:
-        """Remove and return the channels to addresses that are not in `keep`; the caller closes
+        """Remove and return the channels to addresses that are not in `keep`; the caller must close
         them."""
         return [self._open.pop(key) for key in list(self._open) if key[0] not in keep]
 

@@ -60,7 +60,7 @@ class SessionSeries:
     ) -> PendingPublication:
         """Publish the model of the last committed step as the next version of the series.
 
-        All members call it at the same point between two steps:
+        All members must call it at the same point between two steps:
 
             if step.committed and batch.step % 10 == 0:
                 policy.publish(metadata={"loss": loss.item()})

@@ -217,8 +217,8 @@ class PeerCopies:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`hosts`: the host of each rank; empty if all are on one host. `travels`: True for the
-        name of a tensor that is sent, as it would be lost with its rank; the same on all ranks.
-        `limit_s`: time limit of a message; None: the group's own."""
+        name of a tensor that is sent, as it would be lost with its rank; must be the same on all
+        ranks. `limit_s`: time limit of a message; None: the group's own."""
         rank, world_size = group.rank(), group.size()
         self._ring = _Ring(rank, hosts or [""] * world_size, copies)
         self._every_steps = every_steps

@@ -209,7 +209,7 @@ class ReplicationCore:
 
     def _leave_on_disk(self, led: LedShard) -> None:
         """Keep the claim while the record names this server's disk: a disk that fails may still
-        have the only copy."""
+        hold the only copy."""
         if led.assignment.on_disk == self.me.server_id:
             self._claims.note_given_up(led.key)
 

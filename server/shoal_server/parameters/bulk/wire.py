@@ -86,8 +86,8 @@ class FrameConnection:
         return (self._chunk_buffer or _unset)(num_bytes)
 
     async def next_descriptor(self) -> int:
-        """The descriptor of the next frame, which must be DESCRIPTOR and which the caller closes.
-        Any other read would lose the descriptor. The other end sends one only on request.
+        """The descriptor of the next frame, which must be DESCRIPTOR. The caller must close it. Any
+        other read would lose the descriptor. The other end sends one only on request.
 
         Raises PeerHungUp, MalformedMessage or ChecksumMismatch.
         """

@@ -41,7 +41,7 @@ _DIGEST_FACTOR = 1_000_003
 
 
 class SharedSlots:
-    """Slots as one rank uses them. All ranks call the same methods in the same order."""
+    """Slots as one rank uses them. All ranks must call the same methods in the same order."""
 
     def __init__(self, memory: SharedMemory, gathered_bytes: int, summed_bytes: int) -> None:
         self._memory = memory
