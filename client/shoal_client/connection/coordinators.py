@@ -239,7 +239,7 @@ class Coordinators:
                 if gives_up() or self._closed.wait(back_off.pause_s(chance())):
                     raise
                 if away_since_s is None:
-                    # Not the time of the call: a coordinator may have kept it waiting.
+                    # Count from now: a coordinator may have kept the call waiting before.
                     away_since_s = time.monotonic()
                     log.warning("coordinator_disconnected", waits_for=waits_for, reason=str(error))
                 continue

@@ -135,7 +135,7 @@ class SampleClient:
                 lambda channel: SamplesStub(channel).Lease, request, timeout_s=timeout_s
             )
         except Overloaded:
-            # Without effect; it would be refused again.
+            # The request had no effect, and would be refused again.
             self._unanswered = None
             self._unreported = joined([*map(_range, request.completed), *self._unreported])
             self._given_back = joined([*map(_range, request.given_back), *self._given_back])

@@ -136,7 +136,7 @@ class Checkpoints:
         """
         self.finish_write()
         if state_shard.step <= self._failed_to_step:
-            # So that all ranks begin the next one.
+            # Skip this checkpoint, so that all ranks begin the next one.
             log.warning("checkpoint_skipped", step=state_shard.step, reason="other ranks failed")
             return
         shards = {name: shard for name, shard in state_shard.shards.items() if writes(name)}

@@ -221,7 +221,7 @@ class _Shares(Sampler[list[int]]):
             stop = min(self._num_samples, start + self._batch_size)
             own = range_of_rank(start, stop, dist.get_rank(), dist.get_world_size())
             yield order[slice(*own)].tolist()
-        # At the end: Keras also reads one batch of an iteration before it trains.
+        # Count the epoch at its end: Keras also reads one batch of an iteration before it trains.
         self._epoch += 1
 
 

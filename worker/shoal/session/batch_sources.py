@@ -181,7 +181,7 @@ class SynchronousBatches(BatchSource):
 
     def left(self) -> None:
         if self.batch is not None and not self.all_trained:
-            # From the batch: a rollback may have lowered the strategy's step.
+            # Read the batch's step: a rollback may have lowered the strategy's.
             self._controller.call.end_step = self.batch.step + int(self._is_trained)
 
     def _offer(self, batch: Batch) -> Iterator[Batch]:

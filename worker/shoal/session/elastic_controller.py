@@ -453,7 +453,7 @@ class ElasticController:
             trace = {} if known else {"trace": "".join(traceback.format_exception(error))}
             log.error("bring_up_failed", generation=number, reason=text[:300], **trace)
         if is_own and strategy.synchronous:
-            # At once: the others need not detect this member's failure.
+            # Report at once, so that the others need not detect this member's failure.
             self.membership.report_broken(text, own=True, state_lost=lost)
             # The next attempt may need the memory of this one's objects.
             traceback.clear_frames(error.__traceback__)

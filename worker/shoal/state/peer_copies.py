@@ -475,7 +475,7 @@ class Catalogue:
         """Exchange what has changed in inventories and values, by a collective, and return each
         rank's values. `inventory`: of `own`; only another object counts as changed. Raises
         InternalError if the ranks are at different steps, and MalformedMessage."""
-        # As text: the settings 1, 1.0 and True are equal, but not the same.
+        # Compare texts: the settings 1, 1.0 and True are equal, but not the same.
         values = json.dumps(dict(own.values))
         message = [
             own.step,

@@ -92,7 +92,7 @@ class ShardController:
             versions.note(servers.records.values())
             self._look_at_all()
 
-        # Not used for placing shards: each reconciliation reads the servers.
+        # The mirror is not used to place shards: each reconciliation reads the servers.
         servers = PrefixMirror[registered.Server](
             self._store, keys.SERVERS, _server, on_change=changed, resync=True
         )

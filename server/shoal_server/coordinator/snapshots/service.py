@@ -113,7 +113,7 @@ class SnapshotService(SnapshotsServicer):
             return _not_restored("The coordinator was started without --snapshot-url")
         library = await self._library("", job)
         newest, number = await asyncio.to_thread(library.newest), 0
-        # By lineage: clocks may be set back.
+        # Compare lineages, not times: clocks may be set back.
         if newest is None or not await self._taker.is_of_current_shards(newest):
             if (source := await self._restorer.restored_from(job)) is not None:
                 # The present shards began with this snapshot, not with newer ones.

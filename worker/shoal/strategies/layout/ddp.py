@@ -63,7 +63,7 @@ class DDP(LayoutStrategy):
         self.bucket_mb = bucket_size(bucket_mb)
         self.find_unused_parameters = find_unused_parameters
         self.compression = None if compression is None else find_compression(compression)
-        # One object for all generations, as it keeps this member's residuals.
+        # The same object serves all generations, as it keeps this member's residuals.
         self._compressor = self.compression.compressor() if self.compression else None
         self._traffic = Traffic()
         self._watching: list[RemovableHandle] = []

@@ -300,7 +300,7 @@ class LayoutStrategy(SynchronousStrategy):
     def _settle_with(self, check: NonFiniteCheck, layout: Layout) -> None:
         votes = self._transaction.votes
         may_vote = layout.faults_are_own and layout.looks_for_faults
-        # Not possible if the gradients of weighted losses still have to be scaled.
+        # No vote is possible if the gradients of weighted losses still have to be scaled.
         if not may_vote or votes.weights.are_own:
             self._settle()
             return

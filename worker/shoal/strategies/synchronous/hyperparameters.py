@@ -54,7 +54,7 @@ class Hyperparameters:
             seen += group.values()
         known = self._seen
         if known is not None and len(seen) == len(known) and all(map(is_, seen, known)):
-            # As in nearly every step; the conversion below takes ten times as long.
+            # The usual case: nothing changed. The conversion below takes ten times as long.
             return self._now
         values = tuple(
             {
