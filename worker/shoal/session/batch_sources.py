@@ -113,7 +113,7 @@ class SynchronousBatches(BatchSource):
 
     def __iter__(self) -> Iterator[Batch]:
         controller = self._controller
-        # Before connections to peers exist, which a loading process would inherit.
+        # Start before connections to peers exist, which a loading process would inherit.
         self._loader.start()
         while True:
             try:

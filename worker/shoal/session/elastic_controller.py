@@ -516,7 +516,7 @@ class ElasticController:
         expected = self._strategy.refuses(world_size) if self._strategy is not None else ""
         shares = self.details.shares
         if not expected and prepare.roster.planned and shares is not None:
-            # Only planned changes: the others train on without the new member.
+            # A planned change may be refused: the others train on without the new member.
             expected = shares.refuses(world_size)
         if expected:
             return [Rejection(field="world_size", seen=str(world_size), expected=expected)]

@@ -173,7 +173,7 @@ class MicroBatches:
             self._check_passed()
             self._restore()
             start, stop = range_of_rank(0, batch.num_samples, index, num_parts)
-            # No pass has an empty batch: an empty part repeats a sample, with weight 0.
+            # No pass gets an empty batch: an empty part repeats a sample, with weight 0.
             rows = (start, stop) if stop > start else (0, 1)
             if stop == start:
                 self.begin_stand_in()

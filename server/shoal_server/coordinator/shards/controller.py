@@ -219,7 +219,7 @@ class ShardController:
             self._restores.forget(job)
         target = known
         if known == before:
-            # In a thread, so that heartbeats do not wait for thousands of shards.
+            # Compute in a thread, so that heartbeats do not wait for thousands of shards.
             target = await asyncio.to_thread(rebalance, before, servers, weights)
         after = self._losses.with_loss_details(known, target, attempt.reason)
         changes = {

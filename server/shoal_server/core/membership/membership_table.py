@@ -35,7 +35,7 @@ class MembershipTable:
     num_announced_waiting: int = 0
     """Number of waiting members, as last sent to members under torchrun."""
     _unsettled: set[str] = field(default_factory=set)
-    # Both by id, the earliest time first.
+    # Both are by id, the earliest time first.
     _disconnected: dict[str, MemberState] = field(default_factory=dict)
     _halted: dict[str, MemberState] = field(default_factory=dict)
 

@@ -297,7 +297,7 @@ class ReplicationCore:
         if copy is None or copy.phase is not CopyPhase.SETTLING:
             return
         if copy.received > event.version:
-            yield SettleCopy(key)  # More was received meanwhile.
+            yield SettleCopy(key)  # Further records were received meanwhile.
             return
         copy.phase, copy.received = CopyPhase.HELD, event.version
         if new is not None and copy.is_of_other_content(new):

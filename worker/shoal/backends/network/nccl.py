@@ -66,7 +66,7 @@ class Cuda:
         connect(group, torch.device("cuda", torch.cuda.current_device()), waiter)
 
     def synchronise(self) -> None:
-        # All streams, also a script's own.
+        # Wait for all streams, including those that the script made.
         torch.cuda.synchronize()
 
     def fault(self) -> str:

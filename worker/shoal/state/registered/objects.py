@@ -380,7 +380,7 @@ def _figures(tensor: Tensor) -> list[Json]:
 
     Each sum is about as large as the sum of magnitudes, so rounding is relatively small.
     """
-    # In blocks: double precision takes up to eight times the tensor's memory.
+    # Sum in blocks: double precision takes up to eight times the tensor's memory.
     flat = tensor.detach().reshape(-1)
     size = signed = weighted = 0.0
     for start in range(0, flat.numel(), _BLOCK_ELEMENTS):

@@ -188,8 +188,8 @@ class DDP(LayoutStrategy):
     def restore(self, state_shard: StateShard) -> None:
         """Load the state of another member, or of a checkpoint."""
         held, self._has_state = self._has_state, False
-        # No state and step 0 meanwhile: a failure leaves the state partly written, so another
-        # member or a checkpoint has to provide it.
+        # Meanwhile this member is at step 0, without state: a failure leaves the state partly
+        # written, so another member or a checkpoint has to provide it.
         self._transaction.step = 0
         self._state.restore(state_shard)
         self._registered.adopt(of_shard(state_shard))
