@@ -421,7 +421,7 @@ class MemberCore:
     def _take_drain(
         self, reason: str, *, now: bool, no_generation_follows: bool = False
     ) -> Effects:
-        """`now`: no other member needs this one any more."""
+        """`now`: no other member needs this member any longer."""
         fields = {"member": self.identity.member_id, "now": now, "reason": reason}
         # The notice is sent twice: when the coordinator accepts the drain, and when the others go
         # on.

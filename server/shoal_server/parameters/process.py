@@ -89,7 +89,7 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 _KEPT_HEAP_BYTES = 256 * 1024 * 1024
 """Free memory at the heap's end that is kept for the next push."""
 _MAX_HEAP_CHUNK_BYTES = 32 * 1024 * 1024
-"""Larger blocks go back to the kernel when freed. glibc allows no more."""
+"""Larger blocks go back to the kernel when freed. glibc allows no higher threshold."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -175,7 +175,7 @@ class MemberWorkDone(MemberEvent):
     finished: bool = False
     """True if the member has no step left."""
     closes: bool = False
-    """True if the job takes no new members any more."""
+    """True if the job admits no further members."""
 
 
 # Notices.

@@ -25,7 +25,7 @@ TARGET_SHARD_BYTES = 1792 * 1024
 without a switch to another thread."""
 MAX_SHARDS = 512
 """Maximum number of shards of a model of up to 128 GiB. The number for each dtype and group is then
-rounded up, so there may be a few more."""
+rounded up, so there may be a few further shards."""
 LARGE_SHARD_BYTES = 256 * 1024 * 1024
 MAX_LARGE_SHARDS = 4096
 """Maximum number of shards of a larger model, rounded up likewise. Above 1 TiB, shards exceed

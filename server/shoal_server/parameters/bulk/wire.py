@@ -254,8 +254,8 @@ class FrameConnection:
             self._flush(frame)
 
     def end_reading(self) -> None:
-        """Keep the other end from sending more. What was sent before can still be read: the kernel
-        takes one lock for this call and each send (unix(7))."""
+        """Keep the other end from sending further data. What was sent before can still be read: the
+        kernel takes one lock for this call and each send (unix(7))."""
         self._end_pauses()
         try:
             self.socket.shutdown(socket.SHUT_RD)
