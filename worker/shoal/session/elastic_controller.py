@@ -62,7 +62,7 @@ class CallBetweenSteps:
     """True if the generation was formed for a shared call, and has too few members for a step."""
     end_step: int = 0
     """Step at which the script left its loop over the batches; 0 while it is in the loop. The state
-    may not be rolled back to before this step."""
+    must not be rolled back to before this step."""
 
     def check_end(self, call: str, step: int) -> None:
         """Raise StateLost if the state was rolled back to before the end of the script's loop."""

@@ -300,7 +300,7 @@ class MicroBatches:
 
     def counted(self, weight: float | Tensor) -> float:
         """Return the weight as a number; 0 if the present part or batch has no samples. Raises
-        InvalidSpec for a weight that is negative or no finite number."""
+        InvalidSpec for a weight that is negative or not finite."""
         one = weight.reshape(()) if isinstance(weight, Tensor) and weight.numel() == 1 else weight
         value = as_number("the weight of a loss", one)
         if not math.isfinite(value) or value < 0:

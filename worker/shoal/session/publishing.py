@@ -70,9 +70,9 @@ class SessionSeries:
         background: see `PendingPublication.wait`. If a member is lost before its part is on the
         servers, the publication fails with PublicationAbandoned.
 
-        `model`: another module, or tensors by name, the same on all members; each publishes its own
-        slice of a DTensor. Under an asynchronous strategy, only the member with rank 0 publishes
-        its values. A series with `tables` publishes the servers' values, from one cut that includes
+        `model`: another module, or tensors by name, which must be the same on all members; each
+        publishes its own slice of a DTensor. Under an asynchronous strategy, only the member with
+        rank 0 publishes its values. A series with `tables` publishes the servers' values, from one cut that includes
         all pushes acknowledged before the call; buffers and untrained parameters are those of rank
         0.
 

@@ -265,7 +265,7 @@ class Session:
     def register(self, name: str, stateful: S) -> S:
         """Make the state of a script's object part of the trained state; returns the object, which
         has `state_dict()` and `load_state_dict(state)`, such as a learning rate scheduler. All
-        members register the same objects, before the first batch.
+        members must register the same objects, before the first batch.
 
             schedule = session.register("schedule", CosineAnnealingLR(optimizer, 10_000))
 
@@ -372,7 +372,8 @@ class Session:
 
         `tensor` has a row for each sample of the share. All members must compute the same loss from
         all rows, or each a mean over its own rows, which begin at `batch.first`, compared with all
-        rows. All members make the same calls in a step, in the same order. See docs/contrastive.md.
+        rows. All members must make the same calls in a step, in the same order. See
+        docs/contrastive.md.
 
         Raises InvalidSpec outside a step, in a loop over several `batch.parts`, under strategies
         that gather no rows, and on all members if their tensors do not fit together.

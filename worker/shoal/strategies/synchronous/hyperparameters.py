@@ -26,7 +26,7 @@ _NORM_TOLERANCE = 1e-5
 
 
 class Hyperparameters:
-    """Hyperparameters of one optimizer, now and in recent steps. One object for all generations.
+    """Hyperparameters of one optimizer, now and in recent steps, for all generations.
 
     A repeated step has to be the same as its first attempt. But a scheduler that counts its own
     calls has counted the first attempt too.
