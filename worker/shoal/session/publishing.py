@@ -72,9 +72,9 @@ class SessionSeries:
 
         `model`: another module, or tensors by name, which must be the same on all members; each
         publishes its own slice of a DTensor. Under an asynchronous strategy, only the member with
-        rank 0 publishes its values. A series with `tables` publishes the servers' values, from one cut that includes
-        all pushes acknowledged before the call; buffers and untrained parameters are those of rank
-        0.
+        rank 0 publishes its values. A series with `tables` publishes the servers' values, from one
+        cut that includes all pushes acknowledged before the call; buffers and untrained parameters
+        are those of rank 0.
 
         Raises InvalidSpec within a step, for a model that cannot be published, for `model` if the
         series has tables, and for metadata above 4096 bytes; Overloaded if there is no memory for
