@@ -120,7 +120,7 @@ def measure(task: str, seeds: int, pool: ProcessPoolExecutor, coordinator: str) 
 
 
 def main() -> None:
-    # Before torch counts the cores: every worker computes on one.
+    # Set this before torch counts the cores: every worker computes on one core.
     os.environ["OMP_NUM_THREADS"] = "1"
     missed = []
     with (

@@ -448,7 +448,7 @@ def with_readers(
             peer = Readers(stack, "safetensors", count, mb).ready()
             entrants["safetensors"] = safetensors_turn(model, peer)
         if "torch_rpc" in wanted.peers:
-            # In a process of its own: torch's RPC cannot be started twice in one process.
+            # Use a process of its own: torch's RPC cannot be started twice in one process.
             own = Path(sys.executable)
             entrants["torch_rpc"] = Peer(stack, "torch_rpc", mb, count, python=own).turn
         for name in PEERS_APART:

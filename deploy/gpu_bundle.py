@@ -151,7 +151,7 @@ def bundle(out: Path, *, python: str, machine: str, further: Sequence[str], uv: 
     if unknown:
         raise NotBundled(f"bad --with {unknown[0]}: expected one of {', '.join(LARGE)}")
     if out.exists() and not out.is_dir():
-        raise NotBundled(f"{out} is no folder")
+        raise NotBundled(f"{out} is not a folder")
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -38,7 +38,7 @@ ANSWERS_S = 20.0
 
 
 class NotRun(RuntimeError):
-    """The cases cannot be run; the message has the reason."""
+    """The cases cannot be run; the message gives the reason."""
 
 
 def numbers(text: str) -> tuple[int, ...]:
@@ -151,7 +151,7 @@ def check_into(into: Path, *, preloads: bool = False) -> None:
             " be removed: give --into a new or an empty one"
         )
     if into.exists() and not into.is_dir():
-        raise NotRun(f"{into} is no folder: give --into a new or an empty one")
+        raise NotRun(f"{into} is not a folder: give --into a new or an empty one")
     # Separators of paths in PYTHONPATH; in LD_PRELOAD a space separates them too.
     separators = (os.pathsep, " ") if preloads else (os.pathsep,)
     ends = [each for each in separators if each in str(into)]
@@ -212,7 +212,7 @@ def own_nccl(into: Path) -> Path:
             shutil.copyfileobj(packed, file)
         has_version = ctypes.CDLL(str(target)).ncclGetVersion(ctypes.byref(number)) == 0
     except (OSError, EOFError, lzma.LZMAError, AttributeError) as error:
-        raise NotRun(f"{NCCL}.xz of {HERE} is no NCCL ({error}): make it again") from error
+        raise NotRun(f"{NCCL}.xz of {HERE} is not NCCL ({error}): make it again") from error
     if not has_version:
         raise NotRun(f"{NCCL}.xz of {HERE} does not report its version")
     print(f"NCCL {number.value} of this folder is used", flush=True)

@@ -42,7 +42,7 @@ def ask(url: str, timeout_s: float) -> None:
     request, context = urllib.request.Request(url), None
     if url.startswith("https:"):
         context = tls(Path(os.environ["SHOAL_TLS"]))
-        # Never without TLS: only a checked server may get the token.
+        # Never send the token without TLS: only a checked server may get it.
         if file := os.environ.get("SHOAL_TOKEN_FILE"):
             request.add_header("Authorization", f"Bearer {Path(file).read_text().strip()}")
     # Ignore proxies of the environment: the server is in the same cluster.

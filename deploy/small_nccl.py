@@ -104,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             library = archive.read(LIBRARY)
         reduced = without_debug_sections(reduce(library, options.architecture))
     except (OSError, zipfile.BadZipFile, KeyError, NotNccl) as error:
-        print(f"{options.wheel} is no wheel of nvidia-nccl: {error}", file=sys.stderr)
+        print(f"{options.wheel} is not a wheel of nvidia-nccl: {error}", file=sys.stderr)
         return 1
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_bytes(lzma.compress(reduced, preset=6))

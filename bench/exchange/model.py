@@ -41,7 +41,7 @@ class Parameters:
         self.lock = threading.Lock()
 
     def apply(self, gradients: Sequence[Tensor]) -> None:
-        """Apply one step. The caller holds the lock until the values are sent or copied."""
+        """Apply one step. The caller must hold the lock until the values are sent or copied."""
         for value, gradient in zip(self.values, gradients, strict=True):
             value.grad = gradient
         self._optimizer.step()

@@ -27,7 +27,7 @@ def main() -> None:
     with path.open("w", buffering=1) as log, shoal.join() as session:
         model, _ = session.distribute(base, sgd, strategy=strategy)
         data = TensorDataset(inputs, torch.ones(NUM_SAMPLES, 1))
-        # In order, so that the first index of a batch identifies it.
+        # Samples are in order, so that the first index of a batch identifies the batch.
         batches = session.batches(data, global_batch_size=BATCH, epochs=10_000, shuffle=False)
         for batch in batches:
             with session.step() as step:

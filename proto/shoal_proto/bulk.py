@@ -25,7 +25,7 @@ MAX_ARENA_BYTES = 192 * 1024 * 1024
 class FrameKind(IntEnum):
     HELLO = 1
     """The key that was given over gRPC; the client asks for `at` bytes of shared memory. The answer
-    has the memory's size in `at`, and its descriptor attached; 0: none."""
+    holds the memory's size in `at`, with its descriptor attached; a size of 0: no memory."""
     PUSH = 2
     """A call: PushRequest with the header."""
     PULL = 3
@@ -39,7 +39,7 @@ class FrameKind(IntEnum):
     """Free shared memory. From a client: `num_bytes` at `at`, for the values of a shard. Between
     servers: the data at `at` were applied or copied."""
     END = 7
-    """This end sends no more frames of this call."""
+    """This end sends no further frames of this call."""
     MESSAGE = 8
     """A message of the call: PushReply, ShardData, LookupReply, FollowRequest, FollowReply,
     PutSegmentReply or FetchSegmentReply."""

@@ -82,7 +82,7 @@ class DeadlineExceeded(RetryError):
 
 
 class ShardNotReady(RetryError):
-    """The shard's primary has no values yet, or may not serve them yet."""
+    """The shard's primary has no values yet, or must not serve them yet."""
 
 
 class WrongEpoch(RetryError):

@@ -26,7 +26,7 @@ BUCKET_KINDS = {
     "gcs": "gs",
     "az": "az",
     "abfs": "az",
-    # For tests.
+    # Used by tests only.
     "memory": "memory",
 }
 """Kinds of storage besides directories, by scheme of the URL. Other schemes are not passed to

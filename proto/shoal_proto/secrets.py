@@ -65,7 +65,7 @@ def member_secrets(environment: Mapping[str, str]) -> MemberSecrets:
 
 def read_job_secret(path: Path) -> str:
     """Return the first line of the file, stripped. Raises InvalidSpec if the file cannot be read,
-    is not ASCII or may be used by others, or if the line has a bad length."""
+    is not ASCII or is accessible to other users, or if the line has a bad length."""
     try:
         mode = path.stat().st_mode
         text = path.read_text(encoding="ascii").partition("\n")[0].strip()
@@ -75,7 +75,7 @@ def read_job_secret(path: Path) -> str:
         ) from error
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise InvalidSpec(
-            "the file of the job's secret may be used by others",
+            "the file of the job's secret is accessible to other users",
             seen=f"{path} has mode {stat.S_IMODE(mode):04o}",
             expected="0600",
             fix=f"chmod 600 {path}",

@@ -39,7 +39,7 @@ def test_a_restart_that_takes_longer_than_the_time_between_failures_never_ends(m
 
 
 def test_the_pause_of_a_kill_is_what_stalls_exceed_those_of_a_run_without_kills(model: Any) -> None:
-    """Steps that were slower than the median are no pause. Those that were trained again are,
+    """Steps that were slower than the median are not a pause. Those that were trained again are,
     unless the system restarts from a checkpoint: the model computes their number."""
     own = {"system": "shoal-ddp", "kills": 10, "steps": 1000, "step_s": 0.1, "seconds": 120.0}
     own |= {"steps_twice": 30, "stalled_s": 6.0, "stalled_without_s": 1.0, "checkpoint_s": None}

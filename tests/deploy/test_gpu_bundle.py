@@ -348,7 +348,7 @@ def test_a_refusal_is_one_line_without_a_traceback(folder: Path, tmp_path: Path)
     for into, says in (
         (tmp_path / "home", "files that this script did not write"),
         (folder, "files that this script did not write"),
-        (folder / "run.py", "is no folder"),
+        (folder / "run.py", "is not a folder"),
         (tmp_path / "a:b", "a:b has a ':' in it"),
     ):
         done = run_of(folder, "--into", str(into))

@@ -42,7 +42,7 @@ def test_etcd_serves_on_without_one_of_three_members(images: str, secrets: Path)
         rest = {name: pod for name, pod in pods.items() if name != "etcd-1"}
         wait_until_ready(rest, 30)
         run("docker", "stop", pods["etcd-2"].docker_name)
-        assert not passes(pods["etcd-0"], "readinessProbe"), "one of three is no quorum"
+        assert not passes(pods["etcd-0"], "readinessProbe"), "one of three is not a quorum"
         assert passes(pods["etcd-0"], "livenessProbe"), "and no reason to restart it"
 
 

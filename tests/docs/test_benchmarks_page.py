@@ -70,7 +70,7 @@ def test_a_run_on_a_gpu_is_shown_with_its_device_and_versions(
 def test_without_any_result_there_is_no_page(
     report: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The report of peers is still written, from committed results: this is no failure."""
+    """The report of peers is still written, from committed results: this is not a failure."""
     report.main()
     assert "no results in" in capsys.readouterr().out
     assert not (tmp_path / "benchmarks.md").exists()

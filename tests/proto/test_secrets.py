@@ -40,7 +40,7 @@ def test_a_jobs_secret_is_the_first_line_of_its_owners_file(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("text", "mode", "named"),
     [
-        ("0123456789abcdef", 0o640, "used by others"),
+        ("0123456789abcdef", 0o640, "accessible to other users"),
         ("too short", 0o600, "bad length"),
         ("x" * 129, 0o600, "bad length"),
         ("", 0o600, "bad length"),

@@ -264,7 +264,7 @@ BAD: dict[str, tuple[tuple[GradientCodec, bytes], type[ShoalError], str]] = {
         InvalidSpec,
         "block of codec one-bit",
     ),
-    "a block that is no multiple of 8": (
+    "a block that is not a multiple of 8": (
         (GradientCodec(kind="int8", num_bytes=64, block=12), bytes(64)),
         InvalidSpec,
         "multiple of 8",

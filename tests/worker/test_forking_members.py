@@ -1,4 +1,4 @@
-"""Processes that a script forks while it is a member of a job are no members of it."""
+"""Processes that a script forks while it is a member of a job are not members of it."""
 
 import secrets
 

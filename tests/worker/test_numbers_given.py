@@ -264,7 +264,7 @@ def test_numbers_of_other_libraries_work_like_pythons(argument: Argument) -> Non
 
 @pytest.mark.parametrize("argument", ARGUMENTS, ids=str)
 def test_values_that_are_no_numbers_are_refused_by_the_arguments_name(argument: Argument) -> None:
-    """True is no batch size, NaN no time limit, and an array no number."""
+    """True is not a batch size, NaN is not a time limit, an array is not a number."""
     no_numbers = [True, np.bool_(True), torch.tensor(True), "2.5", [2], np.ones(2), 1j]
     no_numbers += [2.5, np.float32(2.5)] if isinstance(argument.value, int) else [np.nan]
     words = {"num_parts": "number of parts", "lengths": "length"}.get(argument.name, argument.name)

@@ -116,7 +116,7 @@ def test_transformer_layers_are_known_to_have_words_first(batch_first: bool) -> 
 @pytest.mark.parametrize("dim", [0, None])
 def test_values_without_samples_get_one_mask_on_all_ranks(dim: int | None) -> None:
     """Embeddings of positions are an example. The layer is declared to have no samples, or it is
-    detected: the first dimension is no multiple of the number of samples."""
+    detected: the first dimension is not a multiple of the number of samples."""
     module, value = keyed(nn.Dropout()), torch.randn(1, 50)
     if dim is None:
         samples_along(module, None)

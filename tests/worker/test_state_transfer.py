@@ -57,7 +57,7 @@ def test_a_fresh_member_goes_on_exactly_where_the_other_stands(name: str) -> Non
     for group in optimizer.param_groups:
         group["lr"] = group["lr"] * 0.5
     state = ReplicatedState(model, optimizer).capture(3)
-    # As over the wire: values that are no tensors go through JSON.
+    # As over the wire: values that are not tensors go through JSON.
     values = json.loads(json.dumps(state.values))
     ReplicatedState(other, other_optimizer).restore(
         StateShard(step=3, shards=state.shards, values=values)

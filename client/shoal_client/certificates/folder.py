@@ -91,8 +91,8 @@ class CertificateFolder:
             _write_pair(path, certificate)
 
     def issue(self, holder: CertificateHolder) -> Path:
-        """Issue one more certificate; return its file. Raises InvalidSpec, for example for a taken
-        name."""
+        """Issue a further certificate; return its file. Raises InvalidSpec, for example for a name
+        that is in use."""
         self._check_private()
         authority, path = self._authority(), self._new_path(holder)
         _write_pair(path, authority.issue(holder))
@@ -202,7 +202,7 @@ def _write_pair(path: Path, issued: IssuedCertificate) -> None:
     new = {path.with_suffix(".key"): issued.key, path: issued.cert}
     parts = {file: file.with_name(f"{file.name}.{secrets.token_hex(4)}.part") for file in new}
     try:
-        # Both before one is replaced: on a full disk the earlier pair stays.
+        # Write both before one is replaced: on a full disk the earlier pair stays.
         for file, data in new.items():
             _write_new(parts[file], data)
         # Between the two the pair does not match: readers try again.

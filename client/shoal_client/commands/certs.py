@@ -25,7 +25,7 @@ _ROLES = ", ".join(role.value for role in CertificateRole)
 class CertsConfig:
     """Makes the certificates with which the processes of a cluster authenticate each other.
 
-    init: makes an authority, and a certificate for each role. issue ROLE: makes one more
+    init: makes an authority, and a certificate for each role. issue ROLE: makes a further
     certificate. renew: issues all certificates of the folder again; running processes use the new
     ones without a restart. show: lists the certificates.
     """

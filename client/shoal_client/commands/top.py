@@ -41,7 +41,7 @@ class TopConfig:
 
 
 def top(config: TopConfig) -> int:
-    """Show and refresh until Ctrl-C; print once with `once`, or if stdout is no terminal."""
+    """Show and refresh until Ctrl-C; print once with `once`, or if stdout is not a terminal."""
     console = Console(highlight=False)
     with StatusClient(config.address.urls()) as client:
         if config.once or not console.is_terminal:

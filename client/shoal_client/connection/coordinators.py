@@ -74,7 +74,7 @@ class Method(Protocol[Reply_co]):
 
 
 class Channels:
-    """Channels to peers, by address and own certificate. For one thread at a time."""
+    """Channels to peers, by address and own certificate. Not thread-safe."""
 
     def __init__(self, name: str) -> None:
         """`name`: the name in the peers' certificates."""
@@ -94,7 +94,7 @@ class Channels:
         return channel
 
     def pop_all(self, keep: Collection[str] = ()) -> list[grpc.Channel]:
-        """Remove and return the channels to addresses that are not in `keep`; the caller closes
+        """Remove and return the channels to addresses that are not in `keep`; the caller must close
         them."""
         return [self._open.pop(key) for key in list(self._open) if key[0] not in keep]
 
@@ -239,7 +239,7 @@ class Coordinators:
                 if gives_up() or self._closed.wait(back_off.pause_s(chance())):
                     raise
                 if away_since_s is None:
-                    # Not the time of the call: a coordinator may have kept it waiting.
+                    # Count from now: a coordinator may have kept the call waiting before.
                     away_since_s = time.monotonic()
                     log.warning("coordinator_disconnected", waits_for=waits_for, reason=str(error))
                 continue

@@ -18,7 +18,7 @@ class _EventCount:
 @dataclass(slots=True)
 class LogLimit:
     """Logs an event at once, then at most one line in `each_s` seconds, with the number of lines
-    left out. For one thread at a time."""
+    left out. Not thread-safe."""
 
     log: structlog.typing.FilteringBoundLogger
     each_s: float = EACH_S

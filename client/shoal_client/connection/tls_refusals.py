@@ -39,7 +39,7 @@ def explained(error: ShoalError, address: str, name: str) -> ShoalError:
     if type(error) is not Unavailable or not any(s in error.seen.lower() for s in _SIGNS):
         return error
     if identity.own() is None and address in answered_plainly:
-        # No handshake: it would wait for a server that hangs, while another may lead by now.
+        # Do no handshake: it would wait for a server that hangs, while another may lead by now.
         return error
     return why_refused(address, name) or error
 

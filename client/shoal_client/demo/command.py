@@ -84,7 +84,7 @@ def _run(config: DemoConfig, directory: Path) -> bool:
         if config.json_file is not None:
             config.json_file.write_text(json.dumps([asdict(each) for each in outcomes], indent=2))
     finally:
-        # Also after a Ctrl-C.
+        # Clean up even after a Ctrl-C.
         _ignore_interrupts()
         left = sweep(SWEEP_S)
         for pid, command in left.items():

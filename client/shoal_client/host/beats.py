@@ -97,7 +97,7 @@ class HostBeats:
             self._watched[pid] = _Watched(slot=slot, pid=pid, job=job)
 
     def ended(self, pid: int) -> None:
-        """Send no more heartbeats for the process."""
+        """Stop sending heartbeats for the process."""
         with self._lock:
             self._watched.pop(pid, None)
 

@@ -245,7 +245,7 @@ class LocalCluster:
         return [address for name, address in self._servers.items() if name not in self._ended]
 
     def start_parameter_server(self) -> str:
-        """Start one more server; return its name once it serves. Raises Unavailable."""
+        """Start a further server; return its name once it serves. Raises Unavailable."""
         name, process = self._spawn_server()
         self._servers[name] = self._await_ready(process)["grpc"]
         self._keep(process, partial(self._restart_server, name))

@@ -217,7 +217,7 @@ class Supervisor:
         try:
             stop_all(self.running, self._grace_s)
         except BaseException:
-            # For example a Ctrl-C during the grace time.
+            # A Ctrl-C during the grace time, for example, must not leave children running.
             kill_all(self.running)
             raise
         finally:

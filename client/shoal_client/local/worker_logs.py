@@ -56,7 +56,7 @@ class WorkerLog:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         if self.path.exists() and self.path.stat().st_size + 1024 > MAX_BYTES:
             self.path.replace(older(self.path))
-        # Never through another user's link.
+        # Never write through another user's link.
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
         self._file = os.open(self.path, flags, 0o600)
         found = os.fstat(self._file)

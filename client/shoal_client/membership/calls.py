@@ -52,7 +52,7 @@ def get_job(channel: grpc.Channel) -> Method[pb.JobStanding]:
 
 
 def heartbeat(channel: grpc.Channel) -> Method[pb.HeartbeatReply]:
-    """Method that sends heartbeats; its reply has an answer to each."""
+    """Method that sends heartbeats; its reply contains an answer to each."""
     return MembershipStub(channel).Heartbeat
 
 

@@ -42,7 +42,7 @@ class GenerationTrack:
         self.step = 0
         self.change: PlannedChange | None = None
         self.is_closing = False
-        """True if the job admits no more members."""
+        """True if the job admits no further members."""
         self.num_waiting = 0
         """Members without a rank that would be in the next generation, as last notified."""
         self._proposal: pb.Proposal | None = None

@@ -61,7 +61,7 @@ class MemberHooks:
     has the job's state."""
     on_break: Callable[[int, str], None] = lambda generation, reason: None
     """Called when a generation breaks, or when the membership ends with an error. A planned change
-    is no break."""
+    is not a break."""
 
     def validate_roster(self, effect: ev.ValidateRoster) -> ev.RosterValidated:
         """The member's answer to a roster."""
@@ -101,8 +101,8 @@ class OwnJob:
 
     def ending(self, error: ShoalError, *, admitted: bool) -> MembershipEnding:
         """Ending to report to the launcher. A job that was finished before the admission is usually
-        no failure. In a script with several jobs it is one, so that no job is skipped unnoticed.
-        """
+        not a failure. In a script with several jobs it is one: otherwise a job could be skipped
+        without notice."""
         ending = MembershipEnding.of(error)
         several = self._differs_from_launcher or self._key in _completed
         return (

@@ -287,7 +287,7 @@ class MemberCore:
                 ev.LogMessage(event="generation_broken", fields=fields, is_detail=True),
                 ev.BreakGeneration(generation=generation, reason=reason),
             ]
-        # For a trainer that never entered the generation that is over.
+        # Report the step of a trainer that never entered the generation that is over.
         report = self.track.idle_step_report()
         return effects + ([self._with_stream(report, now_s)] if report is not None else [])
 
@@ -421,7 +421,7 @@ class MemberCore:
     def _take_drain(
         self, reason: str, *, now: bool, no_generation_follows: bool = False
     ) -> Effects:
-        """`now`: no other member needs this one any more."""
+        """`now`: no other member needs this member any longer."""
         fields = {"member": self.identity.member_id, "now": now, "reason": reason}
         # The notice is sent twice: when the coordinator accepts the drain, and when the others go
         # on.
@@ -433,7 +433,7 @@ class MemberCore:
         self.leaving.request_leave(reason or "asked to")
         self.leaving.no_generation_follows |= no_generation_follows
         if now:
-            # Not through `_fail`: the step in progress is to be completed.
+            # `_fail` would interrupt the step in progress, which is to be completed.
             end = drained(self.identity, self.leaving.reason)
             self.failure = self.failure or end
             effects += self._report_ending(end)

@@ -198,7 +198,7 @@ class MemberSession:
             if isinstance(decision, ev.BringUpGeneration):
                 return decision.record
             if hand_over is not None:
-                # Without the lock: notices arrive meanwhile.
+                # Hand over without the lock: notices arrive meanwhile.
                 hand_over()
                 hand_over = None
 

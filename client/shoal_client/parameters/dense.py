@@ -60,7 +60,7 @@ class PushResult:
 
 
 class ParameterClient:
-    """A member's view of its job's parameters. For one thread at a time, except `close`.
+    """A member's view of its job's parameters. Not thread-safe, except `close`.
 
     A call is bounded by `timeout_s`; `ShardServers.run` names longer waits. A retry never applies a
     gradient twice. Raises RetryError when the time is over, Fenced if the member was declared lost

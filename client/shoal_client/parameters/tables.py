@@ -34,8 +34,8 @@ from shoal_proto.v1.tables_pb2 import TableSpec
 
 
 class TableClient:
-    """A member's view of its job's tables. For one thread at a time, except `close`. Time limits,
-    retries and errors are those of `ParameterClient`."""
+    """A member's view of its job's tables. Not thread-safe, except `close`. Time limits, retries
+    and errors are those of `ParameterClient`."""
 
     def __init__(
         self,

@@ -24,7 +24,7 @@ REST_AGAIN_S = 1.0
 
 
 class Clock:
-    """A member's clock. For one thread; the last call is `rest`.
+    """A member's clock. Not thread-safe; `rest` must be the last call.
 
     A step of a round begins with `begin` and ends with `finished`. Meanwhile the other members that
     take steps are at most `bound` rounds ahead or behind."""

@@ -102,9 +102,9 @@ class SampleClient:
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> SampleLease:
         """Report `completed` ranges (leased ranges, or parts of them) and lease at most
-        `num_samples` more. With a reserve, a report is repeated until it is durable. Raises Fenced
-        if this member was declared lost, ProposalConflict if the job has other samples,
-        JobQuarantined, CertificateRefused, and the last RetryError after `timeout_s`.
+        `num_samples` further samples. With a reserve, a report is repeated until it is durable.
+        Raises Fenced if this member was declared lost, ProposalConflict if the job has other
+        samples, JobQuarantined, CertificateRefused, and the last RetryError after `timeout_s`.
 
         The request may have been carried out in the last three cases, except for Overloaded. So the
         next call repeats it first. If a range is granted then, that call returns the range, and
@@ -135,7 +135,7 @@ class SampleClient:
                 lambda channel: SamplesStub(channel).Lease, request, timeout_s=timeout_s
             )
         except Overloaded:
-            # Without effect; it would be refused again.
+            # The request had no effect, and would be refused again.
             self._unanswered = None
             self._unreported = joined([*map(_range, request.completed), *self._unreported])
             self._given_back = joined([*map(_range, request.given_back), *self._given_back])

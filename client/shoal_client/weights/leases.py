@@ -39,7 +39,7 @@ class ReaderLeases:
         self._series = series
         self._reader = reader
         self.serves_at = serves_at
-        """Address for other relays; empty: this reader is no relay."""
+        """Address for other relays; empty: this reader is not a relay."""
         self._lock = threading.Lock()
         self._reporting = threading.Lock()
         """Held during a report: each report replaces the one before."""

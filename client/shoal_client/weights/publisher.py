@@ -101,8 +101,8 @@ class SeriesPublisher:
         """Publish this rank's part. Returns the version once the parts of all ranks are committed.
         If that fails, the publication is abandoned, on all ranks.
 
-        `publication`: a number, the same on all ranks, that rises with each publication. `tied`,
-        given by a single rank: the version also has the parameters and tables on the job's
+        `publication`: a number that must be the same on all ranks, and rise with each publication.
+        `tied`, given by a single rank: the version also has the parameters and tables on the job's
         parameter servers, as of one cut; `tied` maps each further name of a parameter to its first.
         `on_replicated`: called once, when every holder has the segment.
 

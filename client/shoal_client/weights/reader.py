@@ -81,7 +81,7 @@ class SeriesReader:
     ) -> None:
         """`reader`: its name in `shoal status`. `may_be_local`: see `WeightStores`.
         `apply_difference`: None to fetch only whole segments. `relay_at`: address at which this
-        reader serves other relays; None: it is no relay."""
+        reader serves other relays; None: it is not a relay."""
         self.series = series
         self._coordinators = Coordinators(coordinators)
         self._reports = Coordinators(coordinators)
@@ -233,7 +233,7 @@ class SeriesReader:
 
     @property
     def relay_address(self) -> str:
-        """Address for other relays; empty: this reader is no relay."""
+        """Address for other relays; empty: this reader is not a relay."""
         relay = self._relay
         return "" if relay is None else relay.address
 

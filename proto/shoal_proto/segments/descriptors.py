@@ -10,7 +10,7 @@ def receive_into(connected: socket.socket, space: memoryview) -> tuple[int, list
     """Receive bytes into `space`; return their number, 0 at the end, and their descriptors, usually
     one.
 
-    The caller closes the descriptors. Raises OSError.
+    The caller must close the descriptors. Raises OSError.
     """
     count, ancillary, _, _ = connected.recvmsg_into([space], _ONE, socket.MSG_CMSG_CLOEXEC)
     found = array.array("i")

@@ -10,8 +10,8 @@ HANDSHAKE_S = 3.0
 
 
 def secured(connected: socket.socket, name: str = SERVER_NAME) -> socket.socket:
-    """Return the connection, within TLS if this process has a certificate and the socket is no Unix
-    socket. Use only the result afterwards.
+    """Return the connection, within TLS if this process has a certificate and the socket is not a
+    Unix socket. Use only the result afterwards.
 
     Raises OSError, and then closes the connection.
     """

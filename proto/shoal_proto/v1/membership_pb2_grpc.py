@@ -271,7 +271,7 @@ class MembershipServicer(object):
 
     def ResetJob(self, request, context):
         """Deletes all that is stored of a job, so that its next run starts from nothing.
-        Refused while the job has members. Snapshots are kept. An unknown job is no error.
+        Refused while the job has members. Snapshots are kept. An unknown job is not an error.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -85,7 +85,7 @@ class MembershipStub:
     """Returns the state of a job, for a launcher before it starts workers."""
     ResetJob: _grpc.UnaryUnaryMultiCallable[_membership_pb2.ResetJobRequest, _membership_pb2.ResetJobReply]
     """Deletes all that is stored of a job, so that its next run starts from nothing.
-    Refused while the job has members. Snapshots are kept. An unknown job is no error.
+    Refused while the job has members. Snapshots are kept. An unknown job is not an error.
     """
     StopJob: _grpc.UnaryUnaryMultiCallable[_membership_pb2.StopJobRequest, _membership_pb2.JobStanding]
     """Makes all members of a job leave at their next step boundary; then the job is stopped, and
@@ -157,7 +157,7 @@ class MembershipAsyncStub(MembershipStub):
     """Returns the state of a job, for a launcher before it starts workers."""
     ResetJob: _aio.UnaryUnaryMultiCallable[_membership_pb2.ResetJobRequest, _membership_pb2.ResetJobReply]  # type: ignore[assignment]
     """Deletes all that is stored of a job, so that its next run starts from nothing.
-    Refused while the job has members. Snapshots are kept. An unknown job is no error.
+    Refused while the job has members. Snapshots are kept. An unknown job is not an error.
     """
     StopJob: _aio.UnaryUnaryMultiCallable[_membership_pb2.StopJobRequest, _membership_pb2.JobStanding]  # type: ignore[assignment]
     """Makes all members of a job leave at their next step boundary; then the job is stopped, and
@@ -328,7 +328,7 @@ class MembershipServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_membership_pb2.ResetJobReply, _abc.Awaitable[_membership_pb2.ResetJobReply]]:
         """Deletes all that is stored of a job, so that its next run starts from nothing.
-        Refused while the job has members. Snapshots are kept. An unknown job is no error.
+        Refused while the job has members. Snapshots are kept. An unknown job is not an error.
         """
 
     @_abc_1.abstractmethod

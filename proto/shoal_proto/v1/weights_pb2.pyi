@@ -982,7 +982,7 @@ class ReaderReport(_message.Message):
     installed_digest: _builtins.bytes
     serves_at: _builtins.str
     """For a relay: host:port at which other relays fetch the segments that it has or is fetching, by
-    the calls WeightStore.OpenBulk and SEGMENT_FETCH. Empty: the reader is no relay.
+    the calls WeightStore.OpenBulk and SEGMENT_FETCH. Empty: the reader is not a relay.
     """
     leaving: _builtins.bool
     """True if the reader ends: its leases end now."""

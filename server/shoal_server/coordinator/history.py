@@ -57,7 +57,7 @@ class HistoryKeeper:
             await self.take_up()
             began_s = time.monotonic()
             self.read()
-            # Without `keep`, which waits for etcd.
+            # The time of `read` alone: `keep` waits for etcd.
             read_s = time.monotonic() - began_s
             if began_s >= keep_s:
                 keep_s = began_s + KEEP_EACH_S

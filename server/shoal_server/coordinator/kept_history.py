@@ -45,7 +45,7 @@ _KEPT = TypeAdapter(KeptHistory)
 
 
 def written(kept: KeptHistory) -> bytes:
-    """Encode for etcd. The caller checks the size against MAX_BYTES."""
+    """Encode for etcd. The caller must check the size against MAX_BYTES."""
     return zlib.compress(_KEPT.dump_json(kept), 6)
 
 

@@ -39,7 +39,7 @@ class RetentionState:
     empty_since_s: float | None
     """None: the job has members, or the time is not known."""
     has_result: bool
-    """True if the job's own record has the result."""
+    """True if the job's own record holds the result."""
     is_cleared: bool
     """True if everything but the job's own record is removed."""
 

@@ -92,8 +92,8 @@ def unchanged_since(key: str, mod_revision: Revision) -> Compare:
 
 
 def none_written_after(prefix: str, revision: Revision) -> Compare:
-    """Condition that no key under the prefix was written after `revision`. Deletions go
-    unnoticed."""
+    """Condition that no key under the prefix was written after `revision`. Deletions are not
+    detected."""
     return Compare(prefix, "mod_revision", int(revision), prefix=True)
 
 
@@ -236,7 +236,7 @@ class KeyValueStore(Keyspace, Protocol):
         ...
 
     async def revoke(self, lease: LeaseId) -> None:
-        """End the lease and delete its keys; a lease that is gone is no error."""
+        """End the lease and delete its keys; a lease that is gone is not an error."""
         ...
 
     async def close(self) -> None: ...

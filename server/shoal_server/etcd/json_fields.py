@@ -17,7 +17,7 @@ MAX_COUNT = 2**53 - 1
 
 
 class UnreadableRecord(ValueError):
-    """Raised if a key's value is no valid record of its kind; the text says what was seen."""
+    """Raised if a key's value is not a valid record of its kind; the text says what was seen."""
 
 
 class LaterFormat(UnreadableRecord):

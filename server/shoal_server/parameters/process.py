@@ -84,12 +84,12 @@ WEIGHT_THREADS = 4
 """Threads for digests of segments, and for their transfer between servers."""
 LEASES_TO_WAIT_FOR = 4
 MAX_LOGGED = 20
-# From glibc's malloc.h.
+# Values of glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 _KEPT_HEAP_BYTES = 256 * 1024 * 1024
 """Free memory at the heap's end that is kept for the next push."""
 _MAX_HEAP_CHUNK_BYTES = 32 * 1024 * 1024
-"""Larger blocks go back to the kernel when freed. glibc allows no more."""
+"""Larger blocks go back to the kernel when freed. glibc allows no higher threshold."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -67,10 +67,10 @@ def _configure_logging() -> None:
     level = logging.getLevelNamesMapping().get(name.upper())
     if level is None:
         raise InvalidSpec(
-            "SHOAL_LOG_LEVEL is no level", seen=name, expected="debug, info, warning or error"
+            "SHOAL_LOG_LEVEL is not a level", seen=name, expected="debug, info, warning or error"
         )
     terminal = sys.stderr.isatty()
-    # Without the values of variables: tokens are among them.
+    # Do not print values of variables in tracebacks: tokens are among them.
     renderer = (
         structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
         if terminal

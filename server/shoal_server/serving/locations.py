@@ -67,7 +67,7 @@ class Location:
 @dataclass(frozen=True)
 class AllowedRoots:
     """URLs that an operator allows for snapshots, with all locations below them. Raises InvalidSpec
-    for a URL that is no location."""
+    for a URL that is not a location."""
 
     urls: Sequence[str]
 

@@ -13,7 +13,7 @@ from shoal_proto.tls.options import TlsOptions
 from shoal_server.serving.listening import LOOPBACK, opened
 
 INTERNAL = Parameter(parse=False)
-"""Marks a config field that is set in code and is no command-line option."""
+"""Marks a config field that is set in code and is not a command-line option."""
 
 FLAT = Parameter(name="*")
 """Marks a field that is itself a config: its fields become options beside those of the outer

@@ -89,7 +89,7 @@ class MetricsEndpoint:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # In a thread, because a scrape in progress waits for this loop.
+        # Shut down in a thread, because a scrape in progress waits for this loop.
         await asyncio.to_thread(self._server.shutdown)
         self._server.server_close()
         assert self._thread is not None

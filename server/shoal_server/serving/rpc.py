@@ -79,9 +79,9 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         self._by_role = by_role
         self._bounds = MessageBounds()
         self._counts = counts or CallCounts()
-        # By method: its handler, and the handler that wraps it.
+        # Handler of each method, and the handler that wraps it.
         self._wrapped: dict[str, tuple[Any, grpc.RpcMethodHandler[Any, Any]]] = {}
-        # By user agent: the mismatch of its protocol, if any.
+        # Mismatch of the protocol of each user agent, if any.
         self._mismatches: dict[str, ProtocolMismatch | None] = {}
 
     async def intercept_service(

@@ -28,9 +28,9 @@ class Storage:
     that leads out of the location raises AccessDenied."""
 
     def __init__(self, location: str | Location, *, url: str = "") -> None:
-        """`url`: the URL of a Location, for messages. Raises InvalidSpec for a URL that is no
-        allowed location, or for which no package is installed; Unavailable if the storage cannot be
-        set up."""
+        """`url`: the URL of a Location, for messages. Raises InvalidSpec for a URL that is not
+        an allowed location, or for which no package is installed; Unavailable if the storage cannot
+        be set up."""
         self.location = Location.parse(location) if isinstance(location, str) else location
         self.url = (location if isinstance(location, str) else url or location.path).rstrip("/")
         try:

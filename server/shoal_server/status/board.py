@@ -125,7 +125,7 @@ class StatusBoard:
         self, job: str, kind: str, reason: str, *, member_id: str = "", generation: int = 0
     ) -> EventView:
         """Record an event. `kind` is in the past tense, as in the log."""
-        # At least the clock's milliseconds: ids rise from leader to leader.
+        # Ids are at least the clock's milliseconds, so that they rise from leader to leader.
         self._last_event_id = max(self._last_event_id + 1, int(self._clock() * 1000))
         event = EventView(
             id=self._last_event_id,

@@ -55,7 +55,7 @@ def router(source: StatusSource, guard: Guard) -> APIRouter:
 
 
 def _asker(guard: Guard, request: Request) -> CallerProof:
-    """Raises AccessDenied if the role of the caller's certificate may not read outputs."""
+    """Raises AccessDenied if the caller's certificate is of a role that must not read outputs."""
     if not guard.is_open:
         # The holder of any token may read, and so may the cluster's own user.
         return CallerProof(is_known=True)

@@ -72,7 +72,7 @@ def test_a_peer_counts_as_unreached_if_no_socket_can_be_made() -> None:
 
 def test_each_unreachable_peer_has_the_reason() -> None:
     """The check returns the reason for each unreachable peer: its port is closed or drops packets,
-    or its address has no route or is no name."""
+    or its address has no route or is not a name."""
     with listening("fine") as fine, full_backlog() as blackhole:
         with listening("left") as left:
             pass

@@ -37,7 +37,7 @@ class OneView(WeightSeriesServicer):
 
 
 def test_a_reader_that_ends_logs_no_interruption() -> None:
-    """Closing cancels the stream, which is no failure of the coordinator."""
+    """Closing cancels the stream, which is not a failure of the coordinator."""
     service, server = OneView(), grpc.server(ThreadPoolExecutor(2))
     add_WeightSeriesServicer_to_server(service, server)
     port = server.add_insecure_port("127.0.0.1:0")

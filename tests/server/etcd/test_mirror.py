@@ -27,7 +27,7 @@ class Changes(list[tuple[str, ...]]):
 
 
 def parse(item: MirroredKey) -> str | None:
-    """Return the text, or None if it is empty. Raises InternalError if it is no text."""
+    """Return the text, or None if it is empty. Raises InternalError if it is not text."""
     try:
         return item.value.decode() or None
     except UnicodeDecodeError as error:

@@ -173,7 +173,7 @@ def own(folder: Path, lines: str) -> Path:
 
 
 def test_the_default_is_a_share_of_the_lowest_cgroup_limit(tmp_path: Path) -> None:
-    """The limits of the process' cgroup and of its parents count; "max" is no limit."""
+    """The limits of the process' cgroup and of its parents count; "max" is not a limit."""
     cgroup(tmp_path / "pod", "memory.max", str(64 * MIB))
     cgroup(tmp_path / "pod" / "server", "memory.max", "max")
     mine = own(tmp_path, "0::/pod/server\n")

@@ -128,7 +128,7 @@ async def test_over_tls_a_browser_without_a_certificate_needs_a_token(
             assert (await http.get(jobs)).status_code == 401
             known = {"authorization": f"Bearer {secret}"}
             assert (await http.get(jobs, headers=known)).status_code == 200
-            # A certificate is accepted, but is no token.
+            # A certificate is accepted, but is not a token.
             own = identity.own()
             assert own is not None
             async with httpx.AsyncClient(trust_env=False, verify=own.material.client) as holder:

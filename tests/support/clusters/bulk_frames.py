@@ -34,7 +34,7 @@ class RawConnection:
         self.socket.sendall(b"".join(parts))
 
     def next(self) -> Frame | None:
-        """Return the next frame that is no BEAT, or None once the server has closed the socket."""
+        """Return the next frame except BEATs, or None once the server has closed the socket."""
         while True:
             frame = self._reader.next()
             if frame is not None and frame.kind is not FrameKind.BEAT:

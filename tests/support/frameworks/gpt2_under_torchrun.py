@@ -38,8 +38,8 @@ def network() -> GPT2LMHeadModel:
 
 
 def sentences() -> list[dict[str, Tensor]]:
-    """Make sentences that count up from a random start, in steps of 1 to 3. The first token is no
-    label, as Trainer would count it in the mean of the loss."""
+    """Make sentences that count up from a random start, in steps of 1 to 3. The first token is not
+    a label, as Trainer would count it in the mean of the loss."""
     generator = torch.Generator().manual_seed(1)
     starts = torch.randint(VOCABULARY, (NUM_SENTENCES, 1), generator=generator)
     strides = torch.randint(1, 4, (NUM_SENTENCES, 1), generator=generator)

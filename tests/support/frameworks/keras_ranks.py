@@ -125,7 +125,7 @@ def outputs_of_split() -> Tensor:
 
 
 def embedded_model() -> Any:
-    """Make a model with a split embedding, moving averages, and two layers that are no pair."""
+    """Make a model with a split embedding, moving averages, and two layers that are not a pair."""
     keras.utils.set_random_seed(0)
     return keras.Sequential(
         [

@@ -41,7 +41,7 @@ def network() -> GPT2LMHeadModel:
 
 
 def sentences(count: int = NUM_SENTENCES, seed: int = 1) -> list[dict[str, Tensor]]:
-    """Make sentences of many lengths, so that a mean over tokens is no mean over sentences."""
+    """Make sentences of many lengths, so that a mean over tokens is not a mean over sentences."""
     generator = torch.Generator().manual_seed(seed)
     found = []
     for _ in range(count):

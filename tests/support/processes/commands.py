@@ -99,7 +99,7 @@ def finish(
 
 
 def is_alive(pid: int) -> bool:
-    """True if the process has not ended, and is no zombie."""
+    """True if the process has not ended, and is not a zombie."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):

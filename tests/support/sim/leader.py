@@ -316,7 +316,7 @@ class Leader:
     # --- invariants ---
 
     def _watched(self, handle: Handle) -> Handle:
-        """Check that the job refuses events of processes that are no members, and that a refused
+        """Check that the job refuses events of processes that are not members, and that a refused
         event changes nothing."""
 
         def watched(event: events.MemberEvent, now_s: float) -> list[events.Effect]:
@@ -332,7 +332,7 @@ class Leader:
             except events.EventRefused:
                 assert not looks or repr(self.job) == before, f"refused, and yet: {event}"
                 raise
-            assert not stranger, f"accepted from a process that is no member: {event}"
+            assert not stranger, f"accepted from a process that is not a member: {event}"
             self.on_event(event)
             self.check()
             return effects

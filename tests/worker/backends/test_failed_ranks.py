@@ -20,7 +20,7 @@ needs_mpiexec = pytest.mark.skipif(
 
 @pytest.mark.parametrize("how", ["raise", "kill", pytest.param("stop", marks=pytest.mark.long)])
 def test_over_gloo_every_survivor_gets_an_error(tmp_path: Path, how: str) -> None:
-    """Ranks that are no neighbours of the failed one get the error too."""
+    """Ranks that are not neighbours of the failed one get the error too."""
     with Ranks() as ranks:
         path = str(tmp_path / "store")
         crew = [ranks.start(failing_ranks.over_gloo, path, rank, 4, how) for rank in range(4)]

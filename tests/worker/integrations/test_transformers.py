@@ -159,7 +159,7 @@ class Tagger(torch.nn.Module):
 
 
 def tagger_of(**changes: Any) -> dict[str, Any]:
-    """Trainer arguments for `Tagger`: each token that is no padding has one of four labels."""
+    """Trainer arguments for `Tagger`: each token that is not padding has one of four labels."""
     inputs = inputs_of(label_smoothing_factor=0.1, max_steps=2, eval_strategy="no", **changes)
     data = [
         {**each, "labels": each["labels"].where(each["labels"] < 0, each["labels"] % 4)}

@@ -537,7 +537,7 @@ def test_a_worker_with_a_final_refusal_is_not_started_again(
         shoal_run(script, "--restart-on", "failure", "--max-restarts", "1", arguments=("1",))
     )
     assert ("life 2" in output) == again, output
-    # A job that others have finished is no failure of a standby.
+    # A job that others have finished is not a failure of a standby.
     is_done = again or isinstance(error, JobFinished)
     assert code == (0 if is_done else 1), output
     assert ("was not needed: the job was finished without it" in output) == (is_done and not again)
@@ -661,7 +661,7 @@ def test_a_worker_that_fails_after_its_job_was_completed_fails_the_run(
 
 
 def test_a_worker_that_was_asked_to_leave_and_failed_is_not_started_again(shoal_run: Run) -> None:
-    """Its error is no failure of a job that the others complete."""
+    """Its error is not a failure of a job that the others complete."""
     ends = "from shoal_client.liveness.beat_board import MembershipEnding\n"
     ends += "member.endswith('-1') and sys.exit()\n"
     ends += "slot = joins(); slot.withdraw(); slot.end(MembershipEnding.DRAINED); sys.exit(1)"
@@ -918,7 +918,7 @@ def test_a_second_interrupt_kills(shoal_run: Run) -> None:
 
 @pytest.mark.parametrize("first", ["signal", "output"])
 def test_ctrl_c_of_a_pipeline_kills_no_worker(shoal_run: Run, tmp_path: Path, first: str) -> None:
-    """`shoal run ... | tee log`: Ctrl-C reaches both. That tee is gone is no second signal."""
+    """`shoal run ... | tee log`: Ctrl-C reaches both. That tee is gone is not a second signal."""
     drained = tmp_path / "drained"
     script = f"""
 import os, pathlib, signal, sys, time

@@ -70,7 +70,7 @@ def test_messages_for_a_full_disk_are_lost(monkeypatch: pytest.MonkeyPatch) -> N
 def test_characters_that_the_terminal_does_not_have_are_replaced(
     monkeypatch: pytest.MonkeyPatch, output: WorkerOutput
 ) -> None:
-    """A worker under a Latin-1 locale may print bytes that are no UTF-8."""
+    """A worker under a Latin-1 locale may print bytes that are not UTF-8."""
     shown = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, encoding="latin-1"))
 

@@ -351,7 +351,7 @@ def test_hosts_get_one_order_to_drain_and_one_to_kill(
     first: str,
     expected: int,
 ) -> None:
-    """Ctrl-C after the run has begun to end is no second signal."""
+    """Ctrl-C after the run has begun to end is not a second signal."""
     monkeypatch.setattr(over_ssh, "phase_of", lambda addresses, job: "running")
     reading, writing = os.pipe()
     os.close(reading)

@@ -299,7 +299,7 @@ def exit_7(number: int, frame: object) -> None:
 def test_a_process_forked_soon_after_a_sigterm_is_ended_by_the_next_one(
     own: Any, ends: int
 ) -> None:
-    """The forked process got no earlier signal, so the next one is no repetition: also not for a
+    """The forked process got no earlier signal, so the next one is not a repetition: also not for a
     handler that this process sets itself."""
     trainer = os.fork()
     if not trainer:

@@ -285,7 +285,7 @@ def test_settings_of_the_script_that_a_checkpoint_replaces_are_logged(
 
 
 def test_a_session_that_was_not_entered_distributes_nothing() -> None:
-    """The session would wait for a first generation of which it is no member. A session that was
+    """The session would wait for a first generation of which it is not a member. A session that was
     left is refused too."""
     model, optimizer = model_and_optimizer()
     session = shoal.join()

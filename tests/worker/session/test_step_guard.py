@@ -813,7 +813,7 @@ def test_values_that_are_no_loss_are_refused(cluster: LocalCluster, kind: str) -
             given = {"None": None, "samples": losses, "no gradient": losses.mean().detach()}
             session.backward(given[kind])  # type: ignore[arg-type]
 
-    with pytest.raises(InvalidSpec, match=r"of a value that is no loss"):
+    with pytest.raises(InvalidSpec, match=r"of a value that is not a loss"):
         train_alone(cluster, "ddp", body)
 
 

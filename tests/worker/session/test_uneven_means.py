@@ -121,7 +121,7 @@ def taking(loss: Loss) -> Callable[[Session, Any, Any], None]:
 def test_a_mean_over_something_else_is_refused(
     cluster: LocalCluster, strategy: str, loss: Loss
 ) -> None:
-    with pytest.raises(InvalidSpec, match=r"no mean over samples.*weight="):
+    with pytest.raises(InvalidSpec, match=r"not a mean over samples.*weight="):
         train(cluster, strategy, taking(loss))
 
 
@@ -159,7 +159,7 @@ def test_a_sum_over_all_gathered_rows_is_accepted(cluster: LocalCluster) -> None
 @pytest.mark.parametrize(
     ("loss", "refusal"),
     [
-        pytest.param(by_class, r"no mean over samples.*weight=", id="uneven mean"),
+        pytest.param(by_class, r"not a mean over samples.*weight=", id="uneven mean"),
         pytest.param(sum_over_samples, r"a sum over samples", id="sum"),
     ],
 )

@@ -201,7 +201,7 @@ def test_an_optimizer_with_a_state_of_its_own_is_refused(strategy: str) -> None:
 
 
 class WithExtraState(nn.Linear):
-    """A layer whose state_dict holds a number that is no tensor."""
+    """A layer whose state_dict holds a number that is not a tensor."""
 
     def get_extra_state(self) -> dict[str, int]:
         return {"passes": 3}

@@ -1,4 +1,4 @@
-"""State of an optimizer that is no tensor is transferred unchanged, or refused at once."""
+"""State of an optimizer that is not a tensor is transferred unchanged, or refused at once."""
 
 import enum
 import json

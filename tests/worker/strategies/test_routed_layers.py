@@ -64,7 +64,7 @@ def one_step(strategy_name: str, by_rank: bool) -> None:
 @pytest.mark.parametrize("by_rank", [True, False], ids=["one left out by each", "one by all"])
 @pytest.mark.parametrize("strategy", ["zero2", "fsdp", "tensor", "hybrid"])
 def test_layers_that_some_members_leave_out_are_refused(strategy: str, by_rank: bool) -> None:
-    """Members all refuse, before any takes the step. An expert that all leave out is no fault."""
+    """All members refuse before any takes the step. An expert that all leave out is not a fault."""
     run_in_memory(one_step, 2, strategy, by_rank)
 
 

@@ -1,4 +1,4 @@
-"""Publications of a process that is no member: one series does not wait for another."""
+"""Publications of a process that is not a member: one series does not wait for another."""
 
 import os
 import signal

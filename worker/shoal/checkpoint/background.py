@@ -118,8 +118,8 @@ class Checkpoints:
     ) -> None:
         """Write a checkpoint of this rank's state shard in the background.
 
-        Call it on all ranks after the same step. Waits for the previous checkpoint first. The
-        shard's tensors may change once this returns.
+        Call it on all ranks after the same step. Waits for the previous checkpoint first. Once this
+        returns, the script is free to change the shard's tensors.
 
         `peers`: the ranks that write together; None: those of the last `select_writers`, else this
         rank alone. A tensor shard for whose name `writes` returns False is not copied: another rank
@@ -136,7 +136,7 @@ class Checkpoints:
         """
         self.finish_write()
         if state_shard.step <= self._failed_to_step:
-            # So that all ranks begin the next one.
+            # Skip this checkpoint, so that all ranks begin the next one.
             log.warning("checkpoint_skipped", step=state_shard.step, reason="other ranks failed")
             return
         shards = {name: shard for name, shard in state_shard.shards.items() if writes(name)}

@@ -69,8 +69,8 @@ def not_a_checkpoint(path: object, seen: str = "") -> InvalidSpec:
 def publish(partial: Path, path: Path) -> None:
     """Rename the complete `partial` to the checkpoint `path`, replacing an existing one.
 
-    The caller has synced the files. After an OSError `path` may have the new checkpoint, or none
-    until `sweep` restores the existing one.
+    The caller must have synced the files. After an OSError `path` may hold the new checkpoint, or
+    none until `sweep` restores the existing one.
     """
     synchronise(partial)
     replaced = _temporary_path(path, "replaced") if path.exists() else None

@@ -99,7 +99,7 @@ def read_index(path: CheckpointPath, content: bytes | None = None) -> Checkpoint
 
     `content`: the index, if it is not published yet. Raises InvalidSpec if there is no checkpoint,
     or if a later version of DCP wrote it. Raises MalformedMessage if the index is damaged or refers
-    to bytes that the files do not have, and OSError if the storage fails.
+    to bytes that the files do not contain, and OSError if the storage fails.
     """
     if content is None and size_of(path / METADATA) < 0:
         raise InvalidSpec(

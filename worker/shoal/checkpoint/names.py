@@ -29,12 +29,12 @@ from shoal.torch_private.checkpoint import flatten_state_dict
 from shoal_proto.errors import InvalidSpec, MalformedMessage
 
 FORMAT = 1
-"""Version of `OWN`; a reader refuses a higher one."""
+"""Version of the format of Shoal's own entry; a reader refuses a higher version."""
 
 OWN = ("shoal", "state")
 
 STEP = ("step",)
-"""Plain torch's path for the number of steps."""
+"""Path of the number of steps in a checkpoint that Shoal did not write."""
 
 Path = tuple[str | int, ...]
 
@@ -44,7 +44,7 @@ def key_of(path: Path) -> str:
 
 
 def path_of(name: str) -> Path:
-    """Return the path of a shard."""
+    """Return the checkpoint path of the tensor with this name in a state."""
     if name.startswith(MODEL):
         return ("model", name.removeprefix(MODEL))
     if name.startswith(REGISTERED):
@@ -62,10 +62,11 @@ def _key_parts(dotted: str) -> Path:
 
 
 def name_of_tensor(path: Path, slots: Mapping[str, Any]) -> str | None:
-    """Return the name of the shard at this path; None if it is not part of a state.
+    """Return the name that the tensor at this path has in a state; None if no state has a tensor
+    there.
 
     `slots`: plain values of the optimizer's state that are stored in several entries. Raises
-    InvalidSpec for an entry that Shoal's state cannot hold.
+    InvalidSpec for an entry of the optimizer that a state cannot hold.
     """
     match path:
         case ("model", *rest):
@@ -114,10 +115,10 @@ def slots_of(entries: Mapping[Path, object], slots: Mapping[str, Any]) -> dict[s
 
 
 def is_read(path: Path) -> bool:
-    """True if Shoal reads the entry at this path, which is not a tensor. Raises InvalidSpec for
-    such an entry of the model."""
+    """True if Shoal reads the entry at this path. Only for entries that are not tensors. Raises
+    InvalidSpec for an entry of the model: a state holds only tensors of a model."""
     if path[0] == "model":
-        raise _not_representable(path, "an extra state that is no tensor")
+        raise _not_representable(path, "an extra state that is not a tensor")
     return path[0] == "optim" or path in {OWN, STEP}
 
 
@@ -159,8 +160,8 @@ def entries_of(step: int, values: Mapping[str, Any]) -> dict[Path, object]:
 
 
 def _flattened_parts(key: str, value: Json) -> dict[Path, object] | None:
-    """Return the parts into which torch flattens a value, by path, except tensors; None if it does
-    not."""
+    """Return the parts into which torch flattens a value, by path, except tensors; None if torch
+    leaves the value whole."""
     if not isinstance(value, list | dict):
         return None
     native = join_state(value, defaultdict(lambda: torch.empty(0)))

@@ -25,7 +25,7 @@ def read(path: str | os.PathLike[str] | BucketPath, needs: Needs) -> StateShard:
     """Read the chunks that `needs` asks for into host memory, in the dtypes they were saved in.
 
     Reads only stored chunks that overlap the needed ones, one at a time. The step of plain torch's
-    checkpoint is its entry `step`; 0 if that is no int.
+    checkpoint is its entry `step`; 0 if that is not an int.
 
     Raises InvalidSpec if there is no checkpoint, if a later version of Shoal or DCP wrote it, or if
     it has an entry that Shoal's state cannot hold. Raises MalformedMessage if it is damaged or

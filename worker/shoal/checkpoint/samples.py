@@ -28,8 +28,8 @@ class TrainedSamples:
     """The samples that a run trains on."""
 
     def __init__(self, samples: Mapping[str, str], order: Order | None, *, moves: bool) -> None:
-        """`samples`: the fields; empty if the script makes its own batches. `moves`: True if the
-        batch size may change."""
+        """`samples`: the fields; empty if the script makes its own batches. `moves`: True if
+        the run is allowed another batch size than the checkpoint's."""
         self._samples = samples
         self._order = order
         self._moves = moves
@@ -90,7 +90,7 @@ class TrainedSamples:
         log.info("batch_size_changed", path=path, was=before["global_batch"], **vars(self.origin))
 
     def _warn_of_other_content(self, path: str, written: object) -> None:
-        # No error: a script may continue with corrected labels.
+        # Raise no error: a script is allowed to continue with corrected labels.
         before = written.get(CONTENT_FIELD) if isinstance(written, dict) else None
         now = self._samples.get(CONTENT_FIELD)
         if before and now and before != now:

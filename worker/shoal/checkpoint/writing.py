@@ -1,4 +1,4 @@
-"""Writer of the checkpoint of a state that the ranks of a group hold. Every rank calls `write`.
+"""Writer of the checkpoint of a state that a group's ranks hold. Every rank must call `write`.
 
     first rank begins a draft                    -> gather: outlines of the ranks' shards
     every rank writes its share, durably         -> gather: the file span of each entry

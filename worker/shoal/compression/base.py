@@ -93,7 +93,7 @@ class Compressor(ABC):
     def averaging(self, packed: PackedTensors, wire: Wire) -> Averaging:
         """Replace the values in `packed` by their mean over the ranks of `wire`.
 
-        All ranks call this for the same names and shapes in the same order. A single rank
+        All ranks must call this for the same names and shapes in the same order. A single rank
         compresses nothing, and adds the residuals of earlier steps.
         """
         wire.traffic.count_plain(packed.flat, wire.world_size)
@@ -105,7 +105,8 @@ class Compressor(ABC):
     def average(self, values: Mapping[str, Tensor], wire: Wire) -> dict[str, Tensor]:
         """Return the means of `values` over the ranks.
 
-        All tensors have one dtype and device. All ranks call this with the same names and shapes.
+        All tensors must have one dtype and device. All ranks must call this with the same names and
+        shapes.
         """
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in values.values()])
         packed = PackedTensors(flat, list(values), [tensor.shape for tensor in values.values()])

@@ -99,7 +99,7 @@ class GradientExchange:
         return self._complete
 
     def begin_pass(self) -> None:
-        """Begin one more backward pass of the step, which must produce all gradients again. DDP
+        """Begin a further backward pass of the step, which must produce all gradients again. DDP
         reduces only in the first backward pass after a forward pass."""
         self._complete = False
 

@@ -48,7 +48,8 @@ class PowerSGD(Compression):
 
 @dataclass(frozen=True)
 class Matrix:
-    """A parameter's gradient plus residual: a view of the values to average."""
+    """A matrix to average. `gradient`: a parameter's gradient plus its residual, as a view of the
+    packed values; `span`: its position there."""
 
     name: str
     gradient: Tensor
@@ -197,7 +198,7 @@ class LowRankEncoder(PushEncoder):
 def low_rank_matrices(blocks: Sequence[PushBlock], rank: int) -> list[list[int]]:
     """Return the matrices to compress, each as the indices of its blocks.
 
-    A matrix has the rows of one parameter that are whole in their block.
+    A matrix consists of the rows of one parameter that are whole in their block.
     """
     by_parameter: dict[str, list[int]] = {}
     for i, block in enumerate(blocks):

@@ -47,7 +47,7 @@ class PushEncoder(ABC):
 
     @abstractmethod
     def encode(self, values: Tensor, blocks: Sequence[PushBlock]) -> EncodedBlocks:
-        """Encode the concatenated values of the blocks: fp32, on the CPU, finite."""
+        """Encode the blocks' concatenated values, which must be fp32, finite and on the CPU."""
 
 
 def codec_of(kind: str, data: Tensor) -> GradientCodec:

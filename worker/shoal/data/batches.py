@@ -29,9 +29,9 @@ class Batch:
 
     inputs: Any
     """All parts of the collated samples except the last, as a tuple if there are several. A single
-    part, and collated samples that are no tuple, such as a dict, are inputs."""
+    part, and collated samples that are not a tuple, such as a dict, are inputs."""
     targets: Any
-    """The last part; None if the collated samples are no tuple, or have one part."""
+    """The last part; None if the collated samples are not a tuple, or have one part."""
     indices: list[int]
     """Indices of these samples in the dataset; empty for a stand-in."""
     weight: float

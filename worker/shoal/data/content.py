@@ -198,7 +198,7 @@ def _scalar_items(value: object) -> Iterator[DigestItem]:
     elif isinstance(value, complex):
         yield from (_rough(value.real), _rough(value.imag))
     elif isinstance(value, str | os.PathLike):
-        # In a path, folders may differ between hosts.
+        # Only the file's name counts: folders may differ between hosts.
         path = value if isinstance(value, str) else os.fsdecode(value)
         yield path[-MAX_TEXT:].rsplit("/", 1)[-1]
     elif isinstance(value, bytes):

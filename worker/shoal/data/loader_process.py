@@ -36,7 +36,7 @@ class LoaderInit:
     def __init__(
         self, dataset: Any, then: Callable[[int], None] | None, sockets: frozenset[str]
     ) -> None:
-        """`sockets`: sockets that may stay open, found by `open_sockets` before the trainer had
+        """`sockets`: sockets to leave open, found by `open_sockets` before the trainer had
         peers. `then`: the script's own `worker_init_fn`."""
         self._dataset = dataset
         self._then = then

@@ -196,7 +196,7 @@ class _ProcessEnded(RuntimeError):
 
 
 class BatchLoader:
-    """Loader of batches by span. For the trainer's thread."""
+    """Loader of batches by span. Used only by the trainer's thread."""
 
     def __init__(
         self, samples: Samples, loading: Loading, indices: Callable[[int, int, int], Tensor]

@@ -81,7 +81,7 @@ class ShardOrder(Order):
         shards = _permutation(len(self.lengths), mix(key, _SHARDS_OF_EPOCH))
         ends = self._lengths[shards].cumsum(0)
         shard_numbers = torch.bucketize(shuffled, ends, right=True)
-        # From positions in the line to the shards' given order.
+        # Convert positions in the line to the shards' given order.
         return shuffled + (self._ends[shards] - ends)[shard_numbers]
 
     def _in_line(self, positions: Tensor) -> Tensor:

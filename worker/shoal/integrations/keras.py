@@ -137,11 +137,12 @@ def distribute(model: Any, strategy: Any = "zero2", *, backend: str | None = Non
     """Make a compiled Keras model train over all ranks that torchrun or mpiexec started.
 
     `fit`, `train_on_batch` and loops that end in `model.optimizer.apply(...)` work as before. Every
-    rank calls `distribute` with the same model before the first step, and gets rank 0's weights.
+    rank must call `distribute` with the same model before the first step, and gets rank 0's
+    weights.
 
     "zero2": each rank takes a share of each batch (`GlobalBatches`), updates its part of every
     weight, and keeps the optimizer state of that part. "tensor": Dense and Embedding layers are
-    split; all ranks take the same samples.
+    split; all ranks must take the same samples.
 
     Raises UnknownStrategy for another strategy. Raises InvalidSpec if Keras does not compute with
     torch, if the model is not built and compiled or its optimizer is built already, and under
@@ -220,7 +221,7 @@ class _Shares(Sampler[list[int]]):
             stop = min(self._num_samples, start + self._batch_size)
             own = range_of_rank(start, stop, dist.get_rank(), dist.get_world_size())
             yield order[slice(*own)].tolist()
-        # At the end: Keras also reads one batch of an iteration before it trains.
+        # Count the epoch at its end: Keras also reads one batch of an iteration before it trains.
         self._epoch += 1
 
 

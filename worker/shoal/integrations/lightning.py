@@ -147,7 +147,7 @@ class SessionStrategy(SingleDeviceStrategy):
         if batches.is_over:
             return
         self._session.stop("Lightning stopped the training")
-        # Other members may not know of the stop yet: begin one more step, which is not committed.
+        # Other members may not know of the stop yet: begin a further step, which is not committed.
         batch = batches.take()
         if batch is not None:
             batch = self.batch_to_device(batch)

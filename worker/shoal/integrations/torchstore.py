@@ -86,7 +86,7 @@ def reset_client(store_name: str = "TorchStore") -> None:
 
 def series_of(key: str, store_name: str) -> str:
     """Return the name of a key's series, in the job of the environment variable SHOAL_JOB, or else
-    in a job with the store's name. A key that is no valid name of up to 40 characters gets a
+    in a job with the store's name. A key that is not a valid name of up to 40 characters gets a
     digest."""
     name = re.sub(r"[^A-Za-z0-9_-]", "-", key)[:40]
     if name != key:

@@ -80,7 +80,7 @@ class TrainerSteps:
         part = next(self._parts, None)
         if part is None or self._whole is None:
             raise InvalidSpec(
-                "a pass that is no part of a step",
+                "a pass that is not part of a step",
                 expected="one training_step for each part, as in Trainer's own loop",
             )
         return part, self._whole

@@ -71,7 +71,7 @@ def run(config: RunConfig) -> int:
             raise SystemExit(128 + number)
 
     with ExitStack() as stack:
-        # For signals while the launcher's own handler is not installed.
+        # Handle SIGTERM while the launcher's own handler is not installed.
         stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, leave))
         if (file := config.restart.finished_file) is not None:
             file.unlink(missing_ok=True)

@@ -374,7 +374,7 @@ class Launcher:
         has failed."""
         if self._completed:
             # A replacement that was refused after the end, and a worker that was fenced while the
-            # others trained on, are no failures of the job.
+            # others trained on, are not failures of the job.
             failed = [slot.exits for slot in self.slots if slot.exits[-1].code != 0]
             firsts = [exits[0] for exits in failed if exits[0].is_scripts_own]
             lasts = [exits[-1] for exits in failed if exits[-1].failed_when_done]

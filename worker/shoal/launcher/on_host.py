@@ -63,7 +63,7 @@ def main(arguments: Sequence[str]) -> int:
 
     Returns the exit code of `shoal run`, 2 if the host cannot be used, or 0 if no order arrives.
     """
-    # One stream, so that lines stay in order.
+    # Use one stream, so that lines stay in order.
     os.dup2(sys.stdout.fileno(), sys.stderr.fileno())
     directory, workers, *script = arguments
     if problem := _problem(directory, script):

@@ -68,7 +68,7 @@ class RestartOptions:
             raise InvalidSpec(
                 "bad --finished-file",
                 seen=str(self.finished_file),
-                expected="a file in a directory that exists, and in which this user may write",
+                expected="a file in a directory that exists, and in which this user can write",
             )
 
 

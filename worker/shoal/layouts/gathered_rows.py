@@ -69,7 +69,7 @@ class _CallMessage:
 
 
 class RowGathers:
-    """Gathers of one member in one step. For one thread at a time, the trainer's or autograd's."""
+    """Gathers of one member in one step. Used by one thread at a time: trainer's or autograd's."""
 
     def __init__(
         self,
@@ -84,8 +84,8 @@ class RowGathers:
         """`members`: names by rank. `step`: number of committed steps. `waits(what)`: context of a
         wait for others.
 
-        `by_messages`: send rows from rank to rank over the host, not by a collective; the same on
-        all members. None: only rows on the host, and all rows of a Gloo group.
+        `by_messages`: send rows from rank to rank over the host, not by a collective; must be the
+        same on all members. None: only rows on the host, and all rows of a Gloo group.
         """
         self._by_messages = True if by_messages is None and is_gloo(group) else by_messages
         self._p2p: AbortableP2P | None = AbortableP2P(group, torch.device("cpu"))

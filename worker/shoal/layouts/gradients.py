@@ -67,7 +67,7 @@ def local_gradients(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]
         if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
             own = gradient_cut_as(parameter, gradient)
             if own is not gradient:
-                # Else each rank would count all elements.
+                # Keep only this rank's part: else each rank would count all elements.
                 parameter.grad = gradient = own
         if gradient is not None:
             gradients[name] = local_of(gradient) if isinstance(gradient, DTensor) else gradient

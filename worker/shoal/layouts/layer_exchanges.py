@@ -74,8 +74,8 @@ class ExchangeSite:
 class LayerExchanges:
     """Exchanges of one rank in one generation.
 
-    For one thread at a time, the trainer's or autograd's. Another thread may call `record` while
-    that one waits.
+    Used by one thread at a time, the trainer's or autograd's. Another thread may call `record`
+    while this thread waits.
     """
 
     def __init__(self) -> None:

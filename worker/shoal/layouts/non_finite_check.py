@@ -54,7 +54,7 @@ class NonFiniteCheck:
             self._own = self._own or name_of_fault(parameters)
 
     def _look_at_losses(self) -> None:
-        # After the gradients: by then the device has computed the losses too.
+        # Losses are read after the gradients: by then the device has computed both.
         self._own = self._own or ("" if self.losses.are_finite() else _LOSS)
 
     @property

@@ -58,7 +58,7 @@ class ReplicatedLayout(Layout):
             self.traffic,
             compressor,
         )
-        # Without `init_sync`: parameters are not filled yet.
+        # `init_sync` is off, as parameters are not filled yet.
         self._ddp = ReplicatedModule(
             model,
             process_group=world.group,

@@ -149,7 +149,7 @@ class SeveralLayouts(Layout):
             each.check()
 
     def overflowed(self) -> bool:
-        # All are asked, even if an earlier one has overflowed.
+        # Call `overflowed` of all layouts, even if an earlier one has overflowed.
         found = [each.overflowed() for each in self._active]
         return any(found)
 

@@ -99,7 +99,7 @@ class DrainSignal:
         self._installed = False
 
     def forget_order(self) -> None:
-        """Forget earlier signals: the next one is no repetition."""
+        """Forget earlier signals: the next one is not a repetition."""
         self._orders = StopOrders()
 
     @property

@@ -77,7 +77,7 @@ class JoinConfig:
     else Gloo."""
     reconfigure: bool = False
     """True: each generation reconfigures the previous process group instead of making a new one.
-    Needs torch 2.14 or newer, and Gloo; the same on all members."""
+    Needs torch 2.14 or newer, and Gloo; must be the same on all members."""
     local_rank: int = 0
     """Index of this worker among those of its launcher on this host. If the worker sees several
     GPUs, it uses the one with this index."""

@@ -29,7 +29,7 @@ def _wide_sum(tensor: Tensor) -> Tensor:
 def are_finite(tensors: Sequence[Tensor]) -> bool:
     """True if all elements of all tensors are finite. On a GPU this usually waits only once."""
     if tensors and not is_on_host(tensors[0]):
-        # In float32: fp16 sums soon exceed 65504. A model may be on several devices.
+        # Sum in float32: fp16 sums soon exceed 65504. A model may be on several devices.
         wide = (_wide_sum(tensor).abs() for tensor in tensors)
         sums = torch.stack([each.to(tensors[0].device, torch.float32) for each in wide])
         if cmath.isfinite(sums.sum().item()):
@@ -115,7 +115,7 @@ def refuse_parameter_hooks(model: nn.Module) -> None:
             seen=f"register_hook or register_post_accumulate_grad_hook of {', '.join(hooked[:5])}",
             expected="changes to the whole batch's gradients, after they were reduced",
             fix="Change parameter.grad after session.backward in the step, for example to mask or"
-            " clamp it. Hooks on modules and on what they compute are no problem.",
+            " clamp it. Hooks on modules and on what they compute are not a problem.",
         )
 
 

@@ -110,7 +110,7 @@ def _forward_like(forward: FunctionType) -> Callable[..., Any]:
 
 
 def unwrap_proxy(proxy: nn.Module) -> nn.Module:
-    """Return the present module behind a proxy; a module that is no proxy is returned itself."""
+    """Return the present module behind a proxy; a module that is not a proxy is returned itself."""
     module = proxy
     while isinstance(module, ModuleProxy):
         module = module.__dict__["_module"]

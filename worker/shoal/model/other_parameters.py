@@ -1,4 +1,4 @@
-"""Parameters that an optimizer of the script's own may not step while a session trains.
+"""Parameters that an optimizer of the script's own must not step while a session trains.
 
 Gradients of parameters outside the model, such as a loss function's, are not reduced. The model's
 own parameters may not be the objects that the layout trains.

@@ -35,8 +35,8 @@ class Collective:
 
 @dataclass(frozen=True, kw_only=True)
 class RankFigures:
-    """Memory of one rank, in bytes, and its collectives in a step; without activations, and buffers
-    of collectives in progress."""
+    """Memory of one rank, in bytes, and its collectives in a step. Activations, and buffers of
+    collectives in progress, are not counted."""
 
     parameters: int
     """Parameters between steps, with padding."""
@@ -100,7 +100,7 @@ class Plan:
         return len(self.ranks)
 
     def moved(self, kind: str, rank: int = 0) -> tuple[int, int]:
-        """Return calls and bytes of a rank's collectives of a kind, in a step that has them all."""
+        """Return calls and bytes of a rank's collectives of a kind, in a step with all of them."""
         of_kind = [each for each in self.ranks[rank].collectives if each.kind == kind]
         return sum(each.calls for each in of_kind), sum(each.num_bytes for each in of_kind)
 

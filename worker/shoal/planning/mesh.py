@@ -171,7 +171,7 @@ class MeshFigures:
     def _update(self, index: int, part: _Part) -> Iterable[Collective]:
         if part.stage is not None:
             yield Collective(kind="broadcast", when=UPDATE, calls=1, num_bytes=LOSS_BYTES)
-            # Each message has one more element: a flag that there is a gradient.
+            # Each message has a further element: a flag that there is a gradient.
             shared = [
                 (p.numel() + 1) * p.element_size()
                 for name, p in part.trained.items()

@@ -80,7 +80,7 @@ class RehearsedPass:
             raise InvalidSpec(
                 "what the model exchanges in a step cannot be computed beforehand",
                 seen=f"{type(error).__name__}: {error}",
-                expected="a model that runs on the meta device, on inputs= of its own shape",
+                expected="a model that runs on the meta device, and inputs= of a shape it accepts",
                 fix="Plan without inputs; figures that depend on them are then left out.",
             ) from error
         self._backward = group.pop_counts()

@@ -93,7 +93,7 @@ class ReplicatedFigures:
             calls=len({buffer.dtype for buffer in buffers}),
             num_bytes=sum(buffer.nbytes for buffer in buffers),
         )
-        # One 32-bit flag for each parameter: it was used.
+        # A 32-bit flag for each parameter says if it was used.
         flags = 4 * len(self._trained) if self._finds_unused else 0
         reduced = Collective(
             kind="all_reduce",

@@ -61,7 +61,7 @@ def non_finite_message(world_size: int) -> Collective:
 def split_alone(module: nn.Module, plan: TensorPlan, ranks: TensorGroup) -> frozenset[int]:
     """Reduce a module on the meta device to this rank's part, without peers. Returns the ids of the
     new parameters, each a part of a whole one."""
-    # By the id of the whole parameter, which the value keeps alive.
+    # Keyed by the id of the whole parameter, which the value keeps alive.
     cut: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
     for entry in plan.entries:
         if entry.style == WHOLE:

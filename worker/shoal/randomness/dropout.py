@@ -67,7 +67,7 @@ def with_dropout_within(model: nn.Module) -> list[str]:
 
 def samples_along(dropout: nn.Module, dim: int | None) -> None:
     """Set the dimension of this module's inputs along which the samples lie, each with one or
-    several consecutive rows. None, or a size that is no multiple of the number of samples: all
+    several consecutive rows. None, or a size that is not a multiple of the number of samples: all
     members use one mask in a step."""
     dropout.__dict__["_samples_along"] = dim
 

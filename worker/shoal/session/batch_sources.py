@@ -113,7 +113,7 @@ class SynchronousBatches(BatchSource):
 
     def __iter__(self) -> Iterator[Batch]:
         controller = self._controller
-        # Before connections to peers exist, which a loading process would inherit.
+        # Start before connections to peers exist, which a loading process would inherit.
         self._loader.start()
         while True:
             try:
@@ -181,7 +181,7 @@ class SynchronousBatches(BatchSource):
 
     def left(self) -> None:
         if self.batch is not None and not self.all_trained:
-            # From the batch: a rollback may have lowered the strategy's step.
+            # Read the batch's step: a rollback may have lowered the strategy's.
             self._controller.call.end_step = self.batch.step + int(self._is_trained)
 
     def _offer(self, batch: Batch) -> Iterator[Batch]:

@@ -62,7 +62,7 @@ class CallBetweenSteps:
     """True if the generation was formed for a shared call, and has too few members for a step."""
     end_step: int = 0
     """Step at which the script left its loop over the batches; 0 while it is in the loop. The state
-    may not be rolled back to before this step."""
+    must not be rolled back to before this step."""
 
     def check_end(self, call: str, step: int) -> None:
         """Raise StateLost if the state was rolled back to before the end of the script's loop."""
@@ -453,7 +453,7 @@ class ElasticController:
             trace = {} if known else {"trace": "".join(traceback.format_exception(error))}
             log.error("bring_up_failed", generation=number, reason=text[:300], **trace)
         if is_own and strategy.synchronous:
-            # At once: the others need not detect this member's failure.
+            # Report at once, so that the others need not detect this member's failure.
             self.membership.report_broken(text, own=True, state_lost=lost)
             # The next attempt may need the memory of this one's objects.
             traceback.clear_frames(error.__traceback__)
@@ -477,7 +477,8 @@ class ElasticController:
         return not self.strategy.is_failure(error)
 
     def _follow(self, generation: Generation) -> Generation:
-        """Return the newest generation, and enter it if it is new. For asynchronous strategies."""
+        """Return the newest generation, and enter it if it is new. Only asynchronous strategies
+        call this."""
         token = self.membership.token
         if token.generation > generation.number:
             # The membership's thread has the new record already, as the token has its number.
@@ -515,7 +516,7 @@ class ElasticController:
         expected = self._strategy.refuses(world_size) if self._strategy is not None else ""
         shares = self.details.shares
         if not expected and prepare.roster.planned and shares is not None:
-            # Only planned changes: the others train on without the new member.
+            # A planned change may be refused: the others train on without the new member.
             expected = shares.refuses(world_size)
         if expected:
             return [Rejection(field="world_size", seen=str(world_size), expected=expected)]

@@ -84,7 +84,7 @@ class Evaluation:
         sums: dict[str, float | int | Tensor] = {}
         for step in range(order.num_steps):
             batch = loader.synchronous(step, index, count)
-            # Also without samples: a forward pass may need all members.
+            # Measure even without samples: a forward pass may need all members.
             measured = values_by_name(self._measured(batch))
             if not batch.indices:
                 measured = {name: _zero_like(value) for name, value in measured.items()}

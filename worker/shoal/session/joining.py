@@ -44,7 +44,7 @@ def join(
       reach each other, unless they have trained together), "always" (on one host too) or "never".
     - SHOAL_BACKEND: "gloo", "nccl" or "in-memory"; by default NCCL for a model on CUDA, else Gloo.
     - SHOAL_RECONFIGURE: with 1, each generation reconfigures the previous process group instead of
-      making a new one. Needs torch 2.14 or newer and Gloo; the same on all members.
+      making a new one. Needs torch 2.14 or newer and Gloo; must be the same on all members.
     - SHOAL_TLS_CA, SHOAL_TLS_CERT and SHOAL_TLS_KEY, or SHOAL_TLS (a folder made by `shoal certs`):
       turn TLS on. Not needed for a cluster that this user has started on this machine.
 
@@ -109,7 +109,7 @@ def _set_log_level(environment: Mapping[str, str]) -> None:
     level = logging.getLevelNamesMapping().get(name.upper())
     if level is None:
         raise InvalidSpec(
-            "SHOAL_LOG_LEVEL is no level", seen=name, expected="debug, info, warning or error"
+            "SHOAL_LOG_LEVEL is not a level", seen=name, expected="debug, info, warning or error"
         )
     if not structlog.is_configured():
         # Log lines contain text from other members, which a terminal would interpret.

@@ -95,8 +95,8 @@ def _check_mean(loss: Tensor, num_samples: int, num_gathered: int = 0) -> None:
             continue
         if not _is_even(counts, num_samples):
             raise InvalidSpec(
-                "a loss that is no mean over samples: with another number of members the job would"
-                " train a different loss",
+                "a loss that is not a mean over samples: with another number of members the job"
+                " would train a different loss",
                 seen=f"a mean over targets whose weights sum to {float(counts.sum()):g}, and differ"
                 f" between the {num_samples} samples: ignore_index, class weights, or a part of"
                 " the samples",
@@ -173,7 +173,7 @@ class MicroBatches:
             self._check_passed()
             self._restore()
             start, stop = range_of_rank(0, batch.num_samples, index, num_parts)
-            # No pass has an empty batch: an empty part repeats a sample, with weight 0.
+            # No pass gets an empty batch: an empty part repeats a sample, with weight 0.
             rows = (start, stop) if stop > start else (0, 1)
             if stop == start:
                 self.begin_stand_in()
@@ -300,7 +300,7 @@ class MicroBatches:
 
     def counted(self, weight: float | Tensor) -> float:
         """Return the weight as a number; 0 if the present part or batch has no samples. Raises
-        InvalidSpec for a weight that is negative or no finite number."""
+        InvalidSpec for a weight that is negative or not finite."""
         one = weight.reshape(()) if isinstance(weight, Tensor) and weight.numel() == 1 else weight
         value = as_number("the weight of a loss", one)
         if not math.isfinite(value) or value < 0:

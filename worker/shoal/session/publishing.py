@@ -64,7 +64,7 @@ class SessionSeries:
     ) -> PendingPublication:
         """Publish the model of the last committed step as the next version of the series.
 
-        All members call it at the same point between two steps:
+        All members must call it at the same point between two steps:
 
             if step.committed and batch.step % 10 == 0:
                 policy.publish(metadata={"loss": loss.item()})
@@ -75,11 +75,11 @@ class SessionSeries:
         servers, the publication fails with PublicationAbandoned. If no coordinator is reached for
         `AWAY_S`, the call does not wait: the publications in progress fail instead.
 
-        `model`: another module, or tensors by name, the same on all members; each publishes its own
-        slice of a DTensor. Under an asynchronous strategy, only the member with rank 0 publishes
-        its values. A series with `tables` publishes the servers' values, from one cut that includes
-        all pushes acknowledged before the call; buffers and untrained parameters are those of rank
-        0.
+        `model`: another module, or tensors by name, which must be the same on all members; each
+        publishes its own slice of a DTensor. Under an asynchronous strategy, only the member with
+        rank 0 publishes its values. A series with `tables` publishes the servers' values, from one
+        cut that includes all pushes acknowledged before the call; buffers and untrained parameters
+        are those of rank 0.
 
         Raises InvalidSpec within a step, for a model that cannot be published, for `model` if the
         series has tables, and for metadata above 4096 bytes; Overloaded if there is no memory for

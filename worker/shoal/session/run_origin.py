@@ -99,7 +99,7 @@ def _commit_of(script: str) -> tuple[str, bool | None]:
 
 
 def _git(*arguments: str) -> str | None:
-    # No lock on the repository, and no program that its configuration names.
+    # Take no lock on the repository, and run no program that its configuration names.
     environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}
     try:
         done = subprocess.run(

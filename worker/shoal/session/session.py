@@ -162,7 +162,7 @@ class Session:
         trace: TracebackType | None,
     ) -> None:
         if os.getpid() != self._process:
-            # A fork of the script's is no member of the job.
+            # A fork of the script's is not a member of the job.
             return
         self._held.__exit__(kind, error, trace)
 
@@ -265,7 +265,7 @@ class Session:
     def register(self, name: str, stateful: S) -> S:
         """Make the state of a script's object part of the trained state; returns the object, which
         has `state_dict()` and `load_state_dict(state)`, such as a learning rate scheduler. All
-        members register the same objects, before the first batch.
+        members must register the same objects, before the first batch.
 
             schedule = session.register("schedule", CosineAnnealingLR(optimizer, 10_000))
 
@@ -372,7 +372,8 @@ class Session:
 
         `tensor` has a row for each sample of the share. All members must compute the same loss from
         all rows, or each a mean over its own rows, which begin at `batch.first`, compared with all
-        rows. All members make the same calls in a step, in the same order. See docs/contrastive.md.
+        rows. All members must make the same calls in a step, in the same order. See
+        docs/contrastive.md.
 
         Raises InvalidSpec outside a step, in a loop over several `batch.parts`, under strategies
         that gather no rows, and on all members if their tensors do not fit together.
@@ -383,9 +384,9 @@ class Session:
         """Step one of several optimizers now, before the end of the step: later passes of the step
         use the changed weights.
 
-        All members call it at the same point. If the step fails, the update is undone: a copy of
-        the changed tensors is kept until the step ends. Raises InvalidSpec outside a step, and if
-        `distribute` got one model and one optimizer, not in lists or by name.
+        All members must call it at the same point. If the step fails, the update is undone: a copy
+        of the changed tensors is kept until the step ends. Raises InvalidSpec outside a step, and
+        if `distribute` got one model and one optimizer, not in lists or by name.
         """
         self._steps.update(optimizer)
 
@@ -435,11 +436,11 @@ class Session:
 
             accuracy = session.evaluate(test_set, measure, batch_size=64)["correct"] / len(test_set)
 
-        All members call it after the same step. If a member is lost meanwhile, the others begin
-        again, with the model of `step_number` at that time. Each member may take `limit_s` seconds
-        for its share, as in a `pause`. `batch_size` is per member; a DataLoader gives its data set
-        and the default batch size and collate function. Raises what `all_reduce` raises, and
-        InvalidSpec without a batch size, or if `measure` does not return sums by name.
+        All members must call it after the same step. If a member is lost meanwhile, the others
+        begin again, with the model of `step_number` at that time. Each member may take `limit_s`
+        seconds for its share, as in a `pause`. `batch_size` is per member; a DataLoader gives its
+        data set and the default batch size and collate function. Raises what `all_reduce` raises,
+        and InvalidSpec without a batch size, or if `measure` does not return sums by name.
         """
         self._steps.check_closed("session.evaluate")
         evaluation = Evaluation(data, measure, batch_size=batch_size, collate=collate)
@@ -451,7 +452,7 @@ class Session:
 
     def all_reduce(self, value: Value, op: Reduction = "sum") -> Any:
         """Return the "sum", "mean", "max" or "min" of all members' values: a number, a tensor, or
-        several by name. All members call it after the same step.
+        several by name. All members must call it after the same step.
 
         Raises InvalidSpec within a step, before the first batch or step, under asynchronous
         strategies, and on all members if their calls or values differ; StateLost if the script has
@@ -499,8 +500,8 @@ class Session:
 
         Of the values given within a step, the last of each name is logged, once the step is
         committed. Values given between two steps belong to the step before, unless it has a value
-        of that name. All members call it; one member's values are shown. Within a step, a member
-        without samples logs nothing: see `Batch.is_stand_in`. Raises InvalidSpec before
+        of that name. All members must call it; one member's values are shown. Within a step, a
+        member without samples logs nothing: see `Batch.is_stand_in`. Raises InvalidSpec before
         `distribute`, for a value that is not one number, and for an invalid name.
         """
         in_step, step = self._steps.in_step, self._controller.strategy.step
@@ -524,10 +525,10 @@ class Session:
     ) -> Tensor:
         """Scale gradients to a common 2-norm of at most `max_norm`; return the norm before that.
 
-        All members call it in the step, after the last backward pass. The norm covers the gradients
-        of the whole model; with several optimizers, those of the parameters of `optimizer`. Raises
-        InvalidSpec outside a step, and if there are several optimizers and `optimizer` is not
-        given.
+        All members must call it in the step, after the last backward pass. The norm covers the
+        gradients of the whole model; with several optimizers, those of the parameters of
+        `optimizer`. Raises InvalidSpec outside a step, and if there are several optimizers and
+        `optimizer` is not given.
         """
         return self._steps.clip_grad_norm(max_norm, optimizer)
 

@@ -267,7 +267,7 @@ class Step:
                 raise
             return True
         refused = refusal_of(error, self._state())
-        # At once: the others need not detect the failure.
+        # Leave at once, so that the others need not detect the failure.
         self._leave(refused or error)
         if refused is not None:
             raise refused from error
@@ -422,7 +422,7 @@ def _check_loss(loss: object) -> None:
         seen = "a number that does not require gradients"
     if seen:
         raise InvalidSpec(
-            "session.backward of a value that is no loss",
+            "session.backward of a value that is not a loss",
             seen=seen,
             expected="one number, computed from the outputs of the distributed model",
             fix="Reduce the loss to its mean over the samples, and compute it without"

@@ -313,7 +313,7 @@ class StepGuard:
                 expected="the loss as it is: session.backward(loss)",
                 fix='session.register("scaler", scaler) before the first batch, without scaler.step'
                 " and scaler.update. Or leave GradScaler out: bfloat16 needs no scaling; a constant"
-                " factor of your own is no problem.",
+                " factor of your own is not a problem.",
             )
 
 

@@ -176,7 +176,7 @@ class StepReports:
     def _read_origin(self) -> None:
         self._origin = run_origin()
         if self._strategy is None:
-            # Before the first step is committed, which may take long.
+            # Report before the first step is committed, which may take long.
             self._health.update(HealthFigures(course=CourseFigures(run=self._origin)))
 
     def step_done(
@@ -258,7 +258,7 @@ class StepReports:
         """Send the last report, with the last step's loss if the job is complete, and wait up to 3
         s."""
         if completed:
-            # Not after a failure: reading from a failed device might never return.
+            # After a failure, reading from the failed device might never return.
             self._report()
         if self._origin_reader is not None:
             self._origin_reader.join(ORIGIN_WITHIN_S)

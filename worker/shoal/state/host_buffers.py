@@ -92,9 +92,10 @@ class StepCopies:
     def begin_own_copy(
         self, state_shard: StateShard, inventory: Inventory, travels: Callable[[str], bool]
     ) -> None:
-        """Begin a snapshot of the state shard: its tensors may change once this returns. Call
-        `wait` before reading the snapshot. Memory is arranged anew only for another `inventory`
-        object. `travels`: True for the name of a tensor that is sent to peers."""
+        """Begin a snapshot of the state shard. Once this returns, its tensors may be changed as
+        `copy_to_host` allows. Call `wait` before reading the snapshot. Memory is arranged anew only
+        for another `inventory` object. `travels`: True for the name of a tensor that is sent to
+        peers."""
         self.inventory = inventory
         held = state_shard.shards
         tensors = [shard.tensor for shard in held.values()]

@@ -17,7 +17,7 @@ log = structlog.get_logger(__name__)
 
 ALIGNMENT_BYTES, MESSAGE_ALIGNMENT_BYTES = 64, 16
 BATCH_BYTES = 64 * 1024 * 1024
-"""Size of each page-locked buffer of `copy_staged`: torch caches blocks of powers of two."""
+"""Size of each page-locked buffer of `copy_staged`; a power of two, to which torch rounds up."""
 
 
 class CopyUnderWay:
@@ -40,8 +40,9 @@ class CopyUnderWay:
 
 @torch.no_grad()
 def copy_to_host(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> CopyUnderWay:
-    """Begin to copy each source into the target of the same index, in host memory. The sources may
-    change once this returns."""
+    """Begin to copy each source into the target of the same index. The targets must be in host
+    memory. Once this returns, sources on the host may be changed; sources on a GPU only by work
+    that is queued on the GPU's current stream, as the copy is."""
     foreach_copy_(list(targets), list(sources), non_blocking=True)
     return queued_work(sources)
 
@@ -56,9 +57,10 @@ def _gpus(tensors: Sequence[Tensor]) -> list[torch.device]:
 
 
 def host_memory(num_bytes: int, sources: Sequence[Tensor]) -> Tensor:
-    """Return `num_bytes` of uninitialized memory, page-locked if some of these sources lie on a
-    GPU, until its last view is freed. If the CUDA runtime refuses, logs a warning and returns
-    ordinary memory. torch's own pinned memory would be rounded up to a power of two."""
+    """Return `num_bytes` of uninitialized memory. If a source is on a GPU, the memory is
+    page-locked until the last view of the result is freed; if the CUDA runtime refuses that, a
+    warning is logged and ordinary memory returned. torch would round page-locked memory up to a
+    power of two."""
     memory = torch.empty(num_bytes, dtype=torch.uint8)
     if not num_bytes or not (devices := _gpus(sources)):
         return memory
@@ -76,7 +78,7 @@ def host_memory(num_bytes: int, sources: Sequence[Tensor]) -> Tensor:
 
 
 def page_locked(memory: Tensor, cudart: Any) -> Tensor | None:
-    """Lock this memory by the CUDA runtime, and return a view of it; None if the runtime refuses.
+    """Have the CUDA runtime lock this memory, and return a view of it; None if the runtime refuses.
     The memory stays locked while any tensor views the result."""
     pointer, num_bytes = memory.data_ptr(), memory.numel()
     if int(cudart.cudaHostRegister(pointer, num_bytes, 0)):
@@ -131,8 +133,9 @@ def side_by_side(tensors: Sequence[Tensor], *, pinned: bool) -> list[Tensor]:
 def copy_staged(
     targets: Sequence[Tensor], sources: Sequence[Tensor], *, batch_bytes: int = BATCH_BYTES
 ) -> None:
-    """Copy each source into the target of the same index, on the host, through page-locked buffers.
-    For targets that are used only once. Returns when all copies are complete."""
+    """Copy each source into the target of the same index, in ordinary host memory; return when all
+    copies are complete. Sources on a GPU are copied through page-locked buffers, so that the
+    targets need not be page-locked."""
     host_pairs = [(t, s) for t, s in zip(targets, sources, strict=True) if not s.is_cuda]
     for target, source in host_pairs:
         target.copy_(source.detach())
@@ -142,7 +145,7 @@ def copy_staged(
 
 
 def copy_batches(pairs: Sequence[tuple[Tensor, Tensor]], batch_bytes: int, *, pinned: bool) -> None:
-    """Copy pairs of (target, source) as `copy_staged` does; the sources are all on one device."""
+    """Copy pairs of (target, source) as `copy_staged` does. All sources must be on one device."""
     buffers = [torch.empty(batch_bytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
     full: tuple[Sequence[Tensor], Sequence[Tensor], CopyUnderWay] | None = None
     for number, batch in enumerate(_batches(pairs, batch_bytes)):

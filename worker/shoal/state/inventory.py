@@ -112,7 +112,7 @@ def unpack(message: bytes, rank: int) -> Any:
 
 def malformed(rank: int, seen: str) -> MalformedMessage:
     return MalformedMessage(
-        f"rank {rank} sent a message that is no inventory of its state",
+        f"rank {rank} sent a message that is not an inventory of its state",
         seen=seen,
         expected="an inventory as a member of the same version of Shoal sends it",
     )
@@ -288,5 +288,5 @@ def _lengths(values: Iterable[Any]) -> tuple[int, ...]:
         raise ValueError(f"{len(lengths)} dimensions")
     for value in lengths:
         if type(value) is not int or not 0 <= value < 1 << 62:
-            raise ValueError(f"{value!r:.100} is no size")
+            raise ValueError(f"{value!r:.100} is not a size")
     return lengths

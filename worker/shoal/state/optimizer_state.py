@@ -198,7 +198,7 @@ def refuse_other_owners(optimizer: Optimizer, parameters: Iterable[Tensor]) -> N
                 else f"{owner!r:.100}"
             )
             raise cannot_carry(
-                optimizer, f"state for {shown}, which is no parameter", "state of its parameters"
+                optimizer, f"state for {shown}, which is not a parameter", "state of its parameters"
             )
 
 

@@ -21,7 +21,7 @@ class PeerCheckpoints:
     """Live state of the previous generation, and copies of this member's and its peers' state.
 
     The next generation can use a live state, a part of the whole, only if the names of all tensors
-    are known: otherwise a missing part would go unnoticed. Each copy updates these names.
+    are known: otherwise a missing part could not be detected. Each copy updates these names.
     """
 
     def __init__(self, *, copies: int, every_steps: int | None) -> None:
@@ -114,8 +114,8 @@ class PeerCheckpoints:
         return self._uncopied or step == 1 or self._copies.is_due(step)
 
     def offer(self, state_shard: StateShard) -> None:
-        """Copy the state to peers, in the background; all members offer the same steps. Waits for
-        the previous copy, and raises its error if it failed."""
+        """Copy the state to peers, in the background. All members must offer the same steps. Waits
+        for the previous copy, and raises its error if it failed."""
         self._uncopied = False
         if self._copies is not None:
             self._copies.offer(state_shard)
@@ -124,7 +124,8 @@ class PeerCheckpoints:
 
     def hand_over(self, state_shard: StateShard, *, leaving: Collection[int] = ()) -> None:
         """Copy the state to peers as `offer` does, and wait until all members have completed the
-        copy. `leaving`: the ranks that leave, and receive no copies; the same on all members."""
+        copy. `leaving`: the ranks that leave, and receive no copies; must be the same on all
+        members."""
         if self._copies is not None:
             self._copies.offer(state_shard, leaving=leaving)
             self._copies.flush()

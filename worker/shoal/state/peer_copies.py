@@ -54,8 +54,8 @@ def targets_of(hosts: Sequence[str], copies: int, leaving: Collection[int] = ())
     number of all ranks. The first copy goes to another host, unless one host has more than half of
     the ranks.
 
-    Ranks that are `leaving` receive no copies. They send one copy more, since the copy in their own
-    memory is lost with them.
+    Ranks that are `leaving` receive no copies. They send a further copy, since the copy in their
+    own memory is lost with them.
     """
     ring, distances, chosen = _choose(tuple(hosts), copies)
     index_in_ring = {rank: number for number, rank in enumerate(ring)}
@@ -217,8 +217,8 @@ class PeerCopies:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`hosts`: the host of each rank; empty if all are on one host. `travels`: True for the
-        name of a tensor that is sent, as it would be lost with its rank; the same on all ranks.
-        `limit_s`: time limit of a message; None: the group's own."""
+        name of a tensor that is sent, as it would be lost with its rank; must be the same on all
+        ranks. `limit_s`: time limit of a message; None: the group's own."""
         rank, world_size = group.rank(), group.size()
         self._ring = _Ring(rank, hosts or [""] * world_size, copies)
         self._every_steps = every_steps
@@ -262,8 +262,9 @@ class PeerCopies:
         return self._ring.has_peers and step % self._every_steps == 0
 
     def offer(self, state_shard: StateShard, *, leaving: Collection[int] = ()) -> None:
-        """Copy this rank's state shard to peers, in the background. Its tensors may change once
-        this returns. All ranks offer the same steps, with the same ranks `leaving` after the step.
+        """Copy this rank's state shard to peers, in the background. Once this returns, its tensors
+        may be changed as `copy_to_host` allows. All ranks must offer the same steps, with the same
+        ranks `leaving` after the step.
 
         First waits for the previous copy on all ranks, and raises its error; GenerationBroken after
         `close`. Without peers it drops the previous generation's copies.
@@ -474,7 +475,7 @@ class Catalogue:
         """Exchange what has changed in inventories and values, by a collective, and return each
         rank's values. `inventory`: of `own`; only another object counts as changed. Raises
         InternalError if the ranks are at different steps, and MalformedMessage."""
-        # As text: the settings 1, 1.0 and True are equal, but not the same.
+        # Compare texts: the settings 1, 1.0 and True are equal, but not the same.
         values = json.dumps(dict(own.values))
         message = [
             own.step,

@@ -254,7 +254,7 @@ def _numbers(content: Any, _: Mapping[str, Tensor]) -> Tensor:
 def _dtype(content: Any, _: Mapping[str, Tensor]) -> torch.dtype:
     found = getattr(torch, content)
     if not isinstance(found, torch.dtype):
-        raise ValueError(f"{content!r:.50} is no dtype")
+        raise ValueError(f"{content!r:.50} is not a dtype")
     return found
 
 

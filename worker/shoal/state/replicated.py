@@ -211,8 +211,8 @@ def refuse_tensors(tensors: Mapping[str, Tensor]) -> None:
                 f"the model's tensor {name} cannot be handed to another member",
                 seen=fault,
                 expected=f"dense tensors of {', '.join(DTYPES)}",
-                fix="Keep it in one of these dtypes, or, if it is no state of the model, as an"
-                " attribute that is no buffer.",
+                fix="Keep it in one of these dtypes, or, if it is not part of the model, as an"
+                " attribute that is not a buffer.",
             )
 
 

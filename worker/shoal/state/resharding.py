@@ -163,7 +163,7 @@ def _needs_of(message: bytes, rank: int, table: TensorTable) -> Mapping[str, Chu
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    # Not by `view`: a single element of a row counts as contiguous, but has the row's strides.
+    # `view` would fail: a single element of a row counts as contiguous, with the row's strides.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 

@@ -41,7 +41,7 @@ def choose(inventories: Sequence[Inventory]) -> ChosenStep:
     contradict one another.
     """
     metas: dict[str, Meta] = {}
-    # By identity: inventories with equal tables share one decoded table.
+    # Distinguish tables by identity: inventories with equal tables share one decoded table.
     for table in {id(inventory.metas): inventory.metas for inventory in inventories}.values():
         for name, meta in table.items():
             add_meta(metas, name, meta)

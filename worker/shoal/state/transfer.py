@@ -26,7 +26,8 @@ FAN_OUT = 2
 
 
 def send(state_shard: StateShard, receivers: Sequence[int], group: dist.ProcessGroup) -> None:
-    """Send a state, held whole, to the members of these ranks, which call `receive` meanwhile."""
+    """Send a state to the members of these ranks, which must call `receive` meanwhile. This rank
+    must hold the whole state."""
     held = {name: shard.tensor for name, shard in state_shard.shards.items()}
     entries = [[name, name_of(tensor.dtype), list(tensor.shape)] for name, tensor in held.items()]
     manifest = json.dumps(
@@ -51,9 +52,9 @@ def send(state_shard: StateShard, receivers: Sequence[int], group: dist.ProcessG
 
 
 def receive(source: int, receivers: Sequence[int], group: dist.ProcessGroup) -> StateShard:
-    """Receive the state that the member of rank `source` sends; this rank is in `receivers`.
+    """Receive the state that the member of rank `source` sends. This rank must be in `receivers`.
 
-    Raises MalformedMessage for an invalid manifest. The caller checks that the state fits the
+    Raises MalformedMessage for an invalid manifest. The caller must check that the state fits the
     model.
     """
     length = torch.zeros(1, dtype=torch.int64)
@@ -134,7 +135,7 @@ def split_into_messages(tensor: Tensor) -> Sequence[Tensor]:
 
 def _shape(sizes: Sequence[int]) -> torch.Size:
     if any(size < 0 for size in sizes):
-        raise ValueError(f"{sizes!r:.100} is no shape")
+        raise ValueError(f"{sizes!r:.100} is not a shape")
     return torch.Size(sizes)
 
 

@@ -163,6 +163,6 @@ def backends_on(device: torch.device) -> list[Any]:
 
 
 def isolate_threads(on: bool) -> None:
-    """Give each thread its own registry of groups in C++, or share one again."""
+    """Give each thread its own registry of groups in C++; with `on` false, share one again."""
     native: Any = _native
     native._set_thread_isolation_mode(on)

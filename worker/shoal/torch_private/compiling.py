@@ -102,7 +102,7 @@ def eager(function: Callable[P, R]) -> Callable[P, R]:
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         if "torch._dynamo" not in sys.modules:
             return function(*args, **kwargs)
-        # No context manager: its frames would be compiled.
+        # A context manager's frames would be compiled.
         before = _eval_frame.set_eval_frame(None)
         try:
             return function(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Private parts of torch's DataLoader: its worker processes. As in torch 2.13 and 2.15."""
+"""Private parts of torch's DataLoader: its worker processes. Checked with torch 2.13 and 2.15."""
 
 import os
 import threading

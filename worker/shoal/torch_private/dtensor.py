@@ -34,9 +34,10 @@ local_shape_and_offset = compute_local_shape_and_global_offset
 
 
 def cut_as(cut: DTensor, local: Tensor) -> DTensor:
-    """Return a DTensor with the shape and sharding of `cut`, of which `local` is this rank's part.
+    """Return a DTensor with the shape and sharding of `cut`.
 
-    `local` has no graph. Takes a third of the time of `DTensor.from_local`.
+    `local` is this rank's part of the result, and must not be part of an autograd graph. The call
+    takes a third of the time of `DTensor.from_local`.
     """
     spec: DTensorSpec = cut._spec
     if local.dtype != cut.dtype:
@@ -53,7 +54,7 @@ _LOCAL = attrgetter("_local_tensor")
 def local_of(tensor: Any) -> Tensor:
     """Return this rank's part of a DTensor, outside of autograd.
 
-    `to_local` takes ten times as long if gradients are computed.
+    `to_local` takes ten times as long with gradients enabled.
     """
     local: Tensor = tensor._local_tensor
     return local
@@ -77,7 +78,8 @@ def gradient_cut_as(parameter: DTensor, gradient: DTensor) -> DTensor:
 def forget_groups(mesh: DeviceMesh) -> None:
     """Drop the process groups that the mesh and its root mesh refer to.
 
-    A group would live on in reference cycles with sharded modules (seen in 2.13 and 2.15).
+    Otherwise reference cycles through sharded modules keep the groups alive (seen with torch 2.13
+    and 2.15).
     """
     held: Any = mesh
     for each in (held, getattr(held, "_root_mesh", None)):
@@ -85,7 +87,8 @@ def forget_groups(mesh: DeviceMesh) -> None:
 
 
 def mark_meshes_by(descriptor: Any | None) -> None:
-    """Set the attribute by which torch distinguishes equal meshes of threads; None: undo that."""
+    """Set the attribute by which torch distinguishes equal meshes in different threads; None
+    removes the attribute."""
     mesh_class: Any = DeviceMesh
     if descriptor is None:
         del mesh_class._thread_id
@@ -94,7 +97,7 @@ def mark_meshes_by(descriptor: Any | None) -> None:
 
 
 def serialise_shape_derivation(on: bool) -> None:
-    """Derive shapes in one thread at a time, or in any number again.
+    """Let only one thread derive shapes at a time; with `on` false, any number again.
 
     torch's derivation is not thread-safe.
     """
@@ -120,7 +123,7 @@ if not hasattr(_propagator, "_fake_mode_lock"):
 
 
 def keep_device_guard(on: bool) -> None:
-    """Keep torch from replacing its guard of CUDA devices, or allow it again.
+    """Keep torch from replacing its guard of CUDA devices; with `on` false, let torch do so again.
 
     A CUDA build without a GPU (torch 2.11 to 2.15) replaces the guard at each shape derivation. The
     process crashes by SIGSEGV if two threads do so.

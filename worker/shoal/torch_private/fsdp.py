@@ -21,7 +21,7 @@ REDUCES_AS_STORED = TorchVersion(torch.__version__) >= "2.15"
 
 
 def state_of(module: nn.Module) -> Any:
-    """Return fully_shard's state of a module; None for others."""
+    """Return fully_shard's state of a module; None for a module without it."""
     find: Any = getattr(module, "_get_fsdp_state", None)
     return find() if find else None
 
@@ -160,9 +160,8 @@ def give_memory(part: Any, device: torch.device) -> None:
 
 
 def whole_parameter(part: Any) -> Any:
-    """Return the whole parameter, which has memory only while gathered; None before the first
-    time.
-    """
+    """Return the whole parameter, whose memory is allocated only while it is gathered; None before
+    the first time."""
     return getattr(part, "_unsharded_param", None)
 
 

@@ -111,7 +111,7 @@ class ReplicatedModule(DistributedDataParallel):
 
     def _prepare(self, loss: Tensor) -> None:
         with self._finishing():
-            # As in a forward pass: the first pass alone decides the order of buckets.
+            # DDP does this in a forward pass: the first pass alone decides the order of buckets.
             self.reducer._rebuild_buckets()
             self.reducer.prepare_for_backward([loss] if self.find_unused_parameters else [])
 

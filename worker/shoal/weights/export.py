@@ -77,7 +77,7 @@ def export(
         _check_same(target, weights)
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
-    # Not named by process id: processes in containers that share the directory may have the same.
+    # Process ids would not do: processes in containers that share the directory may have the same.
     draft = target.parent / f".{target.name}.{new_incarnation()[-12:]}.draft"
     draft.mkdir()
     try:

@@ -337,7 +337,7 @@ class Subscription:
             )
         if ranges is None and self._reader.fetched_bytes > before:
             # The next version is fetched as a difference to this one. Memory shared with servers of
-            # this host is no base, as the servers must be free to drop it.
+            # this host is not a base, as the servers must be free to drop it.
             self._base = Base(record, segments)
         return segments
 

@@ -160,14 +160,14 @@ def distribute(
 ) -> tuple[nn.Module, Optimizer]:
     """Return the model and optimizer to train with on all ranks that torchrun or mpiexec started.
 
-    Every rank calls `distribute` with the same model, and gets the weights of rank 0. The loss of a
-    rank ends the job; for elastic training use `shoal.join`.
+    Every rank must call `distribute` with the same model, and gets the weights of rank 0. The loss
+    of a rank ends the job; for elastic training use `shoal.join`.
 
-    The loss is a mean over a rank's own samples, and every rank has the same number of samples.
-    Under "tensor" and "pipeline" all ranks have the same samples, under "fsdp-tensor" and "hybrid"
-    the ranks of a group: see `data_share`. A compiled Keras model with its own optimizer still
-    trains by `fit`: see `shoal.integrations.keras`. `backend`: "gloo", "nccl" or "mpi"; None:
-    chosen by the device and the launcher.
+    The training loss must be a mean over a rank's own samples, and every rank must have the same
+    number of samples. Under "tensor" and "pipeline" all ranks must have the same samples, under
+    "fsdp-tensor" and "hybrid" the ranks of a group: see `data_share`. A compiled Keras model with
+    its own optimizer still trains by `fit`: see `shoal.integrations.keras`. `backend`: "gloo",
+    "nccl" or "mpi"; None: chosen by the device and the launcher.
 
     Raises UnknownStrategy, InvalidSpec, or the error with which the strategy refuses the model or
     the optimizer.

@@ -129,7 +129,7 @@ class MembershipService(MembershipServicer):
         return await self._submit(request)
 
     async def ReportExit(self, request: pb.ReportExitRequest, context: Context) -> pb.Ack:
-        """Declare a process lost, on its launcher's report; ignored unless the process is the
+        """Declare a process lost, on its launcher's report. Does nothing unless the process is the
         present member's. Raises what `check_launcher` raises."""
         actor = self._registry.find(request.job)
         member = _process(actor, request)
@@ -141,8 +141,8 @@ class MembershipService(MembershipServicer):
         return _ack(actor)
 
     async def ReportHalt(self, request: pb.ReportHaltRequest, context: Context) -> pb.Ack:
-        """Mark a process halted or continued, on its launcher's report; ignored unless the process
-        is the present member's. Raises what `check_launcher` raises."""
+        """Mark a process halted or continued, on its launcher's report. Does nothing unless the
+        process is the present member's. Raises what `check_launcher` raises."""
         actor = self._registry.find(request.job)
         member = _process(actor, request)
         if member is not None:

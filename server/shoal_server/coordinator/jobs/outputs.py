@@ -45,7 +45,8 @@ MemberKey = tuple[str, str]
 
 @dataclass(eq=False, kw_only=True)
 class _Launcher:
-    """A launcher with an open stream. `secrets`: launch secrets by member id."""
+    """A launcher that has opened a stream, also after the stream's end. `secrets`: launch secrets
+    by member id."""
 
     host: str
     source: str

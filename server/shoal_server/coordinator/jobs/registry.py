@@ -286,7 +286,7 @@ class Registry:
         return list(self._actors.values())
 
     def unread_jobs(self) -> list[Job]:
-        """Jobs that are still being read, as their state records have them: without members and
+        """Jobs that are still being read, as their state records describe them: without members and
         generations."""
         states = self._unread.values() if self._leads else ()
         return [self._job_of(state, self._dependencies.clock()) for state in states]

@@ -70,7 +70,7 @@ async def answered_until_broken(address: str) -> bool:
 
 
 async def refuses(address: str) -> bool:
-    """True if every address of host:port refuses a connection; a timeout is no refusal."""
+    """True if every address of host:port refuses a connection; a timeout is not a refusal."""
     host, port = split_address(address)
     loop = asyncio.get_running_loop()
     try:

@@ -59,7 +59,7 @@ def _record_from_json(value: Mapping[str, object]) -> GenerationRecord:
     check_format(value)
     packed = value[ROSTER]
     if not isinstance(packed, str):
-        raise UnreadableRecord(f"{ROSTER} is no string")
+        raise UnreadableRecord(f"{ROSTER} is not a string")
     try:
         stored = unpack(pb.StoredRoster, b64decode(packed, validate=True))
     except MalformedMessage as error:

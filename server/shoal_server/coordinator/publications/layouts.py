@@ -72,7 +72,7 @@ class MergedLayouts:
         """Serialized layout of a version with these parts. Raises NotCovered, InvalidSpec."""
         key = tuple(part.layout_key for part in parts)
         if key not in self._known:
-            # In a thread: a large model takes seconds.
+            # Merge in a thread: a large model takes seconds.
             self._known[key] = await asyncio.to_thread(_merged, parts)
         self._known.move_to_end(key)
         serialized = self._known[key]

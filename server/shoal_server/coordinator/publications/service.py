@@ -329,7 +329,7 @@ class WeightSeriesService(WeightSeriesServicer):
         head = actor.series.head
         if (head.epoch, head.publisher) != (request.epoch, publisher) or publisher.script:
             raise StaleEpoch(
-                f"this publisher of {request.series} was replaced, or is no member of a job",
+                f"this publisher of {request.series} was replaced, or is not a member of a job",
                 seen=f"{publisher}, with epoch {request.epoch}",
                 expected=f"{head.publisher}, with epoch {head.epoch}",
             )

@@ -157,7 +157,7 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
         traceback: TracebackType | None,
     ) -> None:
         assert self._writer is not None
-        # Not cancelled: an interrupted write would have an unknown outcome.
+        # Do not cancel the writer: an interrupted write would have an unknown outcome.
         self._stopping.set()
         self._changed.set()
         await self._writer

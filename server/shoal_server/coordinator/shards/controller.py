@@ -92,7 +92,7 @@ class ShardController:
             versions.note(servers.records.values())
             self._look_at_all()
 
-        # Not used for placing shards: each reconciliation reads the servers.
+        # The mirror is not used to place shards: each reconciliation reads the servers.
         servers = PrefixMirror[registered.Server](
             self._store, keys.SERVERS, _server, on_change=changed, resync=True
         )
@@ -220,7 +220,7 @@ class ShardController:
             self._restores.forget(job)
         target = known
         if known == before:
-            # In a thread, so that heartbeats do not wait for thousands of shards.
+            # Compute in a thread, so that heartbeats do not wait for thousands of shards.
             target = await asyncio.to_thread(rebalance, before, servers, weights)
         after = self._losses.with_loss_details(known, target, attempt.reason)
         changes = {

@@ -100,11 +100,11 @@ class LossAcceptance:
                     break
                 if plan.samples is None:
                     raise _samples_not_chosen(plan, counts)
-                # One choice for all transactions.
+                # All transactions must make the same choice.
                 choice = plan.samples
                 await self._give_up(plan, by, now_unix_s, given_up)
         finally:
-            # Also after a failure: a repeated request does not find these shards lost.
+            # Report even after a failure: a repeated request does not find these shards lost.
             if given_up:
                 text = _samples_in_words(counts, anew=choice is SamplesAfterLoss.ANEW)
                 self._losses.record_acceptance(job, given_up, by, text)

@@ -225,7 +225,7 @@ class ShardsService(ShardsServicer):
         # Again: the job may have been started over.
         await self._authorize(request.token)
         by_id = {holder.server_id: address for holder, address in addresses.items()}
-        # In threads: a large model takes seconds.
+        # Compute in threads: a large model takes seconds.
         draft = await asyncio.to_thread(_draft, job, request, parameters, by_id)
         if draft.ByteSize() > MAX_LAYOUT_BYTES:
             raise InvalidSpec(

@@ -321,7 +321,7 @@ def _require(result: TransactionResult, job: str) -> None:
 
 def _checked(manifest: Manifest) -> ShardMap:
     """Return the snapshot's layout. Raises SnapshotDamaged if the layout does not match the parts,
-    or the cursor is no sample ledger."""
+    or the cursor is not a sample ledger."""
     try:
         layout = shard_map.from_bytes(manifest.job, manifest.layout)
         if manifest.cursor is not None:

@@ -25,7 +25,7 @@ from shoal_server.core.membership.setbacks import MAX_TRIES
 
 
 def require_member(job: JobState, event: MemberEvent) -> MemberState:
-    """Return the member that sent the event. Raises EventRefused if its process is no member."""
+    """Return the member that sent the event. Raises EventRefused if its process is not a member."""
     member = job.members.get(event.member_id)
     if refusal := job.table.expelled.get(event.incarnation):
         # The process got a notice with this refusal.

@@ -101,7 +101,7 @@ class AttemptCounts:
 
 @dataclass(kw_only=True)
 class JobEnd:
-    """End of a job. If any of these is set, members may not join."""
+    """End of a job. If any of these is set, no member is allowed to join."""
 
     completing: bool = False
     """True once the work is done, a member has closed the job, or its state is lost."""
@@ -153,7 +153,7 @@ class JobState:
 
     @property
     def is_completing(self) -> bool:
-        """True once the job takes no more members."""
+        """True once the job admits no further members."""
         return self.end.completing
 
     @property

@@ -175,7 +175,7 @@ class MemberWorkDone(MemberEvent):
     finished: bool = False
     """True if the member has no step left."""
     closes: bool = False
-    """True if the job takes no new members any more."""
+    """True if the job admits no further members."""
 
 
 # Notices.
@@ -233,7 +233,7 @@ class PausesNotice(Notice):
 
 @dataclass(frozen=True, kw_only=True)
 class ClosingNotice(Notice):
-    """The job takes no more members."""
+    """The job admits no further members."""
 
 
 @dataclass(frozen=True, kw_only=True)

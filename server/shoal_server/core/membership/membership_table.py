@@ -23,8 +23,8 @@ class MembershipTable:
     draining: dict[str, MemberState] = field(default_factory=dict)
     """Members that are to leave, by order of request."""
     expelled: dict[str, Refusal | None] = field(default_factory=dict)
-    """Newest incarnations that may not return, with the refusal for their later calls. None: the
-    refusal of any process that is no member."""
+    """Newest incarnations that must not return, with the refusal for their later calls. None: the
+    refusal of any process that is not a member."""
     unproposed: set[str] = field(default_factory=set)
     """Members of an earlier leader that have yet to propose."""
     pauses: Pauses = field(default_factory=Pauses)
@@ -35,7 +35,7 @@ class MembershipTable:
     num_announced_waiting: int = 0
     """Number of waiting members, as last sent to members under torchrun."""
     _unsettled: set[str] = field(default_factory=set)
-    # Both by id, the earliest time first.
+    # Both are by id, the earliest time first.
     _disconnected: dict[str, MemberState] = field(default_factory=dict)
     _halted: dict[str, MemberState] = field(default_factory=dict)
 
@@ -47,7 +47,7 @@ class MembershipTable:
             self._unsettled.add(member.member_id)
 
     def remove(self, member: MemberState, refusal: Refusal | None = None) -> None:
-        """Remove the member; its incarnation may not return."""
+        """Remove the member; its incarnation must not return."""
         name = member.member_id
         for table in (self.members, self.candidates, self.draining, self._disconnected):
             table.pop(name, None)

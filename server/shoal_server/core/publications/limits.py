@@ -20,7 +20,7 @@ MAX_WORLD = 4096
 SEGMENTS_A_WRITE = 4096
 """Segments after which a write revises no further version."""
 MAX_PENDING = 4
-"""Unfinished publications of a series; one more abandons the oldest."""
+"""Unfinished publications of a series; a further publication abandons the oldest."""
 ABANDONED_AFTER_S = 90.0
 """Time without a new part after which a publication is abandoned; servers free its segments later.
 """

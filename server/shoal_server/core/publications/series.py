@@ -324,7 +324,7 @@ class PublishedSeries:
                 yield from self._abandon(rejected)
                 yield self._as_refused(event.call, rejected)
             else:
-                # Not abandoned: the earlier part may still become a version.
+                # Do not abandon the publication: the earlier part may still become a version.
                 yield replace(
                     self._as_refused(event.call, rejected), refusal=PublicationRefusal.INVALID
                 )

@@ -209,7 +209,7 @@ class ReplicationCore:
 
     def _leave_on_disk(self, led: LedShard) -> None:
         """Keep the claim while the record names this server's disk: a disk that fails may still
-        have the only copy."""
+        hold the only copy."""
         if led.assignment.on_disk == self.me.server_id:
             self._claims.note_given_up(led.key)
 
@@ -297,7 +297,7 @@ class ReplicationCore:
         if copy is None or copy.phase is not CopyPhase.SETTLING:
             return
         if copy.received > event.version:
-            yield SettleCopy(key)  # More was received meanwhile.
+            yield SettleCopy(key)  # Further records were received meanwhile.
             return
         copy.phase, copy.received = CopyPhase.HELD, event.version
         if new is not None and copy.is_of_other_content(new):

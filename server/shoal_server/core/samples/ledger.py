@@ -316,7 +316,7 @@ class SampleLedger:
         return self._open[-1]
 
     def _close_completed(self) -> None:
-        # In order: an epoch that is completed early is closed after its predecessors.
+        # Close epochs in order: one that is completed early is closed after its predecessors.
         while self._open and self._open[0].completed.size == self.dataset_size:
             epoch = self._open.pop(0)
             self._num_closed += 1

@@ -34,7 +34,7 @@ class ShardLoss:
     lost_unix_s: float
     version: int = 0
     """A version that the shard had reached; 0: unknown. Versions are reported only now and then, so
-    it may have reached a later one."""
+    the shard may have reached a later one."""
     servers: tuple[str, ...] = ()
     """Ids of the last servers that had the shard."""
     snapshot: str = ""
@@ -64,17 +64,17 @@ class ShardAssignment:
     successor: Holder | None = None
     """The backup that is to become primary."""
     on_disk: str = ""
-    """Id of the server whose journal has all pushes that were acknowledged as durable; empty: none
-    was.
+    """Id of the server whose journal holds all pushes that were acknowledged as durable; empty: no
+    push was.
 
     A primary acknowledges nothing as durable before this field names its own server. The named
-    server's journal keeps the shard. So one disk has all durable pushes, and a new process of its
+    server's journal keeps the shard. So one disk holds all durable pushes, and a new process of its
     server can lead from that disk when all holders are gone.
     """
     disk_epoch: int = 0
     disk_version: int = 0
-    """Epoch and version that the disk has at least. Updated now and then, to recognize an older
-    copy of the disk."""
+    """Epoch and version of the shard on the disk, or earlier ones: updated now and then, to
+    recognize an older copy of the disk."""
     found_version: int = 0
     """Version of an older copy that the server found on its disk, or 1 if `found_foreign`; 0:
     nothing was found."""
@@ -197,8 +197,8 @@ def filled(assignment: ShardAssignment, primary: Holder, epoch: int) -> ShardAss
 
 
 def mark_empty(assignment: ShardAssignment, primary: Holder) -> ShardAssignment:
-    """Mark the shard as without values, so that it may be created anew. The epoch rises: copies of
-    the old shard are none of the new one."""
+    """Mark the shard as without values, so that workers are allowed to create it anew. The epoch
+    rises: copies of the old shard are not copies of the new one."""
     if assignment.primary != primary or assignment.content is ShardContent.NONE:
         return assignment
     return replace(
@@ -301,8 +301,8 @@ def record_older_copy(
 
 
 def may_be_put_on_disk(assignment: ShardAssignment, server: Holder) -> bool:
-    """True if the record names the server's disk, or another process of the server, as primary, may
-    soon write that."""
+    """True if the record names the server's disk, or if the primary is another process of the
+    server, which may soon name the disk in the record."""
     primary = assignment.primary
     is_other_process = primary.server_id == server.server_id and primary != server
     return assignment.on_disk == server.server_id or is_other_process

@@ -18,8 +18,8 @@ def weights(
 ) -> dict[int, int]:
     """Weight of each shard: half its share of all bytes, half its share of bytes pushed lately.
 
-    `num_bytes`: sizes, above 0. `before`, `after`: bytes pushed up to two times; a lower total is
-    of a new primary, which counts from 0. Without pushes, only sizes count.
+    `num_bytes`: sizes, above 0. `before`, `after`: bytes pushed until each of two moments; a total
+    that has fallen comes from a new primary, which counts from 0. Without pushes, only sizes count.
     """
     pushed = {i: _grown(before.get(i, 0), after.get(i, 0)) for i in num_bytes}
     all_bytes, all_pushed = sum(num_bytes.values()), sum(pushed.values())

@@ -224,7 +224,7 @@ def explained(job: str, shard: ShardAssignment) -> LossExplanation:
 
 
 def _found_on_disk(shard: ShardAssignment) -> str:
-    """Contents of the journal that should have the shard, in words; "" if nothing was found."""
+    """Contents of the journal that should hold the shard, in words; "" if nothing was found."""
     reached = f"version {shard.disk_version} of epoch {shard.disk_epoch} at least"
     if not shard.found_version:
         return ""

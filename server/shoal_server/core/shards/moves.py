@@ -13,8 +13,10 @@ Moves = Counter[tuple[str, str]]
 def changes_between(
     before: JobAssignments, after: JobAssignments, present: Collection[Holder]
 ) -> list[tuple[str, str]]:
-    """Kinds and texts of all changes except moves and losses, such as ("server_lost", "lost ps-1:
-    ps-0 leads 4 shards in its place ..."). `present`: the registered servers."""
+    """Return kinds and texts of the servers lost and the copies gained, such as ("server_lost",
+    "lost ps-1: ps-0 leads 4 shards in its place ..."). Handovers (see `moved`) and lost shards are
+    left out, and so is a lost server whose shards are all lost. `present`: the registered
+    servers."""
     promoted: dict[str, Counter[str]] = {}
     copies: Counter[str] = Counter()
     gained: Counter[str] = Counter()
@@ -33,7 +35,7 @@ def changes_between(
         for server_id in sorted(promoted.keys() | copies.keys())
     ]
     lines += [
-        ("shards_copied", f"{server_id} keeps copies of {_shards(num)} more")
+        ("shards_copied", f"{server_id} became a backup of {_shards(num)}")
         for server_id, num in sorted(gained.items())
     ]
     return lines
@@ -75,7 +77,7 @@ def _lost(server_id: str, leaders: Counter[str], num_copies: int) -> str:
     if parts:
         parts[-1] += (
             ", with every update that was acknowledged as replicated"
-            " (if recovered from a journal: as durable)"
+            " (as durable, if recovered from a journal)"
         )
     if num_copies:
         parts.append(f"copies of {_shards(num_copies)} have to be made again")

@@ -25,7 +25,7 @@ TARGET_SHARD_BYTES = 1792 * 1024
 without a switch to another thread."""
 MAX_SHARDS = 512
 """Maximum number of shards of a model of up to 128 GiB. The number for each dtype and group is then
-rounded up, so there may be a few more."""
+rounded up, so there may be a few further shards."""
 LARGE_SHARD_BYTES = 256 * 1024 * 1024
 MAX_LARGE_SHARDS = 4096
 """Maximum number of shards of a larger model, rounded up likewise. Above 1 TiB, shards exceed
@@ -34,7 +34,8 @@ BLOCKS_PER_SHARD = 8
 """Approximate minimum of blocks in a shard, for even packing."""
 MIN_SPLIT_BYTES = 64 * 1024
 """Minimum bytes a server for splitting the parameters of one dtype and group over servers. Fewer
-bytes become one shard: one more request costs a worker more than these bytes in another one."""
+bytes become one shard: a further request costs a worker more than these bytes in another request.
+"""
 MAX_MODEL_BYTES = 1 << 50
 """Maximum size of a model, above any machine's memory: a larger shape is a mistake."""
 CUT_ELEMENTS = 64
@@ -222,7 +223,7 @@ def least_loaded(
     num_bytes: Mapping[int, int], servers: Sequence[S], loads: Mapping[S, int]
 ) -> dict[int, S]:
     """Choose the least loaded server for each shard, biggest first; of equal ones the first.
-    `num_bytes`: sizes by shard id. `loads`: bytes that servers have already."""
+    `num_bytes`: sizes by shard id. `loads`: bytes that servers hold already."""
     shards = sorted(num_bytes)
     sizes = [num_bytes[shard_id] for shard_id in shards]
     packed = _pack(shards, sizes, [loads.get(server, 0) for server in servers])
@@ -272,8 +273,8 @@ def _cut_into_blocks(
 
 
 def _pack(items: Sequence[T], sizes: Sequence[int], loads: Sequence[int]) -> list[list[T]]:
-    """Put each item into the emptiest bin, largest first (Graham 1969). `loads`: what bins have
-    already. If that is 0, no bin is more than one item above the mean."""
+    """Put each item into the emptiest bin, largest first (Graham 1969). `loads`: sum of the sizes
+    that each bin holds already. If all are 0, no bin ends more than one item above the mean."""
     bins: list[list[T]] = [[] for _ in loads]
     heap = [(load, index) for index, load in enumerate(loads)]
     heapq.heapify(heap)

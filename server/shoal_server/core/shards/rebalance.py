@@ -118,7 +118,7 @@ def _rescue(
 
     Without one, the shard waits until all its holders are dead and no disk is awaited. Then any
     server becomes primary without values, and a shard that had values is LOST. A disk that comes
-    back may still have them.
+    back may still hold the values.
     """
     if assignment.joining is not None and assignment.joining not in servers.present:
         assignment = replace(assignment, joining=None)

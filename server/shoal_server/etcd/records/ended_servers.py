@@ -11,8 +11,8 @@ KEPT_S = 2 * DEAD_AFTER_S
 
 
 async def note(store: KeyValueStore, ended: Holder) -> None:
-    """Record the end of a server process. The caller is that process, once it acknowledges no
-    further push, or has seen it end."""
+    """Record the end of a server process. The caller must be this process, once it acknowledges no
+    further push, or must have seen the process end."""
     lease = await store.grant(KEPT_S)
     await store.put(keys.ended_server(ended.server_id, ended.incarnation), b"{}", lease)
 

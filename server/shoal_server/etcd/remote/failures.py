@@ -116,7 +116,7 @@ def unreachable(seen: dict[str, str], *, tls: bool, timeout_s: float) -> Unavail
     texts = "; ".join(f"{address}: {text}" for address, text in seen.items())
     lowered = texts.lower()
     fix = "Check the address and that etcd runs there."
-    # Not "handshake" alone: gRPC says "tcp handshaker shutdown" if an etcd was killed.
+    # "handshake" alone would match "tcp handshaker shutdown", gRPC's text for a killed etcd.
     if tls and any(word in lowered for word in ("ssl", "tls", "certificate", "handshake read")):
         fix = (
             "The TLS handshake failed: check that etcd runs and serves TLS, that the CA of"

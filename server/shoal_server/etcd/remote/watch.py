@@ -63,7 +63,7 @@ async def watch(
             log.warning("watch_reset", prefix=prefix, revision=batch.revision)
             yield batch
         except Unavailable as error:
-            # Once per outage.
+            # Log once per outage.
             if not interrupted:
                 log.warning(
                     "watch_interrupted", prefix=prefix, next=tracker.next, reason=str(error)

@@ -86,8 +86,8 @@ class FrameConnection:
         return (self._chunk_buffer or _unset)(num_bytes)
 
     async def next_descriptor(self) -> int:
-        """The descriptor of the next frame, which must be DESCRIPTOR and which the caller closes.
-        Any other read would lose the descriptor. The other end sends one only on request.
+        """The descriptor of the next frame, which must be DESCRIPTOR. The caller must close it. Any
+        other read would lose the descriptor. The other end sends one only on request.
 
         Raises PeerHungUp, MalformedMessage or ChecksumMismatch.
         """
@@ -254,8 +254,8 @@ class FrameConnection:
             self._flush(frame)
 
     def end_reading(self) -> None:
-        """Keep the other end from sending more. What was sent before can still be read: the kernel
-        takes one lock for this call and each send (unix(7))."""
+        """Keep the other end from sending further data. What was sent before can still be read: the
+        kernel takes one lock for this call and each send (unix(7))."""
         self._end_pauses()
         try:
             self.socket.shutdown(socket.SHUT_RD)

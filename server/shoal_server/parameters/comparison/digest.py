@@ -58,8 +58,8 @@ class Comparison(Enum):
 
 
 class PieceWalk:
-    """Walks through a shard piece by piece, again and again. For one thread at a time; the shard's
-    size may change meanwhile."""
+    """Walks through a shard piece by piece, again and again, even if the shard's size changes
+    meanwhile. Not thread-safe."""
 
     def __init__(self, piece_bytes: int = PIECE_BYTES) -> None:
         self._piece_bytes = piece_bytes
@@ -97,7 +97,7 @@ class PieceWalk:
             row_ids, self._at = shard.body.row_ids(start, self._piece_bytes)
             return DigestRange(part=part, row_ids=row_ids) if self._at > start else None
         if part == SESSIONS:
-            # One more than there are, so that a backup with more is detected.
+            # One more session than exists, so that a backup with further sessions is detected.
             size, step = len(shard.sessions) + 1, SESSIONS_A_PIECE
         else:
             size, step = shard.body.flat_tensors()[part].nbytes, self._piece_bytes

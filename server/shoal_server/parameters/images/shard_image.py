@@ -115,7 +115,7 @@ class ShardImage:
         epoch: int,
     ) -> None:
         """`header` gets the sizes of content and rest. `lock` protects the content, which the
-        caller has added to `images`."""
+        caller must have added to `images`."""
         self._content = content
         self._rest_message = rest
         self._rest = rest.SerializeToString(deterministic=True)

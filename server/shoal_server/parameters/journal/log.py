@@ -436,7 +436,7 @@ def _errno(error: BaseException | None) -> int | None:
 
 def open_lock_file(path: Path) -> BinaryIO:
     """Open and lock the lock file, until it is closed."""
-    # Not in append mode: the text is overwritten in place.
+    # Append mode would not do: the text is overwritten in place.
     file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+b")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

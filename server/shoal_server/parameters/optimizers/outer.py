@@ -39,7 +39,7 @@ class Outer:
         for b, gradient in zip(blocks, gradients, strict=True):
             ahead = gradient.to(compute_dtype(gradient.dtype))
             if self._buffers:
-                # The buffer starts at 0, so the first step is no special case.
+                # The buffer starts at 0, so the first step is not a special case.
                 velocity = self._buffers[b].mul_(momentum).add_(ahead)
                 ahead = ahead + velocity * momentum if self._hyper.nesterov else velocity
             value = self._blocks[b]

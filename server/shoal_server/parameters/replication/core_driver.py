@@ -49,7 +49,7 @@ class CoreDriver:
         finally:
             self._is_stepping = False
         if not self._is_timer_due:
-            # Once for many events, and after the work that calls wait for.
+            # Set the timer once for many events, and after the work that calls wait for.
             self._is_timer_due = True
             self._loop.call_later(TIMED_WITHIN_S, self._set_timer)
 

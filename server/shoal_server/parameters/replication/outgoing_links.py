@@ -194,5 +194,5 @@ class OutgoingLinks:
     def close_image(self, effect: CloseImage) -> None:
         kept = self._images.pop(effect.image, None)
         if kept is not None and kept.image is not None:
-            # In a thread: freeing much memory takes a while.
+            # Close the image in a thread: freeing much memory takes a while.
             asyncio.get_running_loop().run_in_executor(None, kept.image.close)

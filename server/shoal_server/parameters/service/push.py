@@ -226,7 +226,7 @@ class PushKind:
             if is_borrowed:
                 # Backups and the journal must get the bytes that are decoded here.
                 gradient, is_borrowed = bytes(gradient), False
-            # Before the shard's lock is taken: other pushes can be applied meanwhile.
+            # Decode before the shard's lock is taken: other pushes can be applied meanwhile.
             batch = body.decode(target.decoder, gradient)
         push = DensePush(
             session=self._session,

@@ -203,7 +203,7 @@ def _write(library: SnapshotLibrary, request: pb.WriteRequest, image: ShardImage
     folder, _, name = path.rpartition("/")
     file = image_file.DigestingReader(image_file.pieces(image))
     library.storage.write_pieces(f"{request.job}/{folder}", lambda: name, file)
-    # Not on the event loop: freeing much memory takes a while.
+    # Close the image off the event loop: freeing much memory takes a while.
     image.close()
     return ManifestEntry(
         shard_id=image.shard_id,

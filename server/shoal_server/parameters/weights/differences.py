@@ -118,7 +118,7 @@ class WeightDifferences:
                     taken = self._memory.reserve(difference.num_bytes, "differences of weights")
                     claim.enter_context(taken)
             except Overloaded as error:
-                # Not kept: there may be memory at the next request.
+                # The failure is not cached: there may be memory at the next request.
                 log.info("difference_not_made", series=key.series, reason=str(error))
                 return _CachedDifference(None, ExitStack(), self._now_s())
             if self._is_closed:

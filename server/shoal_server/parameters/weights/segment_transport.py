@@ -15,8 +15,8 @@ class SegmentTransport(Protocol):
         ...
 
     async def receive_descriptor(self) -> int:
-        """Receive a descriptor, which the caller closes. Raises MalformedMessage, ChecksumMismatch
-        or PeerHungUp."""
+        """Receive a descriptor, which the caller must close. Raises MalformedMessage,
+        ChecksumMismatch or PeerHungUp."""
         ...
 
     def receive_chunks(self, writer: SegmentWriter) -> AsyncGenerator[memoryview, None]:

@@ -50,7 +50,7 @@ def caller_of(context: grpc.aio.ServicerContext[Any, Any]) -> Caller:
 
 
 def check_role(caller: Caller, method: str) -> None:
-    """Raise AccessDenied if the caller's role may not make the call."""
+    """Raise AccessDenied if the caller's role is not allowed to make the call."""
     allowed = MAY_CALL.get(method, frozenset())
     if caller.role not in allowed:
         raise AccessDenied(

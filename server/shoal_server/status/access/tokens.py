@@ -1,4 +1,4 @@
-"""Tokens for the HTTP API. A file has their hashes, one a line: NAME ROLE SHA256. A plain hash is
+"""Tokens for the HTTP API. A file holds their hashes, one a line: NAME ROLE SHA256. A plain hash is
 enough, as a token has 256 random bits."""
 
 import hashlib

@@ -26,7 +26,7 @@ class LiveStreams:
         return self._by_peer.total()
 
     def refusal(self, peer: str) -> Overloaded | None:
-        """Error for a peer that may not open a further stream; else None."""
+        """Error for a peer that must not open a further stream; else None."""
         most, most_of_peer = self.limits.live_pages, self.limits.live_pages_per_peer
         if self.num_open >= most:
             what, seen, expected = "too many live pages are open", self.num_open, most

@@ -1,4 +1,4 @@
-"""A name is no permission: a launcher needs its secret, and a member the secret of its job."""
+"""A name is not permission: a launcher needs its secret, and a member the secret of its job."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -67,7 +67,7 @@ def halted(**fields: str) -> Call:
 async def test_a_report_without_the_launchers_secret_is_refused(
     report: Callable[..., Call], secret: str
 ) -> None:
-    """The secret's digest, which is in etcd, is no proof either. The report changes nothing."""
+    """The secret's digest, which is in etcd, is not proof either. The report changes nothing."""
     async with served(MemoryStore()) as world:
         member = await training(world, launch_secret=LAUNCH)
         refused = await refusal(world, report(launch_secret=secret))
@@ -143,7 +143,7 @@ async def held(store: MemoryStore) -> dict[str, bytes]:
     "secret", ["", digest_of(JOB), new_secret()], ids=["none", "its digest", "another"]
 )
 async def test_calls_without_a_jobs_secret_change_nothing_in_it(secret: str) -> None:
-    """The names in a token are no proof, and the secret's digest, which is in etcd, is none
+    """The names in a token are not proof, and the secret's digest, which is in etcd, is not
     either."""
     store = MemoryStore()
     async with served(store) as world:

@@ -244,7 +244,7 @@ def test_members_are_sent_every_limit() -> None:
 
 @pytest.mark.parametrize("kind", ["OfALaterRelease", "Mapping", "Any"])
 def test_a_refusal_that_names_no_error_becomes_an_internal_error(kind: str) -> None:
-    """The kind of such a refusal is no error class, even if the module of the errors has that
+    """The kind of such a refusal is not an error class, even if the module of the errors has that
     name."""
     error = codec.refusal_to_error(Refusal(kind=kind, what="refused"), 1)
     assert type(error) is InternalError

@@ -74,7 +74,7 @@ class World:
 
     async def authorize(self, token: Token) -> None:
         if (token.member_id, token.incarnation) not in self.members:
-            raise Fenced(f"{token.member_id} is no member", seen=token.incarnation)
+            raise Fenced(f"{token.member_id} is not a member", seen=token.incarnation)
 
     @asynccontextmanager
     async def serving(
@@ -360,7 +360,7 @@ async def test_a_fenced_members_report_is_refused_and_counted(world: World) -> N
         held = await worker.must(10)
         await world.expel("a", "1")
         service.member_lost(JOB, "a", "1")
-        with pytest.raises(Fenced, match="a is no member"):
+        with pytest.raises(Fenced, match="a is not a member"):
             await worker.lease(10, [held])
         counts = service.summary(JOB)
     assert counts is not None

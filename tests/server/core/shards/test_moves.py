@@ -25,7 +25,7 @@ def test_a_backup_that_takes_over_means_a_lost_server() -> None:
             (
                 "server_lost",
                 "lost ps-0: ps-1 leads 1 shard in its place, with every update that was"
-                " acknowledged as replicated (if recovered from a journal: as durable)",
+                " acknowledged as replicated (as durable, if recovered from a journal)",
             )
         ]
         assert not moved(before, after, present)

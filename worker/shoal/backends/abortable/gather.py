@@ -104,7 +104,7 @@ def barrier_after_collective(group: dist.ProcessGroup) -> None:
 
 
 def final_barrier(meet: Callable[[], object], if_cut: type[Exception]) -> None:
-    """Wait at one more barrier, so that every rank has the result of the last collective.
+    """Wait at a further barrier, so that every rank has the result of the last collective.
 
     Call this before all ranks raise the same error: a rank that leaves cuts the group, and ranks
     without the result would continue without that rank. `if_cut`: the error of `meet` if a rank

@@ -67,7 +67,8 @@ class MpiWorld:
 
     def wait(self, flight: Requests, what: str, timeout_s: float) -> None:
         """Wait until the requests are complete. Fails the job after `timeout_s`, or if a request
-        fails. Raises DistBackendError if the job has failed."""
+        fails. Raises DistBackendError if a request fails, or if the job fails before the requests
+        are complete."""
         deadline_s = time.monotonic() + timeout_s
         tests, pause_s = 0, 1e-5
         while not flight.is_complete():
@@ -95,7 +96,7 @@ class MpiWorld:
         return flight
 
     def fail(self, reason: str) -> None:
-        """Make every wait of every rank raise. The first reason is kept."""
+        """Make waits for incomplete requests raise on every rank. The first reason is kept."""
         self._receive_control()
         if self.failure:
             return
@@ -138,7 +139,7 @@ class MpiWorld:
         self.fail(f"rank {self.rank} raised {kind.__name__}: {error}")
 
     def _leave(self) -> None:
-        """MPI's finalisation would wait for the other ranks."""
+        """End a failed job without MPI's finalisation, which would wait for the other ranks."""
         self._receive_control()
         if not self.failure:
             return  # mpi4py finalises

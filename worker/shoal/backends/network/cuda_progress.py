@@ -20,7 +20,7 @@ class DeviceEvent(Protocol):
 
 
 class DeviceProgress:
-    """Detector of a device that does not advance in the trainer's work. For one thread.
+    """Detector of a device that does not advance in the trainer's work. Not thread-safe.
 
     After a lost peer, the trainer may hang in any call that waits for the device, such as
     `loss.item()`.

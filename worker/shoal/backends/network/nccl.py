@@ -66,7 +66,7 @@ class Cuda:
         connect(group, torch.device("cuda", torch.cuda.current_device()), waiter)
 
     def synchronise(self) -> None:
-        # All streams, also a script's own.
+        # Wait for all streams, including those that the script made.
         torch.cuda.synchronize()
 
     def fault(self) -> str:
@@ -136,7 +136,7 @@ class NcclGroup:
         self._reason = self._reason or reason or "the group was cut"
         self._connecting.abort(self._reason)
         self._host.cut(self._reason)
-        # Also groups of device meshes.
+        # Abort groups of device meshes too.
         self._aborts.begin(backends_on(self._kind))
 
     def check(self) -> None:
@@ -155,7 +155,7 @@ class NcclGroup:
         if not (self._reason or self._device.fault()):
             self._host.retire_group(dist.destroy_process_group, list(all_groups()))
             return
-        # Also groups made after the cut, or all groups if torch's watchdog aborted one.
+        # Abort groups made after the cut too, or all groups if torch's watchdog aborted one.
         self._aborts.begin(backends_on(self._kind))
         if not self._aborts.wait(ABORTED_S):
             log.warning(

@@ -32,7 +32,7 @@ def connected_by(gloo: Any, addresses: AddressStore) -> None:
 
 
 class PeerConnections:
-    """Connections of one Gloo group. For the thread that waits for the group's collectives."""
+    """Connections of one Gloo group. Used only by the thread that waits for its collectives."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group

@@ -29,7 +29,7 @@ _READY, _FAILED = b"ready", b"failed: "
 
 
 class LiveGloo:
-    """The reconfigurable Gloo group of one process. For the trainer."""
+    """The reconfigurable Gloo group of one process. Used only by the trainer."""
 
     def __init__(self) -> None:
         self._store = _CurrentStore(HashStore())

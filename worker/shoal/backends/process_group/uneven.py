@@ -16,7 +16,7 @@ from shoal_proto.errors import ShapeMismatch
 def all_gather_uneven(
     outputs: Sequence[Tensor], tensor: Tensor, group: dist.ProcessGroup | None = None
 ) -> None:
-    """Fill `outputs[rank]` with that rank's tensor. All ranks pass outputs of the same sizes.
+    """Fill `outputs[rank]` with that rank's tensor. All ranks must pass outputs of the same sizes.
 
     Raises ShapeMismatch if this rank's own output does not have its tensor's size.
     """

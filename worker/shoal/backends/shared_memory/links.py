@@ -82,7 +82,7 @@ def _await_lost(
 
 def _leave(connections: Sequence[socket.socket], leaving: threading.RLock, owner: int) -> None:
     if os.getpid() != owner:
-        return  # A process forked by the script has the connections too, but is no rank.
+        return  # A process forked by the script has the connections too, but is not a rank.
     with leaving:
         for connection in connections:
             try:

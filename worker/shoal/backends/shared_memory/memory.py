@@ -41,7 +41,7 @@ def initialise(head: mmap.mmap, world_size: int) -> None:
 
 
 class SharedMemory:
-    """View of the shared memory for one rank. For one thread at a time, except `cut`."""
+    """View of the shared memory for one rank. Not thread-safe, except `cut`."""
 
     def __init__(
         self, head: mmap.mmap, data: memoryview, rank: int, world_size: int, limit_s: float

@@ -22,8 +22,8 @@ _NUM_SETS = 2
 
 
 class SharedMessages:
-    """View of the exchange for one rank. All ranks call the same methods in the same order. For one
-    thread, except `cut`."""
+    """View of the exchange for one rank. All ranks must call the same methods in the same order.
+    Not thread-safe, except `cut`."""
 
     def __init__(self, group: dist.ProcessGroup, num_words: int) -> None:
         self._group: dist.ProcessGroup | None = group

@@ -153,7 +153,7 @@ def socket_address(name: bytes) -> str:
 
 
 def serve(listener: socket.socket, name: bytes, world_size: int, region: MemoryRegion) -> _Opened:
-    """Make the barriers' memory, and send it and the region to all other ranks. For rank 0.
+    """Make the barriers' memory, and send it and the region to all other ranks. Rank 0 calls this.
 
     `name`: the key that ranks must send. Raises _Refused, and OSError, also if a rank is late.
     """
@@ -259,7 +259,7 @@ class _Greetings:
 
 
 def receive(name: bytes, rank: int, old: MemoryRegion | None) -> _Opened:
-    """Map the memory that rank 0 sends. For all other ranks.
+    """Map the memory that rank 0 sends. All other ranks call this.
 
     `old`: a region to reuse, if rank 0 sends it. Raises OSError or _Refused if no rank uses the
     memory, and RuntimeError if rank 0 does not decide within DECISION_S.

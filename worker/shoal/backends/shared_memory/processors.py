@@ -18,7 +18,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Processors:
-    """A rank's view of the processors. For one thread at a time."""
+    """A rank's view of the processors. Not thread-safe."""
 
     def __init__(self, notes: memoryview, rank: int) -> None:
         """`notes`: shared memory with 64 bits for each rank, 0 at first."""

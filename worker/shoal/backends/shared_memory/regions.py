@@ -66,7 +66,7 @@ class MemoryRegion:
         self._lock(fcntl.F_OFD_SETLK, fcntl.F_UNLCK)
 
     def has_no_other_writer(self) -> bool:
-        """True if no other process may write."""
+        """True if no other process is allowed to write."""
         kind: int = _FLOCK.unpack(self._lock(fcntl.F_OFD_GETLK, fcntl.F_WRLCK))[0]
         return kind == fcntl.F_UNLCK
 

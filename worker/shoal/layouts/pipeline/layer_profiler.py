@@ -44,8 +44,8 @@ class LayerProfiler:
 
 
 def measured(model: nn.Module, outline: Outline, example: Any, device: torch.device) -> list[int]:
-    """Measure the nanoseconds of each segment. Only the measured segment has memory; the model
-    itself is not changed."""
+    """Measure the nanoseconds of each segment, on a copy of the model. Memory is allocated only for
+    the parameters of the segment that is being measured."""
     order = range(len(outline.segments))
     activations: list[Tensor] = []
     costs = []

@@ -283,7 +283,7 @@ def _sum_among(parameter: nn.Parameter, stages: Sequence[int], near: Neighbours)
     near.p2p.exchange(
         [(packed, stage) for stage, _ in others], [(part, stage) for stage, part in others]
     )
-    # In the order of the stages: all ranks get the same bits.
+    # Sum in the order of the stages, so that all ranks get the same bits.
     total = torch.stack(list(parts.values())).sum(dim=0)
     if not total[-1]:
         parameter.grad = None

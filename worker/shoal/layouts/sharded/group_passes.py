@@ -1,7 +1,8 @@
 """Times at which a group of several modules gathers and reduces in backward.
 
-torch's fully_shard assumes a chain of modules. Here branches may run side by side, and modules
-twice: the group gathers when any module begins, and reduces when all have ended.
+torch's fully_shard assumes a chain of modules. The modules of a group may also be parallel
+branches, and each may run several times in a step. So the group gathers when backward enters any of
+its modules, and reduces when backward has passed through all calls.
 """
 
 from typing import Any
@@ -40,7 +41,8 @@ class GroupPasses:
     def ended(self) -> None:
         """Note that backward has passed through one call of a module of the group."""
         self._num_open -= 1
-        # If blind, torch's callback at the end of backward reduces gradients that come unnoticed.
+        # After a call that was not counted, gradients may follow at any time: torch's callback at
+        # the end of backward reduces them.
         if not self._num_open and not self._blind:
             self._group.post_backward()
 

@@ -72,7 +72,7 @@ def group_modules(model: nn.Module, min_group_bytes: int | None = None) -> Group
         total = sum(parameter.nbytes for parameter in model.parameters())
         min_group_bytes = max(MIN_GROUP_BYTES, min(total // MOST_FULL_GROUPS, LARGE_BYTES))
     cut = _Cut(model, min_group_bytes)
-    # From the inside out: a module's group has what its parts' groups left.
+    # Inner modules come first: a module's group takes what its parts' groups left.
     groups = tuple(cut.group(paths) for paths in cut.groups())
     grouping = Grouping(groups=groups, rest=cut.group([""]))
     parameters = dict(model.named_parameters())

@@ -1,6 +1,6 @@
 """Checks that all ranks run the same all-gathers and reductions: over Gloo before each operation,
-on a device once a rank has waited for long. Otherwise ranks would receive rows of another layer, or
-end (SIGABRT)."""
+on a device once a rank has waited for a long time. Otherwise ranks would receive rows of another
+layer, or end (SIGABRT)."""
 
 from collections.abc import Callable, Sequence
 

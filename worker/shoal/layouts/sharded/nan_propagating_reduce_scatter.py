@@ -59,8 +59,8 @@ class NanPropagatingReduceScatter(DefaultReduceScatter):
         """Discard the results of the previous step."""
         self.own = False
         self.excess: Tensor | None = None
-        """Zero if this rank's own gradients on a device were finite in each pass, else NaN; None:
-        none on a device. Reading it waits for all work queued there."""
+        """Zero if this rank's own gradients on a device were finite in each pass, else NaN; None if
+        no gradients were on a device. Reading the value waits for all work queued there."""
         self.given_finite: list[Tensor] = []
         """Flags of a blind rank, on the device, one for each pass: True if its part of the sum is
         finite."""

@@ -41,7 +41,7 @@ _DIGEST_FACTOR = 1_000_003
 
 
 class SharedSlots:
-    """Slots as one rank uses them. All ranks call the same methods in the same order."""
+    """Slots as one rank uses them. All ranks must call the same methods in the same order."""
 
     def __init__(self, memory: SharedMemory, gathered_bytes: int, summed_bytes: int) -> None:
         self._memory = memory
@@ -172,9 +172,9 @@ class SharedSlots:
         self._digest = (self._digest * _DIGEST_FACTOR + operation) & _MASK
 
     def barrier(self) -> None:
-        """Wait for all ranks; afterwards each can read what any of them wrote before. Raises
-        GenerationBroken if `SharedMemory.gather_words` does; InvalidSpec, on all ranks, if their
-        gathers and sums so far differ."""
+        """Wait for all ranks; afterwards each rank can read what every rank wrote before. Raises
+        GenerationBroken if `SharedMemory.gather_words` does; InvalidSpec, on all ranks, if the
+        ranks' gathers and sums so far differ."""
         in_use = 0
         for number, use in enumerate(self._uses):
             if use is not None and use() is not None:

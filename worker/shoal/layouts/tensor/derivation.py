@@ -162,7 +162,7 @@ class _Derivation:
             splits = all(
                 styles[n] and n not in self._entries and self._fits(n, styles[n]) for n in names
             )
-            # Else a tensor would be cut in one module and whole in another.
+            # Decide for all names: else a tensor would be cut in one module and whole in another.
             splits = splits and any(self._is_big(name) for name in names)
             for name in names:
                 others = ", ".join(other for other in names if other != name)

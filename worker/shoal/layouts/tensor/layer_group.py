@@ -28,8 +28,8 @@ _SIZE_BITS = 40
 
 
 class TensorGroup:
-    """Tensor group of a rank. All ranks call the same methods in the same order, on one thread at a
-    time, except `cut` and `num_barriers`. Raises the group's errors; GenerationBroken after
+    """Tensor group of a rank. All ranks must call the same methods in the same order, on one thread
+    at a time, except `cut` and `num_barriers`. Raises the group's errors; GenerationBroken after
     `release`."""
 
     def __init__(

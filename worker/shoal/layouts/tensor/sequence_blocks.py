@@ -111,7 +111,7 @@ class _Block:
         self._found: dict[str, SequenceEntry] = {}
 
     def entries(self) -> list[SequenceEntry] | None:
-        """Return the entries of the module's children; None if the module is no block."""
+        """Return the entries of the module's children; None if the module is not a block."""
         if _has_hooks(self._module):
             return None  # Hooks would see only this rank's positions.
         try:

@@ -150,7 +150,7 @@ class RegisteredState:
     # --- steps ---
 
     def keep(self) -> None:
-        """Record the objects' current state as committed."""
+        """Copy the objects' current state as the state to restore if the next step is undone."""
         if self._objects:
             before = self._committed.tensors if self._committed is not None else {}
             self._committed = self._capture().copied(before)
@@ -162,7 +162,8 @@ class RegisteredState:
         self._is_attempt = True
 
     def defer(self, call: Callable[[], object]) -> None:
-        """Defer this call until the optimizer has stepped; dropped if the step is undone."""
+        """Defer this call until the optimizer has stepped. If the step is undone, the call is never
+        made."""
         self._deferred.append(call)
 
     def stepped(self) -> None:
@@ -237,9 +238,8 @@ class RegisteredState:
             )
 
     def comparable(self, *, with_tensors: bool) -> dict[str, Json]:
-        """Return the values that must be the same on all members, by name; figures stand for
-        tensors.
-        """
+        """Return the values that must be the same on all members, by name, with `_figures` of each
+        tensor in its place."""
         now = self._now()
         found: dict[str, Json] = {}
         for name in self._objects:
@@ -380,7 +380,7 @@ def _figures(tensor: Tensor) -> list[Json]:
 
     Each sum is about as large as the sum of magnitudes, so rounding is relatively small.
     """
-    # In blocks: double precision takes up to eight times the tensor's memory.
+    # Sum in blocks: double precision takes up to eight times the tensor's memory.
     flat = tensor.detach().reshape(-1)
     size = signed = weighted = 0.0
     for start in range(0, flat.numel(), _BLOCK_ELEMENTS):

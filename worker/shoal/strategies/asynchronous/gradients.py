@@ -45,7 +45,7 @@ def _non_finite(gradients: Mapping[str, Tensor]) -> list[str]:
     for gradient in gradients.values():
         wide = torch.float64 if gradient.dtype == torch.float64 else torch.float32
         sums.setdefault(gradient.device, []).append(gradient.sum(dtype=wide).double())
-    # One read for each device: on a GPU it waits for all work in progress.
+    # Read once for each device: on a GPU a read waits for all work in progress.
     if all(math.isfinite(torch.stack(own).sum().item()) for own in sums.values()):
         return []
     return [name for name, gradient in gradients.items() if not torch.isfinite(gradient).all()]

@@ -50,7 +50,7 @@ def to_spec(optimizer: Optimizer, schedule: LRScheduler | None = None) -> Optimi
     kind = _KINDS.get(type(optimizer))
     if kind is None:
         raise UnsupportedOptimizer(
-            "async-sgd runs the optimizer on the parameter servers, which do not have this one",
+            "the optimizer runs on the parameter servers, which do not have this class",
             seen=f"{type(optimizer).__module__}.{type(optimizer).__qualname__}",
             expected="torch.optim.SGD, Adagrad, Adam or AdamW (not a subclass)",
             fix="Choose one of these, or the strategy `ddp`.",
@@ -130,15 +130,16 @@ def refuse_changes(optimizer: Optimizer, spec: OptimizerSpec, step: int) -> None
             f"the optimizer's {', '.join(changed)} changed during training, in step {step}",
             seen=", ".join(f"{name} {getattr(now, name):g} in group {index}" for name in changed),
             expected=", ".join(f"{name} {getattr(known, name):g}" for name in changed)
-            + ", as at session.distribute: the servers step with these; only learning rates may"
-            " change",
-            fix="OneCycleLR and CyclicLR do not change momentum and betas with"
-            " cycle_momentum=False. Or choose the strategy `ddp`.",
+            + ", as at session.distribute: the servers step with these values; only learning rates"
+            " are allowed to change",
+            fix="Pass cycle_momentum=False to OneCycleLR or CyclicLR, which otherwise change"
+            " momentum and betas. Or choose the strategy `ddp`.",
         )
 
 
 class FollowedSchedule:
-    """A schedule that the servers cannot step: each member steps its own, and sends the rates."""
+    """A schedule that the servers cannot step: each member steps its own copy, and sends the
+    learning rates."""
 
     def __init__(self, schedule: LRScheduler) -> None:
         self._schedule = schedule
@@ -146,7 +147,8 @@ class FollowedSchedule:
 
     @staticmethod
     def follows(schedule: LRScheduler) -> bool:
-        """True if the servers do not know the schedule's class."""
+        """True if members must step the schedule themselves: the servers lack its class, or that of
+        a part."""
         parts = schedulers_in(schedule) if type(schedule) is SequentialLR else [schedule]
         return any(type(part) not in _PHASES for part in parts)
 
@@ -204,7 +206,7 @@ def to_schedule(schedule: LRScheduler) -> Schedule:
         raise InvalidSpec(
             "the schedule's milestones are not in order",
             seen=str(milestones),
-            expected="each above the one before",
+            expected="none below the one before it",
         )
     phases = [_phase(part) for part in schedulers_in(schedule)]
     for phase, begin, end in zip(phases, begins, milestones, strict=False):

@@ -1,7 +1,7 @@
 """Reserve of samples that an asynchronous member leases ahead.
 
-Pure: ranges and times are arguments. The reserve lasts while no coordinator answers. A member
-refills the reserve only below three quarters, to hold few ranges.
+Pure: ranges and times are arguments. While no coordinator answers, a member trains on its reserve.
+A member refills the reserve only below three quarters, so that it holds few ranges.
 """
 
 from collections import deque
@@ -11,7 +11,7 @@ from math import exp
 from shoal_client.progress.ranges import SampleRange, joined, size_of, subtract_ranges
 
 AHEAD_S = 900.0
-"""Time for which members can train while no coordinator, or no etcd, answers."""
+"""Time for which the reserve is to last if no coordinator, or no etcd, answers."""
 REFILL_BELOW = 0.75
 PACE_WINDOW_S = 30.0
 MAX_LEASE_SAMPLES = 1 << 20
@@ -43,7 +43,8 @@ class SampleReserve:
     """Ranges that are leased and not begun, in order."""
 
     def __init__(self, step_samples: int, num_samples: int, *, round_samples: int = 0) -> None:
-        """`num_samples`: samples of the job. `round_samples`: samples per acknowledgement."""
+        """`num_samples`: samples of the job. `round_samples`: samples whose pushes are acknowledged
+        together."""
         self.step_samples = step_samples
         self._round_samples = max(round_samples, step_samples)
         self.pace = Pace()

@@ -63,7 +63,7 @@ class DDP(LayoutStrategy):
         self.bucket_mb = bucket_size(bucket_mb)
         self.find_unused_parameters = find_unused_parameters
         self.compression = None if compression is None else find_compression(compression)
-        # One object for all generations, as it keeps this member's residuals.
+        # The same object serves all generations, as it keeps this member's residuals.
         self._compressor = self.compression.compressor() if self.compression else None
         self._traffic = Traffic()
         self._watching: list[RemovableHandle] = []
@@ -188,8 +188,8 @@ class DDP(LayoutStrategy):
     def restore(self, state_shard: StateShard) -> None:
         """Load the state of another member, or of a checkpoint."""
         held, self._has_state = self._has_state, False
-        # No state and step 0 meanwhile: a failure leaves the state partly written, so another
-        # member or a checkpoint has to provide it.
+        # Meanwhile this member is at step 0, without state: a failure leaves the state partly
+        # written, so another member or a checkpoint has to provide it.
         self._transaction.step = 0
         self._state.restore(state_shard)
         self._registered.adopt(of_shard(state_shard))

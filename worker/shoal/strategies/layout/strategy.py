@@ -300,7 +300,7 @@ class LayoutStrategy(SynchronousStrategy):
     def _settle_with(self, check: NonFiniteCheck, layout: Layout) -> None:
         votes = self._transaction.votes
         may_vote = layout.faults_are_own and layout.looks_for_faults
-        # Not possible if the gradients of weighted losses still have to be scaled.
+        # No vote is possible if the gradients of weighted losses still have to be scaled.
         if not may_vote or votes.weights.are_own:
             self._settle()
             return
@@ -355,7 +355,7 @@ class LayoutStrategy(SynchronousStrategy):
                 local_step.step(self._optimizer)
             layout.stepped()
             if layout.exchanges_updates:
-                # Half an update is no valid state.
+                # Half an update is not a valid state.
                 self._generation_group.check()
         self._committed()
         self._checkpoint()

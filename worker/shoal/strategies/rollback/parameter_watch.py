@@ -75,7 +75,7 @@ class ParameterWatch:
 
     torch does not count writes through `.data`, nor by `torch._foreach` functions to DTensors. So a
     few elements are compared too: of all parameters with `closely`, else of some parameters in some
-    steps. An uncounted write that leaves these elements unchanged goes unnoticed.
+    steps. An uncounted write that leaves these elements unchanged is not detected.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:

@@ -56,7 +56,7 @@ class StepSnapshot:
     ) -> None:
         """Begin a step. Raises InvalidSpec if `settle_buffers` does.
 
-        `parameters`: all of this member's, not gathered; the same mapping in all steps of a
+        `parameters`: all of this member's, not gathered; must be the same mapping in all steps of a
         generation.
         """
         lasting, transient = self._buffers.begin(model)

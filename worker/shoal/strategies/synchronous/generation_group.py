@@ -29,7 +29,7 @@ WARNED_AFTER_S = 10.0
 
 
 class GenerationGroup:
-    """The present group; one at a time. For the trainer's thread, except `cut` and `has_cut`."""
+    """The present group; one at a time. Not thread-safe, except `cut` and `has_cut`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -26,7 +26,7 @@ _NORM_TOLERANCE = 1e-5
 
 
 class Hyperparameters:
-    """Hyperparameters of one optimizer, now and in recent steps. One object for all generations.
+    """Hyperparameters of one optimizer, now and in recent steps, for all generations.
 
     A repeated step has to be the same as its first attempt. But a scheduler that counts its own
     calls has counted the first attempt too.
@@ -54,7 +54,7 @@ class Hyperparameters:
             seen += group.values()
         known = self._seen
         if known is not None and len(seen) == len(known) and all(map(is_, seen, known)):
-            # As in nearly every step; the conversion below takes ten times as long.
+            # The usual case: nothing changed. The conversion below takes ten times as long.
             return self._now
         values = tuple(
             {

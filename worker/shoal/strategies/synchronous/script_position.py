@@ -43,7 +43,7 @@ class ScriptPosition:
     num_calls: int = 0
     in_call: bool = False
     unconfirmed: bool = False
-    """True if the script has the result of one more call, which is not confirmed."""
+    """True if the script has the result of a further call, which is not confirmed."""
     wish: int | None = None
     stop_at: int | None = None
     reason: str = ""

@@ -340,7 +340,7 @@ class StepAgreement:
 
     def _cast(self, vote: StepVote) -> None:
         if self._steps > 1 and self._words.may_share:
-            # Not in the first step: that would lengthen the stop after a member was lost.
+            # In the first step this would lengthen the stop after a member was lost.
             self._words.enable_shared_memory()
         self._vote, applied = vote, vote.applied
         if applied and applied != self._digested[0]:

@@ -1,6 +1,6 @@
 """Claims after a restart to shards that are in this server's journal and in no server's memory.
 
-The record of a shard names the server whose disk has the shard (`ShardAssignment.on_disk`).
+The record of a shard names the server whose disk holds the shard (`ShardAssignment.on_disk`).
 """
 
 from math import inf

@@ -262,7 +262,7 @@ class LedShard:
     # --- copies ---
 
     def continues(self, copy_epoch: int, born: int, version: int) -> bool:
-        """True if a copy is a prefix of this shard's history, and the log has the rest."""
+        """True if a copy is a prefix of this shard's history, and the log holds the rest."""
         if born != self.born or not self.log.start <= version <= self.version:
             return False
         if copy_epoch == self.epoch:

@@ -84,7 +84,7 @@ class OutgoingImages:
         yield from self._fill_window(image)
 
     def note_acknowledged(self, number: int, next_chunk: int) -> Iterator[ImageChunk | Effect]:
-        """Note that the peer has all chunks before `next_chunk`; release them and send more."""
+        """Note that the peer has all chunks before `next_chunk`; release them, and send others."""
         image = self.current
         if image is None or image.number != number or next_chunk <= image.acknowledged:
             return

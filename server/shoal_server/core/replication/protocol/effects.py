@@ -1,5 +1,5 @@
-"""Effects of a server's core, carried out in order. An effect has all that its edge needs. "Then
-`X`": the edge submits the event `X` afterwards."""
+"""Effects of a server's core, carried out in order. An effect contains all that its edge needs.
+"Then `X`": the edge submits the event `X` afterwards."""
 
 from dataclasses import dataclass
 from enum import Enum

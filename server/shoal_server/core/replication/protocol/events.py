@@ -111,8 +111,8 @@ class AckAbandoned:
 
 @dataclass(frozen=True, slots=True)
 class VersionJournaled:
-    """The journal has the whole shard up to this version. None: the disk fails, and the journal no
-    longer keeps the shard."""
+    """The journal holds the whole shard up to this version. None: the disk fails, and the journal
+    no longer keeps the shard."""
 
     key: Key
     version: int | None

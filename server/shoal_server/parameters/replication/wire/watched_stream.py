@@ -101,7 +101,7 @@ class WatchedStream:
         finally:
             await cancel(*tasks)
         errors = [error for task in done if (error := task.exception()) is not None]
-        # If the writer failed because the call is over, the reader has the reason.
+        # If the writer failed because the call is over, the reader's error gives the reason.
         for error in sorted(errors, key=lambda error: not isinstance(error, ShoalError)):
             raise self._why(error)
 
