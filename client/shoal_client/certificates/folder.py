@@ -88,14 +88,14 @@ class CertificateFolder:
         _write_new(self.path / CA_KEY_FILE, own.key)
         _write_new(self.path / CA_FILE, own.cert)
         for path, certificate in issued.items():
-            _write_pair(path, certificate)
+            _write_new_pair(path, certificate)
 
     def issue(self, holder: CertificateHolder) -> Path:
         """Issue a further certificate; return its file. Raises InvalidSpec, for example for a name
         that is in use."""
         self._check_private()
         authority, path = self._authority(), self._new_path(holder)
-        _write_pair(path, authority.issue(holder))
+        _write_new_pair(path, authority.issue(holder))
         return path
 
     def issue_for_another_machine(self, holder: CertificateHolder) -> IssuedCertificate:
@@ -195,6 +195,17 @@ def _not_written(error: OSError) -> InvalidSpec:
     return InvalidSpec(
         "a certificate's file cannot be written", seen=str(error), expected="a new file"
     )
+
+
+def _write_new_pair(path: Path, issued: IssuedCertificate) -> None:
+    """Write both files. Raises InvalidSpec, also if another process has issued this name first."""
+    key = path.with_suffix(".key")
+    _write_new(key, b"")  # reserves the name
+    try:
+        _write_pair(path, issued)
+    except InvalidSpec:
+        key.unlink()
+        raise
 
 
 def _write_pair(path: Path, issued: IssuedCertificate) -> None:

@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -134,7 +135,9 @@ def certs(config: CertsConfig) -> int:
 
 def _renew(folder: CertificateFolder) -> None:
     done = folder.renew()
-    print(f"{folder.path}: renewed {', '.join(path.name for path in done)}", flush=True)
+    # A message that cannot be printed is no failed renewal: `keep_renewed` would issue all again.
+    with suppress(OSError):
+        print(f"{folder.path}: renewed {', '.join(path.name for path in done)}", flush=True)
 
 
 def _report(text: str) -> None:

@@ -72,7 +72,8 @@ def demo(config: DemoConfig) -> int:
         finally:
             if config.directory is None and has_failed:
                 keep_logs(directory)
-                print(f"shoal demo: the logs are in {directory}", file=sys.stderr)
+                if directory.exists():  # it has logs
+                    print(f"shoal demo: the logs are in {directory}", file=sys.stderr)
     return int(has_failed)
 
 

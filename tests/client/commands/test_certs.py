@@ -1,5 +1,6 @@
 """`shoal certs` writes files that only their owner can read, and overwrites only to renew."""
 
+import io
 import resource
 import ssl
 from collections.abc import Iterator
@@ -9,12 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from shoal_client.certificates.authority import holder_of, read
+from shoal_client.certificates.authority import (
+    Authority,
+    CertificateHolder,
+    IssuedCertificate,
+    holder_of,
+    read,
+)
 from shoal_client.certificates.folder import CertificateFolder
 from shoal_client.cli import parse
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.tls import identity
-from shoal_proto.tls.files import TlsIdentity
+from shoal_proto.tls.files import TlsFiles, TlsIdentity
 from shoal_proto.tls.identity import from_environment, in_folder
 from shoal_proto.tls.names import COORDINATOR_NAME, Caller, CertificateRole, caller_among
 
@@ -51,6 +58,28 @@ def test_existing_certificates_are_not_overwritten(tmp_path: Path) -> None:
     with pytest.raises(InvalidSpec, match="of this name already"):
         certs(folder, "issue", "worker")
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_a_name_that_is_issued_twice_at_once_is_refused_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process issues the name after this one has seen that it is free."""
+    folder = CertificateFolder(tmp_path / "certs")
+    folder.init()
+    holder = CertificateHolder(caller=Caller(CertificateRole.WORKER, "w"), valid=timedelta(hours=1))
+    issue = Authority.issue
+
+    def issue_late(authority: Authority, holder: CertificateHolder) -> IssuedCertificate:
+        monkeypatch.setattr(Authority, "issue", issue)
+        folder.issue(holder)
+        return authority.issue(holder)
+
+    monkeypatch.setattr(Authority, "issue", issue_late)
+    with pytest.raises(InvalidSpec, match="File exists"):
+        folder.issue(holder)
+    cert = folder.path / "w.crt"
+    files = TlsFiles(ca=folder.path / "ca.crt", cert=cert, key=cert.with_suffix(".key"))
+    TlsIdentity(files)
 
 
 def test_an_init_that_is_refused_can_be_repeated(tmp_path: Path) -> None:
@@ -185,6 +214,33 @@ def test_a_repeated_renewal_goes_on_after_an_error(
     key.unlink()
     with pytest.raises(InvalidSpec, match="cannot be read"):
         certs(folder, "renew", "--every-h", "1e-9")
+
+
+def test_a_renewal_whose_message_cannot_be_printed_has_succeeded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After a failed renewal all certificates would be issued again each minute."""
+    folder = tmp_path / "certs"
+    certs(folder, "init")
+    certificates: set[bytes] = set()
+
+    class Stopped(Exception):
+        pass
+
+    def sleep(time_s: float) -> None:
+        certificates.add((folder / "worker.crt").read_bytes())
+        if len(certificates) == 3:
+            raise Stopped
+
+    monkeypatch.setattr("time.sleep", sleep)
+    with (
+        Path("/dev/full").open("wb", buffering=0) as full,
+        io.TextIOWrapper(full, write_through=True) as stdout,
+    ):
+        monkeypatch.setattr("sys.stdout", stdout)
+        with pytest.raises(Stopped):
+            certs(folder, "renew", "--every-h", "1e-9")
+    assert capsys.readouterr().err == ""
 
 
 def test_a_process_that_starts_during_a_renewal_reads_the_pair_again(

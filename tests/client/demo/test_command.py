@@ -13,6 +13,7 @@ from shoal_client.demo.command import DemoConfig, demo
 from shoal_client.demo.plan import MIN_ACCURACY, DemoPlan, Outcome
 from shoal_client.local.access import LocalTls
 from shoal_client.local.directory import KEPT_LOGS
+from shoal_proto.errors import Unavailable
 
 
 @pytest.fixture(autouse=True)
@@ -74,3 +75,23 @@ def test_logs_are_kept_after_a_failure(
     assert kept == ({"etcd.log", KEPT_LOGS} if has_failed else set())
     assert len(list(tmp_path.iterdir())) == has_failed
     assert ("the logs are in" in capsys.readouterr().err) == has_failed
+
+
+def test_a_demo_that_fails_without_logs_names_no_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """For example, etcd is not installed."""
+
+    def train(
+        plans: Sequence[DemoPlan], directory: Path, console: Console, tls: LocalTls | None
+    ) -> Sequence[Outcome]:
+        raise Unavailable("etcd was not found")
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(command, "adopt_orphans", lambda: None)
+    monkeypatch.setattr(command, "sweep", lambda limit_s: {})
+    monkeypatch.setattr(command, "train", train)
+    with pytest.raises(Unavailable):
+        demo(DemoConfig())
+    assert list(tmp_path.iterdir()) == []
+    assert capsys.readouterr().err == ""

@@ -406,6 +406,46 @@ def test_a_worker_that_is_killed_counts_only_after_its_job_was_completed(
         assert hosts.run(hosts.connect()) == expected, said
 
 
+@pytest.mark.parametrize(("phase", "expected"), [("running", 0), ("finished", 130)])
+def test_a_host_that_is_drained_counts_only_after_its_job_was_completed(
+    fake_hosts: MakeHosts,
+    monkeypatch: pytest.MonkeyPatch,
+    phase: str,
+    expected: int,
+) -> None:
+    """Ctrl-C in the last step: host a leaves, and host b completes the job. `phase`: the job's,
+    when the launcher of host a ends."""
+    phases = iter([phase, "finished"])
+    monkeypatch.setattr(over_ssh, "phase_of", lambda addresses, job: next(phases))
+    said: list[str] = []
+    with fake_hosts("a,b", lines_after_ctrl_c(a=130, b=0), said.append) as hosts:
+        assert hosts.run(hosts.connect()) == expected, said
+
+
+def test_after_ctrl_c_one_wait_for_a_coordinator_is_enough(
+    fake_hosts: MakeHosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each wait for coordinators that are gone takes half a minute."""
+    asked: list[str] = []
+
+    def phase_of(addresses: list[str], job: str) -> str:
+        asked.append(job)
+        raise Unavailable("no coordinator answers")
+
+    monkeypatch.setattr(over_ssh, "phase_of", phase_of)
+    with fake_hosts("a,b", lines_after_ctrl_c(a=130, b=130), print) as hosts:
+        assert hosts.run(hosts.connect()) == 130
+    assert asked == ["j"]
+
+
+def lines_after_ctrl_c(**codes: int) -> str:
+    """Lines for `fake_hosts`: the first host sends this process a SIGINT, and each host's launcher
+    ends with its exit code when it gets the order to drain."""
+    endings = (f"{name}) echo '{MARK}{{\"exit_code\": {code}}}' ;;" for name, code in codes.items())
+    interrupt = f"if [ $2 = {next(iter(codes))} ]; then kill -INT {os.getpid()}; fi"
+    return "\n".join((interrupt, "read -r drain_order", "case $2 in", *endings, "esac"))
+
+
 @pytest.mark.long
 def test_ctrl_c_ends_all_hosts(run_hosts: Run, coordinator: str) -> None:
     run = run_hosts(WAIT, "a,b", "--coordinator", coordinator)

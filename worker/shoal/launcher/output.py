@@ -12,7 +12,7 @@ from typing import TextIO
 
 from shoal_proto.terminal import printable
 
-_printing = threading.Lock()
+_saying = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -22,11 +22,13 @@ class ReaderGone:
 
 def say(text: str) -> None:
     """Print a message on stderr, from any thread."""
-    with _printing:
+    with _saying:
         try:
             print(f"shoal run: {printable(text, lines=True)}", file=sys.stderr, flush=True)
-        except OSError:
+        except BrokenPipeError:
             discard(sys.stderr)
+        except OSError:
+            _drop_unwritten(sys.stderr)
 
 
 class WorkerOutput:
@@ -36,10 +38,12 @@ class WorkerOutput:
     def __init__(self, note: Callable[[ReaderGone], object]) -> None:
         self._note = note
         self._has_failed = False
+        # Not that of `say`: print() blocks while the reader of stdout pauses.
+        self._printing = threading.Lock()
 
     def print(self, line: str) -> None:
         """Print a line."""
-        with _printing:
+        with self._printing:
             if self._has_failed:
                 return
             try:
@@ -61,3 +65,12 @@ def discard(stream: TextIO) -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)
+
+
+def _drop_unwritten(stream: TextIO) -> None:
+    """Discard what the stream still holds; later writes reach its file again."""
+    kept = os.dup(stream.fileno())
+    discard(stream)
+    stream.flush()
+    os.dup2(kept, stream.fileno())
+    os.close(kept)

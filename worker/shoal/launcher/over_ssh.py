@@ -126,6 +126,8 @@ class HostLaunchers:
         """Number of orders that the hosts have got: the first one to drain, the second to kill."""
         self._give_up_s = math.inf
         self._given_up = ""
+        self._is_phase_unknown = False
+        """True if no coordinator has answered since the first order."""
         self._codes: list[int] = []
         self._codes_if_finished: list[int] = []
         """Exit codes that count although the job is finished."""
@@ -334,11 +336,11 @@ class HostLaunchers:
 
     def _counts_if_finished(self, code: int) -> bool:
         """True if a launcher's code counts although the job is finished. Workers that were killed
-        before the job's end do not count: the others went on without them."""
+        or drained before the job's end do not count: the others went on without them."""
         if code < 128:
             return True
-        if self._num_orders:
-            return self._ended_by != 0
+        if self._num_orders and not self._ended_by:
+            return False
         return self._phase == FINISHED
 
     def _exit_code(self) -> int:
@@ -364,8 +366,12 @@ class HostLaunchers:
     @property
     def _phase(self) -> str:
         """The job's phase; empty if it is not known."""
+        if self._is_phase_unknown:
+            return ""
         with suppress(ShoalError):
             return phase_of(self._config.coordinators, self._config.job)
+        # A user who has pressed Ctrl-C waits once for coordinators that are gone, not per host.
+        self._is_phase_unknown = self._num_orders > 0
         return ""
 
     @property
