@@ -76,7 +76,8 @@ def _refuse_classes(model: nn.Module, *, every: bool) -> None:
             " not of subclasses, lazy or parametrized ones",
             fix="torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) replaces subclasses by"
             " torch's own layer, without their additions."
-            + " Or leave sync_batchnorm out." * every,
+            + " Or leave sync_batchnorm out."
+            * every,
         )
 
 
