@@ -2,13 +2,15 @@
 
 from shoal_client.membership import member_events as ev
 from shoal_client.membership.identity import Identity
-from shoal_proto.errors import Fenced, MemberDrained, ShoalError, Unavailable
+from shoal_proto.errors import Fenced, JobFinished, MemberDrained, ShoalError, Unavailable
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.identity_pb2 import Token
 
 LEAVE_TIMEOUT_S = 3.0
 UNANSWERED_LEAVE_TIMEOUT_S = 0.3
 """Time limit of the call to leave after a drain without an answer."""
+LEAVE_NOT_NEEDED = (Fenced, JobFinished, MemberDrained)
+"""Answers to a leave of a process that is no member any more."""
 
 
 def drained(identity: Identity, reason: str) -> MemberDrained:
@@ -52,11 +54,11 @@ class LeaveState:
             self.is_acknowledged = True
             return []
         fields = {"member": member_id, "reason": str(error)}
-        if not isinstance(error, (Fenced, MemberDrained)):
+        if not isinstance(error, LEAVE_NOT_NEEDED):
             return [ev.LogMessage(event="leave_failed", fields=fields, is_warning=True)]
-        self.is_acknowledged = self._drained or isinstance(error, MemberDrained)
+        self.is_acknowledged = self._drained or not isinstance(error, Fenced)
         if self.is_acknowledged:
-            return []  # usual: the coordinator removed the member before this call
+            return []  # usual: the coordinator removed the member, or ended the job, before
         return [
             ev.ReportEnding(error=error),
             ev.LogMessage(event="leave_not_needed", fields=fields),
@@ -64,11 +66,12 @@ class LeaveState:
 
     @staticmethod
     def not_recorded(error: ShoalError, failure: ShoalError | None) -> ShoalError:
-        """Error of a leave with the work done that was given up. `failure`: the membership's."""
+        """Error of a leave with the work done that was refused or given up. `failure`: the
+        membership's."""
         return Unavailable(
             "no coordinator has recorded that this member's work is done",
             seen="; ".join(str(each) for each in (failure, error) if each is not None),
-            expected="an answer before this process has to end",
+            expected="an acknowledgement before this process has to end",
             fix="Run the job again once a coordinator answers: it continues from its newest"
             " checkpoint, and is then finished.",
         )

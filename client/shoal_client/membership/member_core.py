@@ -12,13 +12,15 @@ from shoal_client.connection.certificate_wait import DEFAULT_WAIT_S, Certificate
 from shoal_client.membership import member_events as ev
 from shoal_client.membership.generation_track import GenerationTrack, PlannedChange
 from shoal_client.membership.identity import Identity
-from shoal_client.membership.leaving import LeaveState, drained
+from shoal_client.membership.leaving import LEAVE_NOT_NEEDED, LeaveState, drained
 from shoal_client.membership.member_calls import MemberCalls
 from shoal_client.membership.wait_clock import WaitClock
 from shoal_proto.back_off import BackOff
 from shoal_proto.errors import (
     CertificateRefused,
     DeadlineExceeded,
+    Fenced,
+    JobFinished,
     JobQuarantined,
     MemberDrained,
     RetryError,
@@ -487,10 +489,12 @@ class MemberCore:
 
     def _leave_ended(self, event: ev.CallEnded, now_s: float) -> Effects:
         call, error = event.call, event.error
-        unanswered = error is not None and self._outlasts(error, now_s)
-        if error is None or not unanswered or not call.give_up_s:
+        if error is not None and isinstance(self.failure, JobFinished | Fenced):
+            # An earlier leader may have recorded the leave, and died before it answered.
+            error = self.failure
+        if error is None or isinstance(error, LEAVE_NOT_NEEDED) or not call.give_up_s:
             return self.leaving.end_call(error, self.identity.member_id)
-        if self.failure is None and not self.closed:
+        if self._outlasts(error, now_s) and self.failure is None and not self.closed:
             return self._calls.repeat_call(call, error, event.chance, now_s)
         return [ev.RaiseError(error=self.leaving.not_recorded(error, self.failure))]
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from shoal_client.connection.admission import ADMISSION_S
+from shoal_client.connection.certificate_wait import DEFAULT_WAIT_S
 from shoal_client.membership import member_events as ev
 from shoal_client.membership.identity import Identity
 from shoal_client.membership.member_core import MemberCore
@@ -655,6 +656,51 @@ def test_a_leave_with_the_work_done_is_repeated_until_it_is_answered() -> None:
     assert "ClaimBeats" not in member.receive(ADMITTED)
     assert member.does(ended(again)) == []
     assert member.core.leaving.is_acknowledged
+
+
+def completed_leave(member: Member) -> ev.CallLeader:
+    leave = ev.LeaveWanted(completed=True, reason="all is trained", timeout_s=None)
+    return the_call(member.core.step(leave, 0))
+
+
+@pytest.mark.parametrize(
+    ("answer", "ends", "acknowledged"),
+    [
+        (JobFinished("job j is finished"), [], True),
+        (Fenced("a is no member"), ["ReportEnding Fenced", "leave_not_needed"], False),
+    ],
+    ids=["finished", "fenced"],
+)
+@pytest.mark.parametrize("by", ["stream", "heartbeat", "leave"])
+def test_a_leave_with_the_work_done_that_an_earlier_leader_recorded_is_no_error(
+    by: str, answer: ShoalError, ends: list[str], acknowledged: bool
+) -> None:
+    """The leader dies between its record and its answer. Its successor tells the member that it is
+    none any more, in answer to any call. Regression: the script of a finished job failed."""
+    member = training()
+    call = completed_leave(member)
+    again = the_call(member.core.step(ended(call, NOBODY), 0))
+    if by != "leave":
+        member.does(
+            ev.StreamEnded(error=answer) if by == "stream" else ev.HeartbeatRefused(error=answer)
+        )
+        assert member.core.is_idle(again)
+    assert member.does(ended(again, answer if by == "leave" else NOBODY)) == ends
+    assert member.core.leaving.is_acknowledged == acknowledged
+
+
+def test_a_leave_with_the_work_done_that_is_refused_is_an_error() -> None:
+    """The certificate expires in an outage. Regression: the script ended with exit code 0, though
+    no coordinator knew that its work was done."""
+    member = training()
+    call = completed_leave(member)
+    again = the_call(member.core.step(ended(call, EXPIRED), 0))
+    member.now_s = DEFAULT_WAIT_S + 1
+    (refused,) = member.core.step(ended(again, EXPIRED), member.now_s)
+    assert isinstance(refused, ev.RaiseError)
+    assert isinstance(refused.error, Unavailable)
+    assert str(EXPIRED) in str(refused.error)
+    assert not member.core.leaving.is_acknowledged
 
 
 @pytest.mark.parametrize(

@@ -164,8 +164,9 @@ def test_layers_of_other_classes_are_refused_before_any_change(
 ) -> None:
     """Regression: they went on normalising over each member's own samples, without a word."""
     model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3), layer)
-    with pytest.raises(InvalidSpec, match=rf"saw 2 \({name}\)"):
+    with pytest.raises(InvalidSpec, match=rf"saw 2 \({name}\)") as refused:
         sync_batchnorm(model, every=every)
+    assert ("leave sync_batchnorm out" in str(refused.value)) == every, "advice to drop no option"
     assert type(model[0]) is nn.BatchNorm1d
 
 

@@ -454,6 +454,9 @@ def test_a_batch_from_before_a_loss_in_a_call_is_handed_out_again(
     trained: dict[str, list[int]] = {"a": [], "b": [], "c": []}
     # Not in the members' threads, which share torch's generator.
     built = {name: build("sgd", "layers") for name in trained}
+    for built_model, _ in built.values():
+        built_model.register_buffer("num_passes", torch.tensor(0))
+        built_model.register_forward_hook(lambda own, *_: own.num_passes.add_(1) and None)
 
     def member(name: str) -> Any:
         def measure(batch: Batch) -> dict[str, int]:
@@ -487,6 +490,7 @@ def test_a_batch_from_before_a_loss_in_a_call_is_handed_out_again(
     expected = elastic_bodies.one_process(run, 5)
     for step, weights, num_scheduled in ends:
         assert step == 5
+        assert weights["num_passes"] == 5, "the statistics of a repeated step count twice"
         if strategy != "local-sgd":
             assert num_scheduled == 5
             for key, value in expected.items():

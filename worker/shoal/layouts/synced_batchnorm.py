@@ -75,7 +75,9 @@ def _refuse_classes(model: nn.Module, *, every: bool) -> None:
             expected="layers of BatchNorm1d, BatchNorm2d, BatchNorm3d or SyncBatchNorm themselves,"
             " not of subclasses, lazy or parametrized ones",
             fix="torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) replaces subclasses by"
-            " torch's own layer, without their additions. Or leave sync_batchnorm out.",
+            " torch's own layer, without their additions."
+            + " Or leave sync_batchnorm out."
+            * every,
         )
 
 

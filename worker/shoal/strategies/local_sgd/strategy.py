@@ -208,17 +208,20 @@ class LocalSGD(SynchronousStrategy):
         super().abandon()
         self._round.give_up()
         if self._outer_loop.has_agreed and (in_step or self.step != self._outer_loop.agreed.step):
-            try:
-                if self._is_ending_round:
-                    # The round may have ended on another member, whose weights this member then
-                    # takes in the next generation.
-                    self._outer_loop.save_optimizer_state(self.step)
-                self._outer_loop.roll_back()
-            except (ShapeMismatch, DtypeMismatch) as error:
-                # The script has changed the model's dtype or shape: the next step refuses that.
-                log.debug("round_not_rolled_back", reason=str(error)[:300])
-            self._transaction.step = self._outer_loop.agreed.step
+            self._roll_back_round()
         self._is_ending_round = False
+
+    def _roll_back_round(self) -> None:
+        try:
+            if self._is_ending_round:
+                # The round may have ended on another member, whose weights this member then
+                # takes in the next generation.
+                self._outer_loop.save_optimizer_state(self.step)
+            self._outer_loop.roll_back()
+        except (ShapeMismatch, DtypeMismatch) as error:
+            # The script has changed the model's dtype or shape: the next step refuses that.
+            log.debug("round_not_rolled_back", reason=str(error)[:300])
+        self._transaction.step = self._outer_loop.agreed.step
 
     # --- steps ---
 
@@ -233,6 +236,11 @@ class LocalSGD(SynchronousStrategy):
             # A member without a share has a stand-in sample, which must not change its parameters.
             if weight:
                 loss.backward()  # type: ignore[no-untyped-call]
+
+    def repeat_step(self) -> None:
+        # The step is its round's first one: its batch is from before this generation.
+        super().repeat_step()
+        self._roll_back_round()
 
     @property
     def local_model(self) -> nn.Module:
