@@ -570,10 +570,10 @@ def test_a_loss_that_was_accepted_while_storage_was_slow_is_not_restored(
     find, reading, may_read = SnapshotLibrary.find, threading.Event(), threading.Event()
     opened.callback(may_read.set)
 
-    def slow(library: SnapshotLibrary, number: int = 0) -> Manifest:
+    def slow(library: SnapshotLibrary, number: int = 0, cut_id: str = "") -> Manifest:
         reading.set()
         may_read.wait(20.0)
-        return find(library, number)
+        return find(library, number, cut_id)
 
     monkeypatch.setattr(SnapshotLibrary, "find", slow)
     with ThreadPoolExecutor(1) as pool:
