@@ -19,7 +19,6 @@ from shoal_server.etcd.api import (
     EventKind,
     Keyspace,
     KeyValue,
-    RangeResult,
     Revision,
     WatchBatch,
     WatchEvent,
@@ -80,8 +79,7 @@ class PrefixMirror(Generic[T]):
 
     It follows etcd during its `async with` block, on one event loop. The newest revision of a key
     wins, from the watch or from `note`. Callbacks for a key are called in the order of its
-    revisions. A deletion is not remembered: noting an older item brings it back, but
-    `note_listing` does not.
+    revisions.
     """
 
     def __init__(
@@ -163,27 +161,27 @@ class PrefixMirror(Generic[T]):
 
         An unreadable one leaves the known record.
         """
+        known = self._revisions.get(name)
         found = await self._store.get(self._prefix + name)
-        if found is None:
-            self.forget(name)
-        else:
+        if found is not None:
             self.note(found)
+        elif self._revisions.get(name) == known:
+            # Otherwise the watch has delivered a newer change meanwhile.
+            self.forget(name)
         return self.get(name)
 
     def note(self, item: MirroredKey | KeyValue) -> None:
-        """Apply an item from outside the watch, unless a newer one is known."""
+        """Apply an item from outside the watch, unless a newer one is known or the watch has come
+        as far."""
         self.note_all([item])
 
     def note_all(self, items: Iterable[MirroredKey | KeyValue]) -> None:
-        changed = [self._put(MirroredKey(i.key, i.value, i.mod_revision)) for i in items]
+        """Apply items from outside the watch, each as `note` does."""
+        # The watch has delivered the others, and perhaps their deletion.
+        new = [item for item in items if item.mod_revision > self._watched]
+        changed = [self._put(MirroredKey(i.key, i.value, i.mod_revision)) for i in new]
         if any(changed):
             self._on_change()
-
-    def note_listing(self, listing: RangeResult) -> None:
-        """Apply a listing of keys from outside the watch, unless the watch has come as far: some of
-        the keys may be deleted since."""
-        if listing.revision > self._watched:
-            self.note_all(listing.items)
 
     def forget(self, name: str) -> None:
         """Drop the record of a missing key."""

@@ -62,11 +62,14 @@ class SnapshotLibrary:
         """Number above those of all snapshots, damaged ones included. Raises Unavailable."""
         return 1 + max(map(_number_in, self._manifest_paths()), default=0)
 
-    def find(self, number: int = 0) -> Manifest:
-        """Snapshot with `number`; 0: the newest undamaged one. Raises SnapshotDamaged,
-        UnknownSnapshot, Unavailable."""
+    def find(self, number: int = 0, cut_id: str = "") -> Manifest:
+        """Snapshot with `number`; 0: the newest undamaged one. Clusters that share the storage may
+        have snapshots of one number: `cut_id` tells them apart, without it the last one is chosen.
+        Raises SnapshotDamaged, UnknownSnapshot, Unavailable."""
         manifests, damaged = self.read_all()
-        chosen = [each for each in manifests if number in (0, each.number)]
+        chosen = [
+            each for each in manifests if number in (0, each.number) and cut_id in ("", each.cut_id)
+        ]
         if chosen:
             return chosen[-1]
         numbers = ", ".join(str(each.number) for each in manifests)

@@ -1,7 +1,7 @@
 """Records of shard assignments: all of a job are placed or none, and each is changed on its own."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from dataclasses import replace
 
 import pytest
@@ -13,6 +13,7 @@ from shoal_server.core.shards.assignments import JobAssignments, ShardAssignment
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import (
     Compare,
+    Get,
     Operation,
     Put,
     Revision,
@@ -42,6 +43,8 @@ class WatchedStore(MemoryStore):
         """Number of keys that each transaction put."""
         self.before: Callable[[Sequence[Operation]], None] = lambda then: None
         self.after: Callable[[TransactionResult], None] = lambda result: None
+        self.after_read: Callable[[], Awaitable[None]] | None = None
+        """Called once, before the answer to the next transaction that only reads."""
 
     async def transact(
         self,
@@ -58,6 +61,9 @@ class WatchedStore(MemoryStore):
             if result.succeeded:
                 self.num_written.append(len(puts))
             self.after(result)
+        if self.after_read is not None and all(isinstance(each, Get) for each in then):
+            after_read, self.after_read = self.after_read, None
+            await after_read()
         return result
 
 
@@ -418,4 +424,20 @@ async def test_a_refresh_of_one_shard_notices_another_run(store: WatchedStore) -
         await records.place(store, placed(2, "second"))
         await mirror.refresh("job", [1])
         assert mirror.assembled("job") == placed(2, "second")
+    assert changes.gone == ["job"]
+
+
+async def test_a_refresh_brings_no_deleted_job_back(store: WatchedStore) -> None:
+    """The watch delivers the deletion before the answer of the refresh arrives."""
+    await records.place(store, placed(3))
+    changes = Changes()
+    async with AssignmentMirror(store, changes.on_change, changes.on_gone) as mirror:
+
+        async def delete_job() -> None:
+            await store.transact((), [records.delete_assignments("job")])
+            await changes.until(lambda: changes.gone == ["job"])
+
+        store.after_read = delete_job
+        await mirror.refresh("job", [1])
+        assert list(mirror.jobs) == []
     assert changes.gone == ["job"]

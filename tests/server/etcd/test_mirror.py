@@ -7,7 +7,15 @@ import pytest
 
 from shoal_proto.errors import CorruptError, InternalError, ShoalError, Unavailable
 from shoal_server.etcd import mirror
-from shoal_server.etcd.api import Delete, KeyValueStore, Put, RangeResult, Revision, WatchBatch
+from shoal_server.etcd.api import (
+    Delete,
+    KeyValue,
+    KeyValueStore,
+    Put,
+    RangeResult,
+    Revision,
+    WatchBatch,
+)
 from shoal_server.etcd.memory import MemoryStore
 from shoal_server.etcd.mirror import MirroredKey, PrefixMirror, follow_key
 
@@ -99,18 +107,54 @@ async def test_the_newest_revision_of_each_key_counts(bench: Bench) -> None:
         assert await found.look_up("a") is None
 
 
-async def test_a_listing_that_is_older_than_the_watch_brings_no_record_back(bench: Bench) -> None:
+async def test_items_that_are_older_than_the_watch_bring_no_record_back(bench: Bench) -> None:
     changes = Changes()
     await bench.store.put(bench.prefix + "a", b"1")
     old = await bench.store.range(bench.prefix)
     async with mirrored(bench.store, bench.prefix, changes) as found:
         await bench.store.delete(bench.prefix + "a")
         await until(changes, "delete", "a", "1")
-        found.note_listing(old)
+        found.note_all(old.items)
         assert dict(found.records) == {}
         await bench.store.put(bench.prefix + "b", b"2")
-        found.note_listing(await bench.store.range(bench.prefix))
+        found.note_all((await bench.store.range(bench.prefix)).items)
         assert dict(found.records) == {"b": "2"}
+
+
+class LateAnswers(MemoryStore):
+    """Store whose answers to `get` wait until `is_sent` is set, while it is not None."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_sent: asyncio.Event | None = None
+        self.is_read = asyncio.Event()
+
+    async def get(self, key: str) -> KeyValue | None:
+        found = await super().get(key)
+        if self.is_sent is not None:
+            self.is_read.set()
+            await self.is_sent.wait()
+        return found
+
+
+@pytest.mark.parametrize("before", [None, "1"])
+async def test_a_change_that_overtakes_the_answer_of_a_look_up_counts(before: str | None) -> None:
+    """The record is deleted, or put, between the reading and the arrival of the answer."""
+    store, changes = LateAnswers(), Changes()
+    if before is not None:
+        await store.put("/a", before.encode())
+    async with mirrored(store, "/", changes) as found:
+        store.is_sent = asyncio.Event()
+        looking = asyncio.create_task(found.look_up("a"))
+        await store.is_read.wait()
+        if before is None:
+            await store.put("/a", b"2")
+            await until(changes, "put", "a", "2", "None")
+        else:
+            await store.delete("/a")
+            await until(changes, "delete", "a", "1")
+        store.is_sent.set()
+        assert await looking == ("2" if before is None else None)
 
 
 async def test_an_unreadable_record_keeps_the_last_value(bench: Bench) -> None:

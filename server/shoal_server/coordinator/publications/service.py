@@ -140,12 +140,14 @@ class WeightSeriesService(WeightSeriesServicer):
 
         Later versions continue the numbers, unless `forgets_numbers`. Unreadable series stay.
         Raises Unavailable while etcd cannot be reached, NotLeader, and the error with which a
-        series ended; some versions may then be gone.
+        series ends meanwhile; some versions may then be gone.
         """
-        had_any = any(each.series.head.kept for each in self.series_of(job))
+        had_any = False
         try:
             async with asyncio.timeout(CLEARED_WITHIN_S):
-                for actor in self.series_of(job):
+                for each in self.series_of(job):
+                    actor = await self._find(each.series.name)
+                    had_any = had_any or bool(actor.series.head.kept)
                     await self._clear(actor, forgets_numbers=forgets_numbers)
         except TimeoutError:
             raise Unavailable(
@@ -172,12 +174,18 @@ class WeightSeriesService(WeightSeriesServicer):
             await asyncio.sleep(MAINTAIN_EACH_S)
 
     async def _maintain(self, actor: SeriesActor) -> None:
-        await actor.apply_limits()
-        self._drop_if_idle(actor)
-
-    def _drop_if_idle(self, actor: SeriesActor) -> None:
         name = actor.series.name
-        is_over = actor.ended is not None or (not actor.series.head.epoch and actor.is_idle)
+        if self._actors.get(name) is not actor:
+            return
+        if actor.ended is not None:
+            # etcd may still have its versions: List and `clear` must know them.
+            try:
+                actor = await self._find(name)
+            except ShoalError as error:
+                log.warning("series_unreadable", series=name, reason=str(error))
+                return
+        await actor.apply_limits()
+        is_over = actor.ended is None and not actor.series.head.epoch and actor.is_idle
         if is_over and self._actors.get(name) is actor:
             del self._actors[name]
 
@@ -207,7 +215,7 @@ class WeightSeriesService(WeightSeriesServicer):
         return actor
 
     async def _opened(self, name: str) -> SeriesActor:
-        if len(self._actors) >= MAX_SERIES:
+        if name not in self._actors and len(self._actors) >= MAX_SERIES:
             raise Overloaded(
                 "this cluster already has the maximum number of series",
                 seen=f"{len(self._actors)} series",

@@ -33,15 +33,15 @@ class SeriesWriter:
         revision: Revision,
         *,
         layouts: Iterable[str] = (),
-        used_layouts: Iterable[str] = (),
     ) -> None:
-        """`revision`: the head's in etcd; 0 without one. `layouts`: digests with a chunk in etcd.
-        `used_layouts`: those of kept versions, which have all their chunks."""
+        """`revision`: the head's in etcd; 0 without one. `layouts`: digests with a chunk in
+        etcd."""
         self._store = store
         self._name = name
         self._revision = revision
         self._layouts = set(layouts)
-        self._whole_layouts = set(used_layouts)
+        self._whole_layouts: set[str] = set()
+        """Digests of the layouts that this writer has stored. Of others etcd may lack chunks."""
         self._newest_layout = ""
         """Digest of the newest layout, which the next version may use."""
         self._writing = asyncio.Lock()
@@ -94,8 +94,8 @@ class SeriesWriter:
         return stored.mod_revision if stored is not None and stored.value == head.value else None
 
     async def keep_layout(self, serialized: bytes) -> bytes:
-        """Store the layout of the next version, unless etcd has all its chunks; return its digest.
-        Raises what the store raises."""
+        """Store the layout of the next version, unless this writer has; return its digest. Raises
+        what the store raises."""
         digest = deflated_chunks.digest_of(serialized)
         async with self._writing:
             if digest not in self._whole_layouts:
@@ -179,14 +179,8 @@ def _parsed(
             broken[name] = error
             continue
         if stored is not None and head is not None:
-            writer = SeriesWriter(
-                store,
-                name,
-                head.mod_revision,
-                layouts=digests.get(name, ()),
-                used_layouts={v.layout_digest.hex() for v in stored.versions.values()},
-            )
-            series[name] = stored, writer
+            layouts = digests.get(name, ())
+            series[name] = stored, SeriesWriter(store, name, head.mod_revision, layouts=layouts)
     return series, broken
 
 

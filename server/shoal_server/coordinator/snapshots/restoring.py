@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import structlog
 
@@ -96,9 +97,11 @@ class SnapshotRestorer:
         library: SnapshotLibrary,
         number: int = 0,
         *,
+        cut_id: str = "",
         lost: Collection[ShardAssignment] | None = None,
     ) -> RestoreResult:
-        """Replace the job's shards by those of the snapshot `number` (0: the newest).
+        """Replace the job's shards by those of a snapshot (`number` and `cut_id`: see
+        `SnapshotLibrary.find`).
 
         `lost`: the lost shards that require the restore. Without them it is made on request.
 
@@ -111,7 +114,8 @@ class SnapshotRestorer:
         job = library.job
         self.under_way[job] += 1
         try:
-            return await self._restore(library, number, lost)
+            find = partial(library.find, number, cut_id)
+            return await self._restore(library, find, lost)
         finally:
             self.under_way -= Counter([job])
 
@@ -121,16 +125,21 @@ class SnapshotRestorer:
         return await restored_from.read(self._store, job)
 
     async def _restore(
-        self, library: SnapshotLibrary, number: int, lost: Collection[ShardAssignment] | None
+        self,
+        library: SnapshotLibrary,
+        find: Callable[[], Manifest],
+        lost: Collection[ShardAssignment] | None,
     ) -> RestoreResult:
         job = library.job
         await self._check_not_finished(job)
-        manifest = await asyncio.to_thread(library.find, number)
+        manifest = await asyncio.to_thread(find)
         layout = _checked(manifest)
         if lost is None:
             await self._check_unused(job)
         present = await self._loader.present(job)
-        source = RestoredFrom(url=library.storage.url, number=manifest.number)
+        source = RestoredFrom(
+            url=library.storage.url, number=manifest.number, cut_id=manifest.cut_id
+        )
         before, wanted = await self._replaced(manifest, layout, sorted(present), source, lost)
         try:
             wanted = await self._loader.load_all(library, manifest, wanted, present)

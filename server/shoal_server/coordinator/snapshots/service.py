@@ -110,19 +110,20 @@ class SnapshotService(SnapshotsServicer):
         library = await self._library("", job)
         manifests, damaged = await asyncio.to_thread(library.read_all)
         lineage = await self._taker.current_lineage(job)
-        own = [manifest.number for manifest in manifests if manifest.lineage == lineage]
+        own = [manifest for manifest in manifests if manifest.lineage == lineage]
         if own:
-            number = own[-1]
+            number, cut_id = own[-1].number, own[-1].cut_id
         elif (source := await self._restorer.restored_from(job)) is not None:
             # The present shards began with this snapshot, not with newer ones.
-            library, number = await self._library(source.url, job), source.number
+            library = await self._library(source.url, job)
+            number, cut_id = source.number, source.cut_id
         elif damaged:
             raise damaged[max(damaged)]
         else:
             # Those of other lineages are of an earlier run, or of another cluster.
             return _not_restored(f"No snapshot of its present shards is at {library.storage.url}")
         try:
-            restored = await self._restorer.restore(library, number, lost=lost)
+            restored = await self._restorer.restore(library, number, cut_id=cut_id, lost=lost)
         except UnknownSnapshot:
             return _not_restored(f"Its snapshot {number} is not at {library.storage.url} any more")
         age_s = time.time() - restored.manifest.taken_unix_s

@@ -117,7 +117,7 @@ class AssignmentMirror:
                 self._records.note_all([item for found in read for item in found])
                 if self._heads.get(job) == head:
                     return
-        self._records.note_listing(await self._store.range(keys.assignments(job)))
+        self._records.note_all((await self._store.range(keys.assignments(job))).items)
 
     async def change(self, job: str, shard_ids: Collection[int], wanted: Change) -> bool:
         """Replace these shards' assignments by what `wanted` returns; False if the job's records

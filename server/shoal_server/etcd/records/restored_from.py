@@ -13,6 +13,7 @@ from shoal_server.etcd.json_fields import Fields, UnreadableRecord
 class RestoredFrom:
     url: str
     number: int
+    cut_id: str
 
 
 def written(job: str, source: RestoredFrom) -> Put:
@@ -27,10 +28,12 @@ async def read(store: Keyspace, job: str) -> RestoredFrom | None:
         return None
     try:
         fields = Fields.parsed(found.value)
-        return RestoredFrom(url=fields.text("url"), number=fields.count("number"))
+        return RestoredFrom(
+            url=fields.text("url"), number=fields.count("number"), cut_id=fields.text("cut_id")
+        )
     except UnreadableRecord as error:
         raise InternalError(
             f"the record of what job {job} was restored from does not parse",
             seen=f"{found.value[:80]!r}, {error}",
-            expected='{"url": ..., "number": ...}',
+            expected='{"url": ..., "number": ..., "cut_id": ...}',
         ) from error

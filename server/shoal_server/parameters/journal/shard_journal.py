@@ -33,6 +33,9 @@ log = structlog.get_logger(__name__)
 LOOK_EACH_S = 1.0
 LONGEST_PAUSE_S = 8.0
 """Longest time between attempts to resume journaling."""
+LONGEST_SHORTEN_PAUSE_S = 60.0
+"""Longest time between attempts to replace a shard's old records: each may read the whole shard,
+and a damaged one stays unreadable."""
 MAX_WAITING_BYTES = 256 * 1024 * 1024
 """Bound on a shard's records that wait for its image; beyond it, pushes are refused as Overloaded.
 One shard at a time has such records."""
@@ -87,8 +90,11 @@ class ShardJournal:
         self._ends: dict[Key, Future[None]] = {}
         """End entries' futures, by shard."""
         self._one_image = asyncio.Lock()
-        """Held from taking an image until it is on disk: each open image may cost as much memory as
-        its shard."""
+        """Held from taking an image, or reading a shard to shorten its records, until the image is
+        on disk: each may cost as much memory as its shard."""
+        self._not_shortened: dict[Key, tuple[BackOff, float]] = {}
+        """Overdue shards whose records could not be replaced: pauses, and the time of the next
+        attempt on the event loop's clock."""
         self._tasks = SupervisedTasks()
 
     async def __aenter__(self) -> "ShardJournal":
@@ -250,9 +256,20 @@ class ShardJournal:
             await asyncio.sleep(LOOK_EACH_S)
             if self._journal.failure is None:
                 self._resume()
-            for key in self._journal.overdue():
+            await self._shorten_overdue()
+
+    async def _shorten_overdue(self) -> None:
+        overdue, loop = self._journal.overdue(), asyncio.get_running_loop()
+        failed, self._not_shortened = self._not_shortened, {}
+        for key in overdue:
+            pauses, again_s = failed.get(key) or (
+                BackOff(LOOK_EACH_S, LONGEST_SHORTEN_PAUSE_S),
+                0.0,
+            )
+            if loop.time() >= again_s:
                 try:
                     await self._shorten(key)
+                    continue
                 except ShoalError as error:
                     log.warning(
                         "journal_not_shortened", job=key[0], shard_id=key[1], reason=str(error)
@@ -261,6 +278,8 @@ class ShardJournal:
                     # The journal is unchanged; without this task it would fill the disk without a
                     # message.
                     log.exception("journal_not_shortened", job=key[0], shard_id=key[1])
+                again_s = loop.time() + pauses.pause_s()
+            self._not_shortened[key] = pauses, again_s
 
     async def _shorten(self, key: Key) -> None:
         if key in self._for_others:
@@ -283,13 +302,16 @@ class ShardJournal:
     async def _shorten_kept(self, key: Key) -> None:
         """Replace the records of a shard that is led elsewhere by an image of the shard: it may
         have to stay on this disk as long as its primary has no working journal."""
-        # As of now: the shard may be forgotten, and journaled anew, before the image is on disk.
-        number = self._journal.next_number
-        recovered = await self.read(*key)
-        if recovered is None:
-            return
-        put = partial(self._put_recovered, recovered, number)
-        await asyncio.get_running_loop().run_in_executor(self._pool, put)
+        async with self._one_image:
+            if key not in self._for_others:
+                return
+            # As of now: the shard may be forgotten, and journaled anew, before the image is on
+            # disk.
+            number = self._journal.next_number
+            recovered = await self._read(*key)
+            if recovered is not None:
+                put = partial(self._put_recovered, recovered, number)
+                await asyncio.get_running_loop().run_in_executor(self._pool, put)
 
     def _put_recovered(self, recovered: RecoveredShard[AnyShard], number: int) -> None:
         job, epoch = recovered.job, recovered.epoch
@@ -325,13 +347,15 @@ class ShardJournal:
     async def read(self, job: str, shard_id: int) -> RecoveredShard[AnyShard] | None:
         """Read a shard that this server does not serve; None if the journal lacks it, or cannot be
         read."""
-        loop = asyncio.get_running_loop()
-        read = partial(self._journal.read, job, shard_id, self._make)
         try:
-            return await loop.run_in_executor(self._pool, read)
+            return await self._read(job, shard_id)
         except (ShoalError, OSError) as error:
             log.error("journal_not_read", job=job, shard_id=shard_id, reason=str(error))
             return None
+
+    async def _read(self, job: str, shard_id: int) -> RecoveredShard[AnyShard] | None:
+        read = partial(self._journal.read, job, shard_id, self._make)
+        return await asyncio.get_running_loop().run_in_executor(self._pool, read)
 
     def release_job(self, job: str, but: Collection[int]) -> None:
         """Forget the job's shards that this server does not lead, except those in `but`."""

@@ -54,7 +54,7 @@ class SeriesRecords:
     async def refresh(self, series: str) -> None:
         """Read the newest records of a series. Raises what the store raises."""
         newest = await self._store.range(keys.series_head(series).removesuffix(HEAD))
-        self._mirror.note_listing(newest)
+        self._mirror.note_all(newest.items)
 
     def _put(self, name: str, record: Record) -> None:
         split = split_name(name)

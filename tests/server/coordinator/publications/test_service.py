@@ -346,6 +346,49 @@ async def test_a_series_that_another_process_wrote_ends_with_advice(
         assert raised.value.fix == "Try again: the record is then read again."
 
 
+async def refused_write(
+    world: "WorldWithServers", client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Publish a version, and end the series by etcd's refusal of the next one."""
+
+    async def refuse(transaction: Transaction) -> None:
+        if any(put.key == keys.series_head(SERIES) for put in transaction.puts):
+            raise MalformedMessage("the request is too large")
+
+    await world.published(client, 1)
+    with monkeypatch.context() as patch, pytest.raises(MalformedMessage, match="too large"):
+        patch.setattr(world.store, "before", refuse)
+        await client.contribute(world.put(part(2)))
+
+
+async def test_a_series_that_ended_is_removed_with_its_job(
+    world: WorldWithServers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with world.leading() as client:
+        await refused_write(world, client, monkeypatch)
+        assert await client.service.clear("rl", forgets_numbers=True)
+        assert await world.store.keys(keys.SERIES) == ()
+
+
+async def test_a_series_that_ended_is_read_again_and_stays_listed(
+    world: WorldWithServers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This is so too if the cluster has its maximum of series."""
+    monkeypatch.setattr(service_module, "MAINTAIN_EACH_S", 0.01)
+    monkeypatch.setattr(service_module, "MAX_SERIES", 1)
+
+    async def is_read_again() -> bool:
+        reply = await client.call(client.stub.List(pb.ListSeriesRequest(job="rl")))  # type: ignore[arg-type]
+        assert [each.series for each in reply.series] == [SERIES]  # type: ignore[attr-defined]
+        return client.service.series()[0].ended is None
+
+    async with world.leading() as client:
+        await refused_write(world, client, monkeypatch)
+        await until(is_read_again)
+        assert await client.service.clear("rl", forgets_numbers=True)
+        assert await world.store.keys(keys.SERIES) == ()
+
+
 async def test_servers_are_asked_although_one_leaves_the_mirror(world: WorldWithServers) -> None:
     """The record of a server may be dropped between the choice of servers and the first call."""
     world.servers["s1"].held.add(b"d")

@@ -8,7 +8,7 @@ from support.clusters.hooked_store import UnreliableStore
 from shoal_proto.errors import Unavailable
 from shoal_server.coordinator.publications.stored_series import SeriesWriter, read_one
 from shoal_server.core.publications.protocol import WriteSeries
-from shoal_server.core.publications.records import SeriesHead
+from shoal_server.core.publications.records import PublishedSegment, PublishedVersion, SeriesHead
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import Revision
 from shoal_server.etcd.leader_store import LeaderStore
@@ -17,7 +17,23 @@ from shoal_server.etcd.records.deflated_chunks import CHUNK_BYTES, digest_of
 SERIES = "rl/policy"
 
 
-async def test_a_layout_of_which_a_leader_has_put_one_chunk_is_put_whole_by_the_next() -> None:
+def version(layout_digest: bytes) -> PublishedVersion:
+    return PublishedVersion(
+        number=1,
+        epoch=1,
+        publication=1,
+        step=10,
+        layout_digest=layout_digest,
+        segments=(PublishedSegment(digest=bytes(16), num_bytes=0, holders=("s1",)),),
+        created_unix_s=1.0,
+    )
+
+
+@pytest.mark.parametrize("is_used", [False, True])
+async def test_a_layout_of_which_a_leader_has_put_one_chunk_is_put_whole_by_the_next(
+    is_used: bool,
+) -> None:
+    """This is so even if a kept version already uses the layout."""
     layout = os.urandom(2 * CHUNK_BYTES + 1)
     second = keys.series_layout_chunk(SERIES, digest_of(layout), 1)
     memory = UnreliableStore(lambda transaction: second in {put.key for put in transaction.puts})
@@ -30,6 +46,10 @@ async def test_a_layout_of_which_a_leader_has_put_one_chunk_is_put_whole_by_the_
     assert len(await store.keys(keys.series_layouts(SERIES))) == 1
 
     memory.fails = ""
+    if is_used:
+        used = version(bytes.fromhex(digest_of(layout)))
+        head = SeriesHead(number=1, epoch=1, kept=(1,))
+        assert await writer.write(WriteSeries(head=head, put=(used,)), [used])
     _, successor = await read_one(store, SERIES)
     digest = await successor.keep_layout(layout)
     assert await successor.read_layout(digest) == layout

@@ -570,10 +570,10 @@ def test_a_loss_that_was_accepted_while_storage_was_slow_is_not_restored(
     find, reading, may_read = SnapshotLibrary.find, threading.Event(), threading.Event()
     opened.callback(may_read.set)
 
-    def slow(library: SnapshotLibrary, number: int = 0) -> Manifest:
+    def slow(library: SnapshotLibrary, number: int = 0, cut_id: str = "") -> Manifest:
         reading.set()
         may_read.wait(20.0)
-        return find(library, number)
+        return find(library, number, cut_id)
 
     monkeypatch.setattr(SnapshotLibrary, "find", slow)
     with ThreadPoolExecutor(1) as pool:
@@ -618,20 +618,23 @@ def test_samples_that_were_trained_on_between_snapshot_and_restore_are_leased_ag
 def test_a_lost_job_is_restored_only_from_snapshots_of_its_own_lineage(
     opened: ExitStack, tmp_path: Path
 ) -> None:
-    """A newer snapshot at the same place is of another cluster, and those of an earlier run stay
-    behind when its records in etcd are gone."""
+    """A newer snapshot at the same place is of another cluster, as is one of the same number. Those
+    of an earlier run stay behind when its records in etcd are gone."""
     servers, snapshots = start(opened, tmp_path)
     service = snapshots.service(SnapshotPolicy(url=str(tmp_path / "snapshots")))
     member = pusher(opened, servers, "m")
     member.push()
     own = snapshots.take().manifest
-    snapshots.library.commit(replace(own, number=2, lineage="another"))
+    later_s = own.taken_unix_s + 1
+    other = replace(own, lineage="another", cut_id="another", taken_unix_s=later_s)
+    for number in (own.number, own.number + 1):
+        snapshots.library.commit(replace(other, number=number))
     # The restored shards have no snapshot of their own yet. If they are lost again, the same
     # snapshot is used.
     for _ in range(2):
         assert snapshots.restore_lost(service).is_restored
         source = servers.run(restored_from.read(servers.store, "job"))
-        assert source is not None and source.number == own.number
+        assert source is not None and (source.number, source.cut_id) == (own.number, own.cut_id)
     member.push()
     servers.run(servers.store.delete(keys.job_prefix("job"), prefix=True))
     tried = snapshots.restore_lost(service)

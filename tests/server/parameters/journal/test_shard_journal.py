@@ -5,7 +5,7 @@ import errno
 import os
 import struct
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -361,6 +361,65 @@ async def test_a_shard_that_is_kept_for_another_primary_does_not_fill_the_journa
     assert (found[0].epoch, found[0].state.version) == (3, 4)
     assert found[0].placement_id == "placement"
     assert found[1].state.version == led.state.version
+
+
+class OverdueJournal(Journal):
+    """Journal of a shard whose old records always fill the disk. Reads wait until `goes_on` is
+    set."""
+
+    def __init__(self, config: JournalConfig) -> None:
+        super().__init__(config)
+        self.num_looks = 0
+        self.num_reads = 0
+        self.goes_on = threading.Event()
+
+    def overdue(self) -> Sequence[tuple[str, int]]:
+        self.num_looks += 1
+        return (("job", 0),)
+
+    def read(self, *what: Any) -> Any:
+        self.num_reads += 1
+        self.goes_on.wait(LIMIT_S)
+        return super().read(*what)
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    await asyncio.to_thread(awaited, is_so, LIMIT_S, "the journal looks for overdue shards")
+
+
+async def test_a_kept_shard_is_read_to_be_shortened_while_no_image_is_open(tmp_path: Path) -> None:
+    """Otherwise two shards would be in memory once more."""
+    taken: list[ShardReplica] = []
+
+    async def take(replica: ShardReplica) -> ShardImage:
+        taken.append(replica)
+        return replica.image()
+
+    journal = OverdueJournal(JournalConfig(directory=tmp_path))
+    led = new_led(epoch=1, shard_id=1)
+    async with journaling(journal, take) as (kept, reports):
+        kept.keep([("job", 0)])
+        await until(lambda: journal.num_reads == 1)
+        kept.start_journaling(led)
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert not taken
+        journal.goes_on.set()
+        assert await reports.next() == 1
+        assert taken == [led]
+
+
+async def test_a_kept_shard_that_cannot_be_read_is_not_read_at_every_look(tmp_path: Path) -> None:
+    journal = OverdueJournal(JournalConfig(directory=tmp_path))
+    journal.goes_on.set()
+    async with journaling(journal) as (kept, _):
+        with new_led(epoch=1).image() as image:
+            journal.put_image("job", 1, image)
+        make_unreadable(tmp_path)
+        kept.keep([("job", 0)])
+        await until(lambda: journal.num_looks >= 40)
+        assert 1 < journal.num_reads < 20
+        assert kept.keeps("job", 0)
 
 
 def has_capacity(journal: Journal) -> bool:
