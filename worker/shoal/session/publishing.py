@@ -18,7 +18,7 @@ from shoal.weights.series import (
 )
 from shoal.weights.subscription import version_lookup
 from shoal_client.weights.publisher import SeriesPublisher
-from shoal_proto.errors import InvalidSpec
+from shoal_proto.errors import InvalidSpec, MemberDrained
 from shoal_proto.names import check_name
 from shoal_proto.v1 import weights_pb2
 
@@ -103,7 +103,10 @@ class SessionSeries:
         membership = self._controller.membership
 
         def is_over() -> bool:
-            return membership.failure is not None or membership.is_broken(generation.number)
+            failure = membership.failure
+            # The last publications of a drained member are to be committed, like its last step.
+            has_failed = failure is not None and not isinstance(failure, MemberDrained)
+            return has_failed or membership.is_broken(generation.number)
 
         return self._publications.publish(
             held, publisher, metadata, is_over=is_over, is_away=lambda: membership.away_s > AWAY_S
