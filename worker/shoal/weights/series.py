@@ -97,6 +97,8 @@ class Contributor(Protocol):
         on_replicated: Callable[[], None],
     ) -> weights_pb2.VersionRecord: ...
 
+    def report_failure(self, publication: int, failure: BaseException) -> None: ...
+
     def close(self) -> None: ...
 
 
@@ -388,11 +390,16 @@ class Publications:
                 self._enter(publisher)
             else:
                 self._tickets[0].await_end(LOOK_S)
-        writer = self._writers.take(part.num_bytes)
-        memory = torch.frombuffer(writer.buffer, dtype=torch.uint8)
-        part.copy_into(memory)
-        del memory
         contributors = self._contributors
+        contributor = contributors[self._num_sent % len(contributors)]
+        try:
+            writer = self._copied(part)
+        except BaseException as error:
+            # In the background, since a coordinator may be away.
+            threading.Thread(
+                target=contributor.report_failure, args=(number, error), daemon=True
+            ).start()
+            raise
 
         def abandon_if_over() -> None:
             if is_over():
@@ -401,7 +408,7 @@ class Publications:
         ticket = PendingPublication(number, held.step, self._look, abandon_if_over)
         publication = _Publication(
             contributors=contributors,
-            contributor=contributors[self._num_sent % len(contributors)],
+            contributor=contributor,
             part=part,
             writer=writer,
             ticket=ticket,
@@ -414,6 +421,11 @@ class Publications:
         name = f"publish-{ticket.publication}"
         threading.Thread(target=self._send, args=(publication,), name=name, daemon=True).start()
         return ticket
+
+    def _copied(self, part: RankPart) -> SegmentWriter:
+        writer = self._writers.take(part.num_bytes)
+        part.copy_into(torch.frombuffer(writer.buffer, dtype=torch.uint8))
+        return writer
 
     def _has_turn(self) -> bool:
         self._tickets = [each for each in self._tickets if not each.is_over]
@@ -478,8 +490,10 @@ class Publications:
         except ShoalError as error:
             text = str(error)[:500]
             log.warning("publication_failed", series=self.name, step=ticket.step, reason=text)
+            publication.contributor.report_failure(ticket.publication, error)
             ticket.failed(_ended(error) if publication.contributors.is_closed else error)
         except BaseException as error:
+            publication.contributor.report_failure(ticket.publication, error)
             what = f"series {self.name} was not published"
             ticket.failed(PublicationAbandoned(what, seen=repr(error)))
             raise
