@@ -129,10 +129,12 @@ class SeriesPublisher:
             self._abandoned = [*self._abandoned, publication][-MAX_ABANDONED:]
             raise
 
-    def report_failure(self, publication: int, failure: BaseException) -> None:
+    def report_failure(
+        self, publication: int, failure: BaseException, timeout_s: float = CALL_S
+    ) -> None:
         """Let the coordinator abandon the publication, since the other ranks wait for this part.
-        Tries for up to 2 * CALL_S, or until `close`. Does nothing if there are no other ranks, or
-        if it is abandoned already."""
+        Waits up to `timeout_s`, or until `close`, for a coordinator. Does nothing if there are no
+        other ranks, or if the failure is PublicationAbandoned: the coordinator knows of it."""
         is_known = isinstance(failure, PublicationAbandoned)
         if is_known or self._world == 1 or self._closing.is_set():
             return
@@ -140,7 +142,7 @@ class SeriesPublisher:
             if not self._epoch:
                 # The coordinator ignores reports of an earlier or unknown publisher.
                 with suppress(Overloaded):
-                    self.begin(CALL_S)
+                    self.begin(timeout_s)
             self._send_failure(publication, failure)
         except ShoalError as error:
             log.info("failure_not_reported", series=self._series, reason=str(error))

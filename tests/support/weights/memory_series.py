@@ -107,8 +107,11 @@ class MemoryContributor:
                 series.changed.wait(0.05)
         raise PublicationAbandoned("a rank of it was lost")
 
-    def report_failure(self, publication: int, failure: BaseException) -> None:
-        self._series.reported_failures.put((publication, failure))
+    def report_failure(
+        self, publication: int, failure: BaseException, timeout_s: float = 0.0
+    ) -> None:
+        if not self._closed and not isinstance(failure, PublicationAbandoned):
+            self._series.reported_failures.put((publication, failure))
 
     def close(self) -> None:
         self._closed = True

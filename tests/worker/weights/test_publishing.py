@@ -229,6 +229,20 @@ def test_a_publication_does_not_wait_for_others_without_a_coordinator(
     assert newest.publication > before.publication
 
 
+def test_a_publication_dropped_without_a_coordinator_is_reported_before_the_next_one(
+    series: MemorySeries,
+) -> None:
+    """Another rank that has reached the coordinator in time still waits for its parts."""
+    publications = Publications("job/policy", series.connect, SeriesOptions())
+    place = PublisherRank(number=1, rank=0, world_size=2)
+    before = [publications.publish(held(step, step, 0, 2), place) for step in (1, 2)]
+    newest = publications.publish(held(3.0, 3, 0, 2), place, is_away=lambda: True)
+    reported = [series.reported_failures.get(timeout=10) for _ in before]
+    assert [number for number, _ in reported] == [each.publication for each in before]
+    assert not newest.is_over
+    publications.close(waits=False)
+
+
 @pytest.mark.parametrize("call", ["prepare", "seal"])
 def test_a_failure_before_a_part_is_sent_is_reported(
     series: MemorySeries,

@@ -22,9 +22,10 @@ from shoal_proto.errors import InvalidSpec, MemberDrained
 from shoal_proto.names import check_name
 from shoal_proto.v1 import weights_pb2
 
-AWAY_S = 5.0
+AWAY_S = 15.0
 """Time without a coordinator after which training no longer waits for earlier publications. A
-successor mostly leads by then."""
+successor mostly leads by then: the leader's lease is 5 s. Less than `collective_s`, since other
+members wait in a collective meanwhile."""
 
 
 class SessionSeries:

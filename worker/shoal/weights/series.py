@@ -17,11 +17,13 @@ from shoal.layouts.base import shard_of
 from shoal.state.shards import TensorShard
 from shoal.weights.pieces import HeldTensor, HeldWeights, RankPart, check_dtype, part_of
 from shoal.weights.version import WeightVersion
+from shoal_client.weights.publisher import TIMEOUT_S
 from shoal_proto.errors import (
     DeadlineExceeded,
     InvalidSpec,
     PublicationAbandoned,
     ShoalError,
+    Unavailable,
 )
 from shoal_proto.numbers_given import as_index
 from shoal_proto.segments.sealed import Segment, SegmentWriter
@@ -97,7 +99,9 @@ class Contributor(Protocol):
         on_replicated: Callable[[], None],
     ) -> weights_pb2.VersionRecord: ...
 
-    def report_failure(self, publication: int, failure: BaseException) -> None: ...
+    def report_failure(
+        self, publication: int, failure: BaseException, timeout_s: float = ...
+    ) -> None: ...
 
     def close(self) -> None: ...
 
@@ -325,6 +329,9 @@ class _Publication:
     ticket: PendingPublication
     before: PendingPublication | None
     """The previous publication, which is to be committed first."""
+    dropped: Sequence[int]
+    """Numbers of the publications that this one replaces. Another rank may still wait for them: it
+    may have reached a coordinator sooner."""
     metadata: Mapping[str, str]
     tied: Mapping[str, str] | None
     """Further names of parameters, for a version with tables; else None."""
@@ -380,12 +387,14 @@ class Publications:
         self._enter(publisher)
         # Also without a turn: later numbers must be the same on all ranks.
         number = number or self._next_number(held.step)
+        dropped: list[int] = []
         while not self._has_turn():
             if is_over():
                 self._drop()
                 return _not_sent(number, held.step)
             if is_away():
                 # Not this one, which may be the last and so has to be committed later.
+                dropped = [each.publication for each in self._tickets]
                 self._drop()
                 self._enter(publisher)
             else:
@@ -413,6 +422,7 @@ class Publications:
             writer=writer,
             ticket=ticket,
             before=self._tickets[-1] if self._tickets else None,
+            dropped=dropped,
             metadata=own_metadata,
             tied=held.tied if self.options.tables else None,
         )
@@ -473,6 +483,10 @@ class Publications:
             # processors from it.
             segment = publication.writer.seal(publication.writer.digest_in_place())
             self._writers.prepare(publication.part.num_bytes)
+            for number in publication.dropped:
+                what = f"training went on without publication {number}"
+                why = Unavailable(what, seen="no coordinator", expected="a coordinator in time")
+                publication.contributor.report_failure(number, why, TIMEOUT_S)
             if publication.before is not None:
                 publication.before.await_turn(ORDER_S)
             try:
