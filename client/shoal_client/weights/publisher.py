@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 
 import structlog
 
@@ -39,7 +40,8 @@ MAX_FAILURE = 500
 
 
 class SeriesPublisher:
-    """Publisher of one rank's parts, for one thread at a time, except `close`."""
+    """Publisher of one rank's parts, for one thread at a time, except `close` and
+    `report_failure`."""
 
     def __init__(
         self,
@@ -99,7 +101,7 @@ class SeriesPublisher:
         timeout_s: float = TIMEOUT_S,
     ) -> pb.VersionRecord:
         """Publish this rank's part. Returns the version once the parts of all ranks are committed.
-        If that fails, the publication is abandoned, on all ranks.
+        If that fails, call `report_failure`: the other ranks wait for this part.
 
         `publication`: a number that must be the same on all ranks, and rise with each publication.
         `tied`, given by a single rank: the version also has the parameters and tables on the job's
@@ -126,10 +128,24 @@ class SeriesPublisher:
         except PublicationAbandoned:
             self._abandoned = [*self._abandoned, publication][-MAX_ABANDONED:]
             raise
+
+    def report_failure(
+        self, publication: int, failure: BaseException, timeout_s: float = CALL_S
+    ) -> None:
+        """Let the coordinator abandon the publication, since the other ranks wait for this part.
+        Waits up to `timeout_s`, or until `close`, for a coordinator. Does nothing if there are no
+        other ranks, or if the failure is PublicationAbandoned: the coordinator knows of it."""
+        is_known = isinstance(failure, PublicationAbandoned)
+        if is_known or self._world == 1 or self._closing.is_set():
+            return
+        try:
+            if not self._epoch:
+                # The coordinator ignores reports of an earlier or unknown publisher.
+                with suppress(Overloaded):
+                    self.begin(timeout_s)
+            self._send_failure(publication, failure)
         except ShoalError as error:
-            if self._world > 1 and not self._closing.is_set():
-                self._report_failure(publication, error)
-            raise
+            log.info("failure_not_reported", series=self._series, reason=str(error))
 
     def close(self) -> None:
         """Close every connection; a call in progress fails. A script's lease is released, or
@@ -179,25 +195,22 @@ class SeriesPublisher:
                 if self._closing.wait(back_off.pause_s(chance())):
                     raise
 
-    def _report_failure(self, publication: int, failure: ShoalError) -> None:
-        """Let the coordinator abandon the publication, since the other ranks wait for this part."""
+    def _send_failure(self, publication: int, failure: BaseException) -> None:
+        text = str(failure) if isinstance(failure, ShoalError) else repr(failure)
         request = pb.ContributePartRequest(
             publisher=self._publisher(),
             series=self._series,
             publication=publication,
             rank=self._rank,
             world=self._world,
-            failure=str(failure)[:MAX_FAILURE],
+            failure=text[:MAX_FAILURE],
         )
-        try:
-            self._coordinators.call(
-                lambda channel: WeightSeriesStub(channel).Contribute,
-                request,
-                timeout_s=CALL_S,
-                gives_up=self._closing.is_set,
-            )
-        except ShoalError as error:
-            log.info("failure_not_reported", series=self._series, reason=str(error))
+        self._coordinators.call(
+            lambda channel: WeightSeriesStub(channel).Contribute,
+            request,
+            timeout_s=CALL_S,
+            gives_up=self._closing.is_set,
+        )
 
     def _begin(self, timeout_s: float, *, is_ending: bool = False) -> pb.BeginPublicationReply:
         request = pb.BeginPublicationRequest(

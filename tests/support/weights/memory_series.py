@@ -1,6 +1,7 @@
 """A series in memory, in place of the coordinator and servers for publishers and readers."""
 
 import os
+import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +28,8 @@ class MemorySeries:
         """Set while contributions are accepted; otherwise they wait."""
         self.holds.set()
         self.failure: ShoalError | None = None
+        self.reported_failures = queue.Queue[tuple[int, BaseException]]()
+        """Publications that a rank reported as failed, with their errors."""
         self.reports: list[tuple[int, bytes]] = []
         self.leases: set[int] = set()
 
@@ -103,6 +106,12 @@ class MemoryContributor:
                     break
                 series.changed.wait(0.05)
         raise PublicationAbandoned("a rank of it was lost")
+
+    def report_failure(
+        self, publication: int, failure: BaseException, timeout_s: float = 0.0
+    ) -> None:
+        if not self._closed and not isinstance(failure, PublicationAbandoned):
+            self._series.reported_failures.put((publication, failure))
 
     def close(self) -> None:
         self._closed = True

@@ -5,13 +5,15 @@ from typing import Any
 
 import pytest
 import torch
+from support.weights.memory_series import MemorySeries
 from torch import nn
 
 import shoal
+from shoal.session import publishing
 from shoal.session.publishing import AWAY_S, SessionSeries
 from shoal.weights.pieces import HeldWeights, replicated_weights
-from shoal.weights.series import SeriesOptions
-from shoal_proto.errors import InvalidSpec, PublicationAbandoned
+from shoal.weights.series import PublisherRank, SeriesOptions
+from shoal_proto.errors import InvalidSpec, MemberDrained, PublicationAbandoned
 from shoal_proto.v1.identity_pb2 import Token
 
 
@@ -65,24 +67,29 @@ def test_a_relay_with_tables_is_refused_by_name() -> None:
 
 
 class Controller:
-    """Controller of the first of two members, whose coordinator is away."""
+    """Controller of the first member of a generation, whose coordinator is away."""
 
     member = SimpleNamespace(coordinators=["127.0.0.1:1"], spec=SimpleNamespace(job="rl"))
     membership = SimpleNamespace(
         failure=None, is_broken=lambda generation: False, away_s=AWAY_S + 1.0
     )
 
-    def __init__(self) -> None:
+    def __init__(self, world_size: int = 2) -> None:
         self.strategy = SimpleNamespace(synchronous=True, weights=self._weights)
-        self._step = 0
+        self._step, self._world_size = 0, world_size
 
     def present_or_next_generation(self, fields: dict[str, str]) -> Any:
-        return SimpleNamespace(number=1, rank=0, world_size=2, token=Token(job="rl"))
+        return SimpleNamespace(number=1, rank=0, world_size=self._world_size, token=Token(job="rl"))
 
     def _weights(self) -> HeldWeights:
         self._step += 1
         return replicated_weights(
-            {"w": torch.ones(2)}, {}, step=self._step, rank=0, world_size=2, tied={}
+            {"w": torch.ones(2)},
+            {},
+            step=self._step,
+            rank=0,
+            world_size=self._world_size,
+            tied={},
         )
 
 
@@ -98,3 +105,33 @@ def test_a_member_trains_on_without_a_coordinator() -> None:
     series.end(KeyboardInterrupt, KeyboardInterrupt(), None)
     with pytest.raises(PublicationAbandoned, match="or its session, ended"):
         tickets[2].wait("committed", 10)
+
+
+def test_the_last_publication_of_a_drained_member_is_awaited(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The member is asked to leave while its part is sent, and leaves after its step."""
+    memory, alone = MemorySeries(), PublisherRank(number=1, rank=0, world_size=1)
+    memory.holds.clear()
+
+    class DrainedMembership:
+        away_s, num_looks = 0.0, 0
+
+        def is_broken(self, generation: int) -> bool:
+            return False
+
+        @property
+        def failure(self) -> MemberDrained:
+            self.num_looks += 1
+            if self.num_looks == 2:
+                memory.holds.set()
+            return MemberDrained("a leaves job rl", seen="SIGTERM")
+
+    monkeypatch.setattr(publishing, "SeriesPublisher", lambda *_, **__: memory.connect(alone))
+    controller: Any = Controller(world_size=1)
+    controller.membership = DrainedMembership()
+    series = SessionSeries(controller, {}, "policy", SeriesOptions(), lambda call: None)
+    ticket = series.publish()
+    series.end(None, None, None)
+    version = ticket.wait("committed", 0)
+    assert version is not None and version.number == 1

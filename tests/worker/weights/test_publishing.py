@@ -229,6 +229,41 @@ def test_a_publication_does_not_wait_for_others_without_a_coordinator(
     assert newest.publication > before.publication
 
 
+def test_a_publication_dropped_without_a_coordinator_is_reported_before_the_next_one(
+    series: MemorySeries,
+) -> None:
+    """Another rank that has reached the coordinator in time still waits for its parts."""
+    publications = Publications("job/policy", series.connect, SeriesOptions())
+    place = PublisherRank(number=1, rank=0, world_size=2)
+    before = [publications.publish(held(step, step, 0, 2), place) for step in (1, 2)]
+    newest = publications.publish(held(3.0, 3, 0, 2), place, is_away=lambda: True)
+    reported = [series.reported_failures.get(timeout=10) for _ in before]
+    assert [number for number, _ in reported] == [each.publication for each in before]
+    assert not newest.is_over
+    publications.close(waits=False)
+
+
+@pytest.mark.parametrize("call", ["prepare", "seal"])
+def test_a_failure_before_a_part_is_sent_is_reported(
+    series: MemorySeries,
+    publications: Publications,
+    monkeypatch: pytest.MonkeyPatch,
+    call: str,
+) -> None:
+    """The other ranks wait for the part."""
+
+    def fail(*args: object) -> SegmentWriter:
+        raise Overloaded("memory is short")
+
+    monkeypatch.setattr(SegmentWriter, call, fail)
+    place = PublisherRank(number=1, rank=0, world_size=2)
+    with pytest.raises(Overloaded):
+        publications.publish(held(1.0, 1, 0, 2), place).wait("committed", 10)
+    publication, failure = series.reported_failures.get(timeout=10)
+    assert publication == 1 * series_module.STEP_PUBLICATIONS + 1
+    assert isinstance(failure, Overloaded)
+
+
 @pytest.mark.parametrize("closes", [False, True])
 def test_a_wait_for_a_publication_ends_with_its_generation(
     series: MemorySeries, *, closes: bool

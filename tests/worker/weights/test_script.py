@@ -71,6 +71,32 @@ def test_a_slow_publication_holds_up_neither_other_series_nor_the_end(
         assert publish("job/slow").wait("committed", LIMIT_S) is not None
 
 
+def test_a_publication_that_began_during_the_wait_is_committed_before_the_end(
+    series: dict[str, MemorySeries], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end has waited its first 30 s for the other thread's call."""
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def slow(*args: Any, **options: Any) -> Any:
+        begun.set()
+        assert goes_on.wait(LIMIT_S)
+        return held_state(*args, **options)
+
+    monkeypatch.setattr(script, "held_state", slow)
+    monkeypatch.setattr(script, "CLOSE_S", 0.01)
+    series["job/late"].holds.clear()
+    with ThreadPoolExecutor(2) as pool:
+        published = pool.submit(script.publish, "job/late", STATE, coordinator="here:1")
+        assert begun.wait(LIMIT_S)
+        ended = pool.submit(script.end_publishing, "job/late")
+        for each in (goes_on, series["job/late"].holds):
+            with pytest.raises(TimeoutError):
+                ended.result(0.3)
+            each.set()
+        ended.result(LIMIT_S)
+        assert published.result(LIMIT_S).wait("committed", 0) is not None
+
+
 def test_a_forked_process_does_not_release_the_series_of_its_parent(
     series: dict[str, MemorySeries], monkeypatch: pytest.MonkeyPatch
 ) -> None:

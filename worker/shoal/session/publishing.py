@@ -18,13 +18,14 @@ from shoal.weights.series import (
 )
 from shoal.weights.subscription import version_lookup
 from shoal_client.weights.publisher import SeriesPublisher
-from shoal_proto.errors import InvalidSpec
+from shoal_proto.errors import InvalidSpec, MemberDrained
 from shoal_proto.names import check_name
 from shoal_proto.v1 import weights_pb2
 
-AWAY_S = 5.0
+AWAY_S = 15.0
 """Time without a coordinator after which training no longer waits for earlier publications. A
-successor mostly leads by then."""
+successor mostly leads by then: the leader's lease is 5 s. Less than `collective_s`, since other
+members wait in a collective meanwhile."""
 
 
 class SessionSeries:
@@ -103,7 +104,10 @@ class SessionSeries:
         membership = self._controller.membership
 
         def is_over() -> bool:
-            return membership.failure is not None or membership.is_broken(generation.number)
+            failure = membership.failure
+            # The last publications of a drained member are to be committed, like its last step.
+            has_failed = failure is not None and not isinstance(failure, MemberDrained)
+            return has_failed or membership.is_broken(generation.number)
 
         return self._publications.publish(
             held, publisher, metadata, is_over=is_over, is_away=lambda: membership.away_s > AWAY_S

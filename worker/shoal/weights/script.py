@@ -183,11 +183,12 @@ class _PublishedSeries:
             # Another thread waits to publish: abandon its publication, and the one before it.
             self._is_ending.set()
             self._lock.acquire()
+        # A publication that began since has its own time to end.
+        self._is_ending.clear()
         try:
             if self._publications is not None:
                 self._publications.close()
                 self._publications = None
-            self._is_ending.clear()
         finally:
             self._lock.release()
 

@@ -17,11 +17,13 @@ from shoal.layouts.base import shard_of
 from shoal.state.shards import TensorShard
 from shoal.weights.pieces import HeldTensor, HeldWeights, RankPart, check_dtype, part_of
 from shoal.weights.version import WeightVersion
+from shoal_client.weights.publisher import TIMEOUT_S
 from shoal_proto.errors import (
     DeadlineExceeded,
     InvalidSpec,
     PublicationAbandoned,
     ShoalError,
+    Unavailable,
 )
 from shoal_proto.numbers_given import as_index
 from shoal_proto.segments.sealed import Segment, SegmentWriter
@@ -96,6 +98,10 @@ class Contributor(Protocol):
         tied: Mapping[str, str] | None,
         on_replicated: Callable[[], None],
     ) -> weights_pb2.VersionRecord: ...
+
+    def report_failure(
+        self, publication: int, failure: BaseException, timeout_s: float = ...
+    ) -> None: ...
 
     def close(self) -> None: ...
 
@@ -323,6 +329,9 @@ class _Publication:
     ticket: PendingPublication
     before: PendingPublication | None
     """The previous publication, which is to be committed first."""
+    dropped: Sequence[int]
+    """Numbers of the publications that this one replaces. Another rank may still wait for them: it
+    may have reached a coordinator sooner."""
     metadata: Mapping[str, str]
     tied: Mapping[str, str] | None
     """Further names of parameters, for a version with tables; else None."""
@@ -378,21 +387,28 @@ class Publications:
         self._enter(publisher)
         # Also without a turn: later numbers must be the same on all ranks.
         number = number or self._next_number(held.step)
+        dropped: list[int] = []
         while not self._has_turn():
             if is_over():
                 self._drop()
                 return _not_sent(number, held.step)
             if is_away():
                 # Not this one, which may be the last and so has to be committed later.
+                dropped = [each.publication for each in self._tickets]
                 self._drop()
                 self._enter(publisher)
             else:
                 self._tickets[0].await_end(LOOK_S)
-        writer = self._writers.take(part.num_bytes)
-        memory = torch.frombuffer(writer.buffer, dtype=torch.uint8)
-        part.copy_into(memory)
-        del memory
         contributors = self._contributors
+        contributor = contributors[self._num_sent % len(contributors)]
+        try:
+            writer = self._copied(part)
+        except BaseException as error:
+            # In the background, since a coordinator may be away.
+            threading.Thread(
+                target=contributor.report_failure, args=(number, error), daemon=True
+            ).start()
+            raise
 
         def abandon_if_over() -> None:
             if is_over():
@@ -401,11 +417,12 @@ class Publications:
         ticket = PendingPublication(number, held.step, self._look, abandon_if_over)
         publication = _Publication(
             contributors=contributors,
-            contributor=contributors[self._num_sent % len(contributors)],
+            contributor=contributor,
             part=part,
             writer=writer,
             ticket=ticket,
             before=self._tickets[-1] if self._tickets else None,
+            dropped=dropped,
             metadata=own_metadata,
             tied=held.tied if self.options.tables else None,
         )
@@ -414,6 +431,11 @@ class Publications:
         name = f"publish-{ticket.publication}"
         threading.Thread(target=self._send, args=(publication,), name=name, daemon=True).start()
         return ticket
+
+    def _copied(self, part: RankPart) -> SegmentWriter:
+        writer = self._writers.take(part.num_bytes)
+        part.copy_into(torch.frombuffer(writer.buffer, dtype=torch.uint8))
+        return writer
 
     def _has_turn(self) -> bool:
         self._tickets = [each for each in self._tickets if not each.is_over]
@@ -461,6 +483,10 @@ class Publications:
             # processors from it.
             segment = publication.writer.seal(publication.writer.digest_in_place())
             self._writers.prepare(publication.part.num_bytes)
+            for number in publication.dropped:
+                what = f"training went on without publication {number}"
+                why = Unavailable(what, seen="no coordinator", expected="a coordinator in time")
+                publication.contributor.report_failure(number, why, TIMEOUT_S)
             if publication.before is not None:
                 publication.before.await_turn(ORDER_S)
             try:
@@ -478,8 +504,10 @@ class Publications:
         except ShoalError as error:
             text = str(error)[:500]
             log.warning("publication_failed", series=self.name, step=ticket.step, reason=text)
+            publication.contributor.report_failure(ticket.publication, error)
             ticket.failed(_ended(error) if publication.contributors.is_closed else error)
         except BaseException as error:
+            publication.contributor.report_failure(ticket.publication, error)
             what = f"series {self.name} was not published"
             ticket.failed(PublicationAbandoned(what, seen=repr(error)))
             raise

@@ -21,9 +21,10 @@ SEGMENTS_A_WRITE = 4096
 """Segments after which a write revises no further version."""
 MAX_PENDING = 4
 """Unfinished publications of a series; a further publication abandons the oldest."""
-ABANDONED_AFTER_S = 90.0
-"""Time without a new part after which a publication is abandoned; servers free its segments later.
-"""
+ABANDONED_AFTER_S = 600.0
+"""Time without a new part after which a publication is abandoned. A rank may take this long to send
+its part: its client gives up and reports that, after the same time. If all its ranks are gone,
+servers have freed their segments before."""
 ABANDONED_KEPT = 16
 """Abandoned publications with a kept reason."""
 REPLACED_AFTER_S = 15.0

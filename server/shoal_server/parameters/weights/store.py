@@ -9,7 +9,8 @@ from shoal_proto.errors import Overloaded, StaleEpoch
 from shoal_proto.segments.sealed import Segment
 
 GRACE_S = 120.0
-"""Grace period, which is longer than any publication takes."""
+"""Grace period. It starts again with each put, which a rank repeats at shorter intervals until its
+publication is over."""
 MAX_UNDECIDED = 2
 """Bound on one rank's segments that no version has named yet: of the publication in progress, and
 of one that may never be complete."""

@@ -797,13 +797,32 @@ async def test_a_publication_ends_for_all_ranks_if_one_cannot_send_its_part(
             own = SeriesPublisher([client.address], SERIES, member, rank=rank, world=2)
             with closing(own):
                 segment = SegmentWriter(4).seal()
-                own.contribute(segment, pb.Layout(), publication=1, timeout_s=10.0)
+                try:
+                    own.contribute(segment, pb.Layout(), publication=1, timeout_s=10.0)
+                except ShoalError as error:
+                    own.report_failure(1, error)
+                    raise
 
         ranks = (asyncio.to_thread(publish, rank) for rank in range(2))
         waiting, failed = await asyncio.gather(*ranks, return_exceptions=True)
     assert isinstance(failed, Overloaded)
     assert isinstance(waiting, PublicationAbandoned)
     assert "rank 1 could not send its part" in waiting.what and "no memory left" in waiting.seen
+
+
+async def test_a_failure_before_a_ranks_first_part_ends_the_publication_for_all_ranks(
+    world: WorldWithServers,
+) -> None:
+    """The coordinator knows nothing of this generation yet."""
+    async with world.leading() as client:
+
+        def fail() -> None:
+            with closing(SeriesPublisher([client.address], SERIES, member, rank=1, world=2)) as own:
+                own.report_failure(1, MemoryError("no memory left"))
+
+        await asyncio.to_thread(fail)
+        with pytest.raises(PublicationAbandoned, match="no memory left"):
+            await client.contribute(world.put(part(1, world=2)))
 
 
 async def test_a_script_keeps_its_series_while_its_only_server_restarts() -> None:

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from shoal_client.weights.publisher import PART_S, TIMEOUT_S
 from shoal_server.core.publications import keeping
 from shoal_server.core.publications.holders import Holders, HoldsAnswer, StoreServer, servers_for
 from shoal_server.core.publications.limits import (
@@ -283,6 +284,19 @@ def test_an_incomplete_publication_is_abandoned() -> None:
     for number in range(2, 3 + MAX_PENDING):
         found = run.submit(contributed(number, world=2))
     assert refusals(found) == {"2.0": PublicationRefusal.ABANDONED}
+
+
+def test_a_part_may_take_as_long_as_its_rank_tries_to_send_it() -> None:
+    """Its segment is sent over a slow link. Waiting ranks send their parts again meanwhile."""
+    run = Run()
+    run.begin()
+    for attempt in range(int(TIMEOUT_S / PART_S)):
+        run.submit(contributed(1, world=2, call=f"attempt {attempt}"))
+        run.now_s += PART_S
+        assert refusals(run.submit(TimePassed())) == {}
+    run.submit(contributed(1, rank=1, world=2))
+    run.settle()
+    assert run.series.head.number == 1
 
 
 def test_parts_of_a_rejected_publication_are_refused() -> None:
