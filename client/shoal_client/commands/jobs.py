@@ -219,9 +219,9 @@ def reset_job(addresses: Sequence[str], job: str, job_secret: str = "") -> bool:
         coordinators.close()
 
 
-def phase_of(addresses: Sequence[str], job: str) -> str:
+def phase_of(addresses: Sequence[str], job: str, timeout_s: float = ANSWER_WITHIN_S) -> str:
     """Return the job's phase; empty: no such job. Raises Unavailable without a coordinator."""
-    standing = _standing_of(addresses, job)
+    standing = _standing_of(addresses, job, timeout_s)
     return standing.phase if standing is not None else ""
 
 
@@ -250,11 +250,13 @@ def check_not_finished(addresses: Sequence[str], job: str) -> None:
         )
 
 
-def _standing_of(addresses: Sequence[str], job: str) -> pb.JobStanding | None:
+def _standing_of(
+    addresses: Sequence[str], job: str, timeout_s: float = ANSWER_WITHIN_S
+) -> pb.JobStanding | None:
     coordinators = Coordinators(addresses)
     try:
         request = pb.GetJobRequest(job=job)
-        return coordinators.call(_get, request, timeout_s=ANSWER_WITHIN_S)
+        return coordinators.call(_get, request, timeout_s=timeout_s)
     except UnknownJob:
         return None
     finally:

@@ -262,24 +262,27 @@ class StatusClient:
 
 
 def status(config: StatusConfig) -> int:
-    """Print the jobs that the config selects."""
+    """Print the jobs that the config selects; return 1 if a job of the list cannot be shown yet.
+    Raises Unavailable if none can."""
     urls = config.address.urls()
     with StatusClient(urls) as client:
         every = [] if config.job else client.jobs()
         shown = every if config.every or config.as_json else _shown_by_default(every)
         names = [config.job] if config.job else [job["job"] for job in shown]
-        jobs = []
+        jobs, failed = [], list[Unavailable]()
         for name in names:
             try:
                 jobs.append({**client.job(name), **_shards(client, name)})
             except Unavailable as error:
-                if config.job:
-                    raise
-                print(error, file=sys.stderr)  # a new leader still reads this job
+                failed.append(error)  # a new leader still reads this job
+        if failed and not jobs:
+            raise failed[0]
+        for failure in failed:
+            print(failure, file=sys.stderr)
         scripts = [] if config.job else _series_without_job(client, [job["job"] for job in every])
     if config.as_json:
         print(json.dumps(jobs, indent=2))
-        return 0
+        return 1 if failed else 0
     console = Console()
     if not config.job and not every:
         console.print(f"The coordinator at {escape(urls)} has no jobs.")
@@ -291,7 +294,7 @@ def status(config: StatusConfig) -> int:
         jobs_have, them = ("job has", "it") if num_over == 1 else ("jobs have", "them")
         text = f"{num_over} more {jobs_have} ended: --all shows {them}, `shoal jobs` lists {them}"
         console.print(f"\n{text}")
-    return 0
+    return 1 if failed else 0
 
 
 def _series_without_job(client: StatusClient, jobs: Sequence[str]) -> list[Json]:

@@ -52,7 +52,7 @@ def test_status_shows_the_other_jobs_while_one_is_read(
     """A new leader reads interrupted jobs last. The other coordinators do not lead."""
     world.put(status_world.job("other"))
     world.unread.add("other")
-    assert shoal("status", "--http", url) == 0
+    assert shoal("status", "--http", url) == 1
     shown = capsys.readouterr()
     assert "digits" in shown.out
     assert "job other is being read from etcd" in shown.err

@@ -352,7 +352,7 @@ def test_hosts_get_one_order_to_drain_and_one_to_kill(
     expected: int,
 ) -> None:
     """Ctrl-C after the run has begun to end is not a second signal."""
-    monkeypatch.setattr(over_ssh, "phase_of", lambda addresses, job: "running")
+    monkeypatch.setattr(over_ssh, "phase_of", lambda addresses, job, limit_s: "running")
     reading, writing = os.pipe()
     os.close(reading)
     said: list[str] = []
@@ -396,7 +396,7 @@ def test_a_worker_that_is_killed_counts_only_after_its_job_was_completed(
     """An evaluation that was killed has no result. While the job trains, others go on without the
     killed worker. `phase`: the job's, when the launcher of the killed worker ends."""
     phases = iter([phase, "finished"])
-    monkeypatch.setattr(over_ssh, "phase_of", lambda addresses, job: next(phases))
+    monkeypatch.setattr(over_ssh, "phase_of", lambda addresses, job, limit_s: next(phases))
     lines = f"""case $2 in
         a) echo '{MARK}{{"exit_code": 137}}' ;;
         b) echo '{MARK}{{"exit_code": 0}}' ;;
@@ -416,7 +416,7 @@ def test_a_host_that_is_drained_counts_only_after_its_job_was_completed(
     """Ctrl-C in the last step: host a leaves, and host b completes the job. `phase`: the job's,
     when the launcher of host a ends."""
     phases = iter([phase, "finished"])
-    monkeypatch.setattr(over_ssh, "phase_of", lambda addresses, job: next(phases))
+    monkeypatch.setattr(over_ssh, "phase_of", lambda addresses, job, limit_s: next(phases))
     said: list[str] = []
     with fake_hosts("a,b", lines_after_ctrl_c(a=130, b=0), said.append) as hosts:
         assert hosts.run(hosts.connect()) == expected, said
@@ -428,7 +428,7 @@ def test_after_ctrl_c_one_wait_for_a_coordinator_is_enough(
     """Each wait for coordinators that are gone takes half a minute."""
     asked: list[str] = []
 
-    def phase_of(addresses: list[str], job: str) -> str:
+    def phase_of(addresses: list[str], job: str, limit_s: float) -> str:
         asked.append(job)
         raise Unavailable("no coordinator answers")
 

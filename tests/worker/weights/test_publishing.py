@@ -5,6 +5,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
@@ -229,17 +230,29 @@ def test_a_publication_does_not_wait_for_others_without_a_coordinator(
     assert newest.publication > before.publication
 
 
+@pytest.mark.parametrize("fails_at", ["", "prepare", "seal"])
 def test_a_publication_dropped_without_a_coordinator_is_reported_before_the_next_one(
-    series: MemorySeries,
+    series: MemorySeries, monkeypatch: pytest.MonkeyPatch, fails_at: str
 ) -> None:
-    """Another rank that has reached the coordinator in time still waits for its parts."""
+    """Another rank that has reached the coordinator in time still waits for its parts, also if the
+    next one fails."""
     publications = Publications("job/policy", series.connect, SeriesOptions())
     place = PublisherRank(number=1, rank=0, world_size=2)
     before = [publications.publish(held(step, step, 0, 2), place) for step in (1, 2)]
-    newest = publications.publish(held(3.0, 3, 0, 2), place, is_away=lambda: True)
+
+    def fail(*args: object) -> SegmentWriter:
+        raise Overloaded("memory is short")
+
+    if fails_at:
+        monkeypatch.setattr(SegmentWriter, fails_at, fail)
+    expected: AbstractContextManager[object] = nullcontext()
+    if fails_at == "prepare":
+        expected = pytest.raises(Overloaded)
+    with expected:
+        newest = publications.publish(held(3.0, 3, 0, 2), place, is_away=lambda: True)
+        assert fails_at or not newest.is_over
     reported = [series.reported_failures.get(timeout=10) for _ in before]
     assert [number for number, _ in reported] == [each.publication for each in before]
-    assert not newest.is_over
     publications.close(waits=False)
 
 

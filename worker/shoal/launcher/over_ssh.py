@@ -27,7 +27,7 @@ from shoal.launcher.output import ReaderGone, WorkerOutput
 from shoal.launcher.run_config import RunConfig, worker_files
 from shoal_client.certificates.authority import CertificateHolder
 from shoal_client.certificates.folder import CertificateFolder
-from shoal_client.commands.jobs import phase_of
+from shoal_client.commands.jobs import ANSWER_WITHIN_S, phase_of
 from shoal_client.host.reports import FINISHED
 from shoal_client.host.stop_orders import StopOrders, next_of
 from shoal_client.local.process import ChildCommand, Process, Supervisor
@@ -45,6 +45,8 @@ KILLED_S = 15.0
 """Time to end after a second Ctrl-C."""
 OUTPUT_S = 2.0
 END_S = 30.0
+PHASE_S = 5.0
+"""Time limit of a question about the job's phase once an order to end was given."""
 """Time to end after the workers' grace time."""
 LAST_LINES = 3
 VALID = timedelta(days=30)
@@ -368,8 +370,10 @@ class HostLaunchers:
         """The job's phase; empty if it is not known."""
         if self._is_phase_unknown:
             return ""
+        # A second Ctrl-C takes effect only after this call.
+        limit_s = PHASE_S if self._num_orders else ANSWER_WITHIN_S
         with suppress(ShoalError):
-            return phase_of(self._config.coordinators, self._config.job)
+            return phase_of(self._config.coordinators, self._config.job, limit_s)
         # A user who has pressed Ctrl-C waits once for coordinators that are gone, not per host.
         self._is_phase_unknown = self._num_orders > 0
         return ""

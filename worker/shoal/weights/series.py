@@ -4,7 +4,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -404,10 +404,14 @@ class Publications:
         try:
             writer = self._copied(part)
         except BaseException as error:
+            failure = error
+
+            def report() -> None:
+                _report_dropped(contributor, dropped)
+                contributor.report_failure(number, failure)
+
             # In the background, since a coordinator may be away.
-            threading.Thread(
-                target=contributor.report_failure, args=(number, error), daemon=True
-            ).start()
+            threading.Thread(target=report, daemon=True).start()
             raise
 
         def abandon_if_over() -> None:
@@ -481,12 +485,9 @@ class Publications:
         try:
             # Not during the copy: the trainer waits for the copy, and a digest would take
             # processors from it.
+            _report_dropped(publication.contributor, publication.dropped)
             segment = publication.writer.seal(publication.writer.digest_in_place())
             self._writers.prepare(publication.part.num_bytes)
-            for number in publication.dropped:
-                what = f"training went on without publication {number}"
-                why = Unavailable(what, seen="no coordinator", expected="a coordinator in time")
-                publication.contributor.report_failure(number, why, TIMEOUT_S)
             if publication.before is not None:
                 publication.before.await_turn(ORDER_S)
             try:
@@ -522,6 +523,13 @@ class Publications:
                 ticket.await_end(CLOSE_S)
         self._drop()
         self._writers.close()
+
+
+def _report_dropped(contributor: Contributor, dropped: Iterable[int]) -> None:
+    for number in dropped:
+        what = f"training went on without publication {number}"
+        why = Unavailable(what, seen="no coordinator", expected="a coordinator in time")
+        contributor.report_failure(number, why, TIMEOUT_S)
 
 
 def _not_sent(publication: int, step: int) -> PendingPublication:
