@@ -77,6 +77,8 @@ class Case:
     nodes: SlurmNodes
     name: str
     strategy: str = "ddp"
+    pause_s: float = 0.1
+    """Time of each step. There are 400."""
     job_id: str = ""
     facts: dict[str, object] = field(default_factory=dict)
     folders_before: dict[str, set[str]] = field(default_factory=dict)
@@ -107,7 +109,7 @@ class Case:
             f"--nodes={num_nodes}",
             *options,
             str(SCRIPT),
-            *("train.py", self.strategy, "0.1"),
+            *("train.py", self.strategy, str(self.pause_s)),
             cwd=self.folder,
             **({"PARAMETER_SERVERS": "0"} | variables),
         )
@@ -282,6 +284,7 @@ def requeue(case: Case) -> None:
 
 def time_limit(case: Case) -> None:
     """The time limit comes, with a notice of 60 s: the job requeues itself and continues."""
+    case.pause_s = 0.5  # the training must not end before the notice
     case.submit(2, "--time=2", "--signal=TERM@60")
     case.await_steps(2)
     last = case.await_restart(within_s=150.0)
