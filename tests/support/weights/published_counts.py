@@ -39,7 +39,7 @@ with shoal.join() as session:
             continue
         ticket = series.publish(metadata={{"by": session.rank}})
         if done.exists():
-            break
+            session.stop("the file exists")
         time.sleep(0.1)
     version = series.publish(metadata={{"last": "yes"}}).wait("committed", timeout=60)
     print("ended at version", version.number, "of step", version.step, flush=True)
