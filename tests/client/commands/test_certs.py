@@ -219,7 +219,7 @@ def test_a_repeated_renewal_goes_on_after_an_error(
 def test_a_renewal_whose_message_cannot_be_printed_has_succeeded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """After a failed renewal all certificates would be issued again each minute."""
+    """A failed renewal would issue all certificates again each minute."""
     folder = tmp_path / "certs"
     certs(folder, "init")
     certificates: set[bytes] = set()

@@ -171,7 +171,7 @@ def test_a_slow_page_is_asked_for_the_member_again(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_page_that_does_not_answer_in_time_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is not taken for a wrong address."""
+    """A slow answer is not reported as a wrong address."""
     monkeypatch.setattr(status, "ANSWER_WITHIN_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"

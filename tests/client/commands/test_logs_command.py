@@ -49,7 +49,7 @@ def test_a_launcher_that_does_not_answer_hides_no_other_members_lines(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Its lines follow once it answers. Without any answer the command fails."""
+    """The silent launcher's lines follow once it answers. The command fails if none answers."""
     monkeypatch.setenv("SHOAL_LOG_DIR", str(tmp_path))
     world.printed |= {name: [f"line of {name}"] for name in ("w0", "w1", "w2")}
     world.silent = {"w1"}

@@ -80,7 +80,7 @@ def test_logs_are_kept_after_a_failure(
 def test_a_demo_that_fails_without_logs_names_no_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """For example, etcd is not installed."""
+    """The demo fails before its first part starts, for example without etcd."""
 
     def train(
         plans: Sequence[DemoPlan], directory: Path, console: Console, tls: LocalTls | None

@@ -133,7 +133,7 @@ def test_down_without_a_record_asks_for_hosts(shoal: Shoal) -> None:
 
 
 def test_a_damaged_record_is_overcome_by_naming_the_hosts(shoal: Shoal, tmp_path: Path) -> None:
-    """As the error of `shoal down` without hosts says."""
+    """The error of `shoal down` without hosts gives this advice."""
     record = ControlPlaneHosts(names=(), directory=str(tmp_path / "plane")).here / RECORD
     record.parent.mkdir(parents=True)
     record.touch()

@@ -129,8 +129,8 @@ async def test_the_next_leader_knows_how_the_last_member_of_a_job_ended() -> Non
 async def test_a_coordinator_that_leads_again_counts_its_history_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It has stored its charts and pauses in its earlier term, and continues them as another
-    coordinator would. A run that ended meanwhile leaves nothing."""
+    """The coordinator has stored charts and pauses in its earlier term, and continues them as
+    another coordinator would. A run that ended meanwhile leaves nothing."""
 
     async def idle(self: HistoryKeeper) -> None:
         await asyncio.Event().wait()
@@ -238,7 +238,7 @@ async def test_no_charts_are_written_for_a_removed_job() -> None:
 
 
 async def test_a_removed_job_is_forgotten() -> None:
-    """Its charts stay no longer in memory, and those of the next job of this name are read."""
+    """The job's charts leave the memory, and those of the next job of this name are read."""
     store = MemoryStore()
     async with served(store) as world:
         (member,) = await world.training("a")

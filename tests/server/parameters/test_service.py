@@ -337,7 +337,7 @@ async def test_a_replaced_member_is_fenced_at_once(world: World) -> None:
 
 
 async def test_a_member_that_is_replaced_during_its_push_changes_no_more(world: World) -> None:
-    """Its key in etcd changes when one shard is applied and half of the other has arrived."""
+    """The member's key in etcd changes when one shard is applied and half of the other has come."""
     await create(world, SMALL, LARGE)
     first, second = (list(pieces(i, full(i, -1.0))) for i in (SMALL, LARGE))
     is_gone = asyncio.Event()

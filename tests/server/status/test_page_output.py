@@ -54,8 +54,7 @@ async def test_a_members_dialog_shows_its_output(
 async def test_no_line_is_missing_once_the_dialog_is_full(
     world: World, server: StatusServer, page: Page
 ) -> None:
-    """Of earlier lines only those are shown for which there is space; new lines follow the newest
-    one."""
+    """The page shows as many earlier lines as it has space for; new lines follow the newest one."""
     world.printed["w1"] = [f"line {number}" for number in range(6000)]
     await page.goto(f"{server.url}/?job=digits")
     await page.get_by_role("button", name="w1", exact=True).click()

@@ -661,7 +661,7 @@ def test_a_worker_that_fails_after_its_job_was_completed_fails_the_run(
 
 
 def test_a_worker_that_was_asked_to_leave_and_failed_is_not_started_again(shoal_run: Run) -> None:
-    """Its error is not a failure of a job that the others complete."""
+    """The worker's error does not fail a job that the others complete."""
     ends = "from shoal_client.liveness.beat_board import MembershipEnding\n"
     ends += "member.endswith('-1') and sys.exit()\n"
     ends += "slot = joins(); slot.withdraw(); slot.end(MembershipEnding.DRAINED); sys.exit(1)"

@@ -42,7 +42,7 @@ def test_lines_for_a_full_disk_are_lost(
     output: WorkerOutput,
     noted: list[ReaderGone],
 ) -> None:
-    """One message says so."""
+    """A single message reports the error."""
     with open_at(os.open("/dev/full", os.O_WRONLY)) as stdout:
         monkeypatch.setattr(sys, "stdout", stdout)
         output.print("first")

@@ -110,7 +110,7 @@ async def test_a_restore_is_repeated_while_its_storage_is_unavailable(
 async def test_a_job_without_lost_shards_is_not_restored_when_its_turn_comes(
     opened: Opened,
 ) -> None:
-    """Its loss ends while the restores of four other jobs hang."""
+    """The loss ends while the restores of four other jobs hang."""
     hang = {f"slow{i}": asyncio.Event() for i in range(automatic_restores.RESTORES_AT_ONCE)}
     storages = opened({**hang, "mended": RESTORED, "lost": NO_SNAPSHOT})
     for job in storages.answers:

@@ -287,7 +287,7 @@ def test_an_incomplete_publication_is_abandoned() -> None:
 
 
 def test_a_part_may_take_as_long_as_its_rank_tries_to_send_it() -> None:
-    """Its segment is sent over a slow link. Waiting ranks send their parts again meanwhile."""
+    """The segment is sent over a slow link. Waiting ranks send their parts again meanwhile."""
     run = Run()
     run.begin()
     for attempt in range(int(TIMEOUT_S / PART_S)):

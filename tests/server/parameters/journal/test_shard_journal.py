@@ -339,8 +339,8 @@ async def test_one_image_at_a_time_is_open_and_keeps_records(
 async def test_a_shard_that_is_kept_for_another_primary_does_not_fill_the_journal(
     tmp_path: Path,
 ) -> None:
-    """Its records are replaced by an image, as those of led shards are. So pushes are taken again,
-    and the disk still has the shard as it was."""
+    """An image replaces the shard's records, as for led shards. So pushes are taken again, and the
+    disk still has the shard as it was."""
     config = JournalConfig(directory=tmp_path, segment_bytes=500, max_bytes=2000)
     journal = Journal(config)
     async with journaling(journal) as (kept, reports), asyncio.timeout(LIMIT_S):
