@@ -44,27 +44,31 @@ function morph(old, fresh) {
     old.replaceWith(fresh);
     return;
   }
-  // Another script fills this element.
-  const keeps = old.dataset && old.dataset.keeps;
-  if (keeps !== (fresh.dataset && fresh.dataset.keeps)) {
-    old.replaceWith(fresh);
-    return;
-  }
-  if (keeps !== undefined) return;
   if (old.nodeType === Node.TEXT_NODE) {
     if (old.data !== fresh.data) old.data = fresh.data;
     return;
   }
-  for (const { name } of [...old.attributes]) {
+  // Another script fills this element.
+  const keeps = old.getAttribute("data-keeps");
+  if (keeps !== fresh.getAttribute("data-keeps")) {
+    old.replaceWith(fresh);
+    return;
+  }
+  if (keeps !== null) return;
+  for (const name of old.getAttributeNames()) {
     const belongsToTheReader = name === "open" && old.nodeName === "DETAILS";
     if (!fresh.hasAttribute(name) && name !== "style" && !belongsToTheReader) {
       old.removeAttribute(name);
     }
   }
-  for (const { name, value } of [...fresh.attributes]) {
+  for (const name of fresh.getAttributeNames()) {
+    const value = fresh.getAttribute(name);
     if (name !== "style" && old.getAttribute(name) !== value) old.setAttribute(name, value);
   }
-  if (old.style.cssText !== fresh.style.cssText) old.style.cssText = fresh.style.cssText;
+  // Asked for only where there is one: to read a style costs more than the rest of the comparison.
+  if ((old.hasAttribute("style") || fresh.hasAttribute("style")) && old.style.cssText !== fresh.style.cssText) {
+    old.style.cssText = fresh.style.cssText;
+  }
   morphChildren(old, [...fresh.childNodes]);
 }
 
