@@ -7,10 +7,10 @@ A real coordinator on a real etcd. Simulated members as in bench/membership.py a
 heartbeats over gRPC and report their health. Everything shares the cores of this machine.
 
 `page_first_paint_s`: CPU time of the page's main thread, from a trace of Chromium's, from opening
-the page until all of it is shown. `page_update_s`: CPU time of one update; the page has one a second.
-`page_update_all_members_s`: the same with all members shown. `page_viewers_20_cores`: extra CPU
-cores of the coordinator for 20 open pages, half of them of the large job. `page_bytes_per_s`: bytes
-sent to one of them in a second.
+the page until all of it is shown. `page_update_s`: CPU time of one update; the page has one a
+second. `page_update_all_members_s`: the same with all members shown. `page_viewers_20_cores`: extra
+CPU cores of the coordinator for 20 open pages, half of them of the large job. `page_bytes_per_s`:
+bytes sent to one of them in a second.
 """
 
 import asyncio

@@ -3,9 +3,7 @@
 import re
 from collections.abc import Mapping
 
-_NOT_SHOWN = frozenset(
-    {"schema", "torch", "backend", "device", "nccl", "reconfigure", "validators", "registered"}
-)
+_NOT_SHOWN = frozenset({"schema", "torch", "backend", "device", "nccl", "validators", "registered"})
 """Fields that describe the model's parts, or the hardware and software."""
 _ORDER = ("strategy", "global_batch", "epochs", "optimizer", "lr", "weight_decay")
 _OPTIMIZER = re.compile(r"(\w+)\((.*)\)")

@@ -261,11 +261,9 @@ def many_generations(
     rank: int,
     world_size: int,
     number: int,
-    *,
-    reconfigures: bool = False,
 ) -> None:
     """Make and leave groups one after another, every second one in the middle of a step."""
-    backend = GlooBackend(reconfigures=reconfigures)
+    backend = GlooBackend()
     ticks = [time.perf_counter()]
     over = threading.Event()
 
@@ -352,7 +350,6 @@ class Run:
     """Host that the member reports."""
     address: str = ""
     """Address that the member reports."""
-    reconfigure: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -377,7 +374,6 @@ def session_of(run: Run) -> Session:
         max_members=run.max_members,
         desired_members=run.desired_members,
         address=run.address,
-        reconfigure=run.reconfigure,
     )
     return Session(Elsewhere(**vars(config), host=run.host) if run.host else config)
 

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 from shoal.backends.process_group.interface import Backend
-from shoal.torch_private.c10d import CAN_RECONFIGURE
 from shoal_proto.errors import InvalidSpec
 
 ELASTIC = ("gloo", "nccl", "in-memory")
@@ -21,14 +20,11 @@ _MPI_VARIABLES = (
 )
 
 
-def backend_for(
-    device_type: str, name: str | None = None, *, reconfigures: bool = False
-) -> Backend:
+def backend_for(device_type: str, name: str | None = None) -> Backend:
     """Return the backend of a session whose model is on this kind of device ("cpu", "cuda").
 
     `name`: "gloo", "nccl" or "in-memory"; the default is NCCL for CUDA and Gloo for all else.
-    `reconfigures`: each generation reconnects the group of the previous one. Raises InvalidSpec for
-    an unknown name or a missing requirement.
+    Raises InvalidSpec for an unknown name or a missing requirement.
     """
     name = name or ("nccl" if device_type == "cuda" else "gloo")
     if name not in ELASTIC:
@@ -39,30 +35,10 @@ def backend_for(
             seen=f"a model on {device_type}",
             expected="a model on cuda",
         )
-    if reconfigures:
-        check_reconfigures(name)
-    return _make(name, reconfigures=reconfigures)
+    return _make(name)
 
 
-def check_reconfigures(backend: str) -> None:
-    """Raise InvalidSpec if groups of this backend ("": unknown) cannot be reconfigured."""
-    if not CAN_RECONFIGURE:
-        raise InvalidSpec(
-            "reconfigure=True: this torch cannot reconfigure a process group",
-            seen=f"torch {torch.__version__}",
-            expected="torch 2.14 or newer",
-            fix="Leave reconfigure out: each generation then makes a new group.",
-        )
-    if backend not in ("", "gloo"):
-        raise InvalidSpec(
-            f"reconfigure=True: groups of the backend {backend} are not reconfigured",
-            seen=backend,
-            expected="gloo",
-            fix="Leave reconfigure out: each generation then makes a new group.",
-        )
-
-
-def _make(name: str, *, reconfigures: bool) -> Backend:
+def _make(name: str) -> Backend:
     # A backend registers itself with torch, and may need packages that are not installed.
     if name == "nccl":
         from shoal.backends.network.nccl import NcclBackend  # noqa: PLC0415
@@ -74,7 +50,7 @@ def _make(name: str, *, reconfigures: bool) -> Backend:
         return InMemoryBackend()
     from shoal.backends.network.gloo import GlooBackend  # noqa: PLC0415
 
-    return GlooBackend(reconfigures=reconfigures)
+    return GlooBackend()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,6 @@ from pathlib import Path
 import structlog
 import torch
 
-from shoal.backends.choice import check_reconfigures
 from shoal_client.connection.admission import ADMISSION_S, ADMISSION_VARIABLE, admission_s
 from shoal_client.connection.coordinators import own_address
 from shoal_client.connection.reach import CHOICES
@@ -75,9 +74,6 @@ class JoinConfig:
     backend: str = ""
     """Transport of collectives: "gloo", "nccl" or "in-memory"; empty: NCCL for a model on CUDA,
     else Gloo."""
-    reconfigure: bool = False
-    """True: each generation reconfigures the previous process group instead of making a new one.
-    Needs torch 2.14 or newer, and Gloo; must be the same on all members."""
     local_rank: int = 0
     """Index of this worker among those of its launcher on this host. If the worker sees several
     GPUs, it uses the one with this index."""
@@ -107,8 +103,6 @@ class JoinConfig:
                 seen=repr(self.check_peers),
                 expected=", ".join(CHOICES),
             )
-        if self.reconfigure:
-            check_reconfigures(self.backend)
         self._check_alone()
         for address in self.coordinators:
             if not _ADDRESS.fullmatch(address):
@@ -214,7 +208,6 @@ def read_config(
         address=text("address", "SHOAL_ADDRESS"),
         check_peers=text("check_peers", "SHOAL_CHECK_PEERS") or "auto",
         backend=text("backend", "SHOAL_BACKEND"),
-        reconfigure=_is_on("SHOAL_RECONFIGURE", text("reconfigure", "SHOAL_RECONFIGURE")),
         local_rank=number("local_rank", "SHOAL_LOCAL_RANK", number("", "LOCAL_RANK", 0)),
         local_world_size=number(
             "local_world_size", "SHOAL_LOCAL_WORLD_SIZE", number("", "LOCAL_WORLD_SIZE", 1)
@@ -228,12 +221,6 @@ def read_config(
         ),
         secrets=member_secrets(environment),
     )
-
-
-def _is_on(variable: str, text: str) -> bool:
-    if text.lower() not in ("", "0", "1", "false", "true"):
-        raise InvalidSpec(f"bad {variable}", seen=repr(text[:40]), expected="1 or 0")
-    return text.lower() in ("1", "true")
 
 
 def shoal_version() -> str:

@@ -73,8 +73,6 @@ class DistributeOptions:
 
     local_rank: LocalRank
     backend: str
-    reconfigures: bool
-    """True if a generation reconfigures the previous process group instead of making a new one."""
     validators: ValidatorSet
     checkpoints: Checkpoints | None
     keyed_dropout: bool
@@ -241,17 +239,8 @@ class Distribution:
     def _choose_backend(
         self, chosen: Strategy, device: torch.device, options: DistributeOptions
     ) -> None:
-        if options.reconfigures:
-            if not chosen.synchronous:
-                raise InvalidSpec(
-                    f"reconfigure=True: strategy {chosen.name} has no process group",
-                    expected="a strategy whose members take each step together, such as ddp",
-                )
-            # A field of the proposal: the two kinds of group cannot connect to each other.
-            self.fields["reconfigure"] = "true"
         if chosen.synchronous:
-            name, reconfigures = options.backend or None, options.reconfigures
-            chosen.use_backend(backend_for(device.type, name, reconfigures=reconfigures))
+            chosen.use_backend(backend_for(device.type, options.backend or None))
 
     def _keep_checkpoints(self, chosen: Strategy, checkpoints: Checkpoints | None) -> None:
         # "none" too: an optional field is compared only between members that state it.

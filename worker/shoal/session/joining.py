@@ -30,7 +30,6 @@ def join(
     address: str | None = None,
     check_peers: str | None = None,
     backend: str | None = None,
-    reconfigure: bool | None = None,
     validators: Iterable[Validator] = (),
     trackers: Iterable[Tracker] = (),
 ) -> Session:
@@ -43,8 +42,6 @@ def join(
     - SHOAL_CHECK_PEERS: "auto" (before a generation, members on different hosts check that they
       reach each other, unless they have trained together), "always" (on one host too) or "never".
     - SHOAL_BACKEND: "gloo", "nccl" or "in-memory"; by default NCCL for a model on CUDA, else Gloo.
-    - SHOAL_RECONFIGURE: with 1, each generation reconfigures the previous process group instead of
-      making a new one. Needs torch 2.14 or newer and Gloo; must be the same on all members.
     - SHOAL_TLS_CA, SHOAL_TLS_CERT and SHOAL_TLS_KEY, or SHOAL_TLS (a folder made by `shoal certs`):
       turn TLS on. Not needed for a cluster that this user has started on this machine.
 
@@ -66,7 +63,6 @@ def join(
         "address": address,
         "check_peers": check_peers,
         "backend": backend,
-        "reconfigure": reconfigure,
     }
     _check_not_imported_by_a_child()
     _set_log_level(os.environ)

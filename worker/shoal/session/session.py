@@ -253,7 +253,6 @@ class Session:
         options = DistributeOptions(
             local_rank=self._local_rank,
             backend=self._config.backend,
-            reconfigures=self._config.reconfigure,
             validators=ValidatorSet(validators_of(self._validators), self.member_id),
             checkpoints=checkpoints,
             keyed_dropout=keyed_dropout,

@@ -36,56 +36,9 @@ def gloo_options(address: str, *, timeout_s: float) -> Any:
     """Return options of a Gloo group that connects from this address, with this timeout."""
     make: Any = ProcessGroupGloo
     options = make._Options()
-    _connect_from(options, address, timeout_s)
-    return options
-
-
-def _connect_from(options: Any, address: str, timeout_s: float) -> None:
-    make: Any = ProcessGroupGloo
     options._devices = [make.create_device(hostname=address)]
     options._timeout = timedelta(seconds=timeout_s)
-
-
-CAN_RECONFIGURE = hasattr(_native, "ReconfigureOptions")
-"""True if this torch can connect an existing group to other members: from 2.14 on."""
-
-
-class ReconfigurableGloo:
-    """A Gloo group that can connect to other members; it keeps its store."""
-
-    def __init__(
-        self, store: Store, rank: int, world_size: int, *, address: str, timeout_s: float
-    ) -> None:
-        make: Any = ProcessGroupGloo
-        self._options = gloo_options(address, timeout_s=timeout_s)
-        self._options.enable_reconfigure = True
-        self.gloo: Any = make(store, rank, world_size, self._options)
-
-    def renew(self, *, address: str, timeout_s: float) -> None:
-        """Use a new listener, and this timeout, from the next `reconfigure` on."""
-        # The group reads these options whenever it connects.
-        _connect_from(self._options, address, timeout_s)
-
-    def handle(self) -> str:
-        """Return this member's handle, which all members pass to `reconfigure`."""
-        handle: str = self.gloo.get_reconfigure_handle()
-        return handle
-
-    def reconfigure(self, number: int, handles: list[str], *, timeout_s: float) -> None:
-        """Connect to the members with these handles, by rank; `number` must not be used twice.
-
-        Raises RuntimeError if that fails; then no member may use the group.
-        """
-        native: Any = _native
-        options = native.ReconfigureOptions()
-        options.uuid, options.handles = number, handles
-        options.timeout = timedelta(seconds=timeout_s)
-        self.gloo.reconfigure(options).wait()
-
-
-def reconfigured_address_key(number: int, rank: int) -> str:
-    """Return the store's key under which a rank writes its address while Gloo reconfigures."""
-    return f"reconfigure/{number}/0/{rank}"
+    return options
 
 
 def backend_on(group: Any, device: torch.device) -> Any:

@@ -20,7 +20,6 @@ import torch.distributed as dist
 
 from shoal.backends.network import retired
 from shoal.backends.network.peer_connections import connected_by
-from shoal.backends.network.reconfigured import LiveGloo
 from shoal.backends.network.sockets import listening, shut_connections
 from shoal.backends.network.stores import AddressStore, AnnouncingStore
 from shoal.backends.process_group.interface import Seat, ended_in_bring_up, refuse_default_group
@@ -40,12 +39,8 @@ class GlooBackend:
     name = "gloo"
     is_watched = True
 
-    def __init__(self, *, reconfigures: bool = False) -> None:
-        """`reconfigures`: each generation reconnects the group of the previous one."""
-        self._live = LiveGloo() if reconfigures else None
-
     def group(self, seat: Seat, store: Store) -> "GlooGroup":
-        return GlooGroup(seat, store, self._live)
+        return GlooGroup(seat, store)
 
     def stalled_since_s(self, now_s: float) -> float | None:
         return None
@@ -60,14 +55,11 @@ class GlooBackend:
 class GlooGroup:
     """See `shoal.backends.process_group.interface.Group`."""
 
-    def __init__(
-        self, seat: Seat, store: Store, live: LiveGloo | None = None, *, beside: str = ""
-    ) -> None:
+    def __init__(self, seat: Seat, store: Store, *, beside: str = "") -> None:
         """`beside`: an additional backend, such as "cuda:nccl". A cut does not end its
         operations."""
         self._backend = f"cpu:{PLUGIN},{beside}" if beside else PLUGIN
         self._seat = seat
-        self._live = live
         self._store = AnnouncingStore(store)
         self._lock = threading.Lock()
         self._reason = ""
@@ -82,9 +74,7 @@ class GlooGroup:
             self._connecting = True
         seat = self._seat
         try:
-            gloo = self._reconnect()
-            if gloo is None:
-                gloo = self._connect(seat.rank, seat.world_size, self._store)
+            gloo = self._connect(seat.rank, seat.world_size, self._store)
             _ready.append((self, gloo))
             # torch wraps `sys.excepthook` again at each call, and never removes the wrapper.
             hook = sys.excepthook
@@ -150,20 +140,6 @@ class GlooGroup:
 
     def keep_for_ever(self) -> None:
         retired.keep_for_ever(self._groups)
-        if self._live is not None:
-            self._live.drop()
-
-    def _reconnect(self) -> Any | None:
-        if self._live is None:
-            return None
-        started_s = time.perf_counter()
-        with self._within_limit():
-            gloo = self._live.connect(self._seat, self._store)
-        if gloo is not None:
-            self._groups.append(gloo)
-            seconds = round(time.perf_counter() - started_s, 4)
-            log.debug("group_reconfigured", generation=self._seat.generation, seconds=seconds)
-        return gloo
 
     def _connect(self, rank: int, world_size: int, store: Store) -> Any:
         seat = self._seat
