@@ -45,9 +45,9 @@ KILLED_S = 15.0
 """Time to end after a second Ctrl-C."""
 OUTPUT_S = 2.0
 END_S = 30.0
+"""Time to end after the workers' grace time."""
 PHASE_S = 5.0
 """Time limit of a question about the job's phase once an order to end was given."""
-"""Time to end after the workers' grace time."""
 LAST_LINES = 3
 VALID = timedelta(days=30)
 """Validity of the hosts' certificate, which is for this job."""
