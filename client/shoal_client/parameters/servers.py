@@ -54,7 +54,7 @@ class ShardServers(Generic[Stub]):
         self,
         stub_of: Callable[[str, grpc.Channel], Stub],
         timeout_s: float,
-        close_stub: Callable[[Stub], None],
+        close_stub: Callable[[Stub], None] = lambda stub: None,
     ) -> None:
         """`stub_of`: makes the stub for a server, once for each channel."""
         self._process = os.getpid()
