@@ -19,8 +19,10 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-from membership import Drivers, coordinator, cpu_s
+from membership import Drivers, coordinator
 from rows import Row, publish
+
+from shoal_client.local.start_time import cpu_s
 
 DEFAULT_MEMBERS = 10_000
 HEARTBEAT_S = 5.0

@@ -14,19 +14,25 @@ figure afterwards, when both jobs' shards have copies, under the same load.
 """
 
 import argparse
+import sys
 import tempfile
 import threading
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
+
+# A server as a process is part of the tests' support code.
+sys.path.append(str(Path(__file__).parent.parent / "tests"))
 
 import grpc
 import numpy as np
 from rows import Row, p99, publish
+from support.processes.served_process import ServedProcess
 
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
+from shoal_client.local.process import Supervisor
 from shoal_client.membership.member import Member
 from shoal_client.membership.member_session import MemberSession
 from shoal_client.parameters.dense import ParameterClient
@@ -119,14 +125,14 @@ class Repeated(threading.Thread):
 class Watch:
     """Reads the description of each server."""
 
-    def __init__(self, cluster: LocalCluster, stack: ExitStack) -> None:
-        self._cluster = cluster
+    def __init__(self, addresses: Sequence[str], stack: ExitStack) -> None:
+        self.addresses = list(addresses)
         self._stack = stack
         self._stubs: dict[str, ParametersStub] = {}
         self.lags_s: list[float] = []
 
     def describe(self, job: str) -> list[DescribeReply]:
-        for address in self._cluster.parameter_servers:
+        for address in self.addresses:
             if address not in self._stubs:
                 channel = self._stack.enter_context(grpc.insecure_channel(address))
                 self._stubs[address] = ParametersStub(channel)
@@ -173,13 +179,17 @@ def measured(cluster: LocalCluster, num_rows: int, stack: ExitStack) -> list[Row
     ids = random.permutation(num_rows).astype(np.int64)
     for at in range(0, num_rows, NUM_ROWS_A_FILL):
         large.push_rows(ids[at : at + NUM_ROWS_A_FILL])
-    watch = Watch(cluster, stack)
+    watch = Watch(cluster.parameter_servers, stack)
+    supervisor = stack.enter_context(Supervisor())
+    directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     pushes = Repeated(lambda: other.dense.push(values))
     row_pushes = Repeated(
         lambda: large.push_rows(np.unique(random.integers(0, num_rows, NUM_ROWS_A_PUSH)))
     )
     with pushes, row_pushes:
-        cluster.start_parameter_server()
+        options = ("--etcd", cluster.etcd, "--listen", "127.0.0.1:0", "--id", "ps-1")
+        added = ServedProcess(supervisor, directory, "ps-1", "ps", *options).ready()
+        watch.addresses.append(added.grpc)
         began_s = time.monotonic()
         watch.await_copies(TABLE_JOB)
         in_step_s = time.monotonic()

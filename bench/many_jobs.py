@@ -34,11 +34,11 @@ from pathlib import Path
 from statistics import median
 
 import httpx
-from membership import cpu_s
 from rows import Row, publish
 
 from shoal_client.local.etcd import start_etcd
 from shoal_client.local.process import ChildCommand, Process, Supervisor
+from shoal_client.local.start_time import cpu_s
 from shoal_client.membership.member import Member
 from shoal_client.membership.member_session import MemberSession
 from shoal_proto.incarnation import new_incarnation

@@ -13,7 +13,6 @@ state machine alone, from attendance to the running generation, with 10,000 memb
 """
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -30,6 +29,7 @@ from rows import Row, publish
 
 from shoal_client.local.etcd import start_etcd
 from shoal_client.local.process import ChildCommand, Supervisor
+from shoal_client.local.start_time import cpu_s
 from shoal_proto.incarnation import new_incarnation
 from shoal_server.coordinator.persistence import codec
 from shoal_server.core.generations.roster import JobSpec, MemberInfo, Proposal
@@ -128,12 +128,6 @@ def coordinator(heartbeat_s: float = HEARTBEAT_S) -> Iterator[Running]:
             if process.wait(0.05) is not None:
                 raise SystemExit(f"the coordinator did not start:\n{log_path.read_text()}")
         yield Running(address=json.loads(ready.read_text())["grpc"], pid=process.pid)
-
-
-def cpu_s(pid: int) -> float:
-    """CPU seconds of a process so far, threads that ended included."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def join_to_commit(num_members: int) -> float:

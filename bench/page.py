@@ -27,12 +27,13 @@ from statistics import median
 from urllib.parse import urlsplit
 
 from many_jobs import Coordinators, job_that_is_over
-from membership import Drivers, cpu_s
+from membership import Drivers
 from playwright.sync_api import Browser, Page, sync_playwright
 from rows import Row, publish
 
 from shoal_client.local.etcd import start_etcd
 from shoal_client.local.process import Supervisor
+from shoal_client.local.start_time import cpu_s
 from shoal_server.etcd.remote.client import EtcdClient
 from shoal_server.etcd.remote.config import EtcdConfig
 

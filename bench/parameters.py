@@ -35,6 +35,7 @@ from rows import Row, publish
 
 from shoal_client.connection.transport import TRANSPORT_VARIABLE
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
+from shoal_client.local.start_time import cpu_s
 
 OWN = "parameter_client"
 PEERS = {
@@ -90,13 +91,6 @@ def _beside(metric: str, own: Sequence[float], others: Mapping[str, Sequence[flo
         rows.append(Row(**row, peer=peer, peer_value=median(theirs)))
         rows.append(Row(metric=f"{metric}_over_{peer}", value=over, unit="", runs=len(own)))
     return rows
-
-
-def cpu_s(pid: int) -> float:
-    """CPU seconds that a process has used so far, its threads included."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    # utime and stime: fields 14 and 15 of proc(5). `fields` begins with field 3.
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _all_cpu_s(cluster: LocalCluster) -> dict[str, float]:

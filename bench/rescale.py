@@ -19,20 +19,28 @@ then at the priority of the other processes. Only root may raise a priority: see
 import logging
 import multiprocessing
 import os
+import signal
+import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import groupby
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from statistics import mean, median
 
+# A server as a process is part of the tests' support code.
+sys.path.append(str(Path(__file__).parent.parent / "tests"))
+
 import structlog
 from exchange.parameter_client import Trainer
 from rows import Row, publish
+from support.processes.served_process import ServedProcess
 
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
+from shoal_client.local.process import Process, Supervisor
 
 JOB = "rescale"
 SHAPES = {f"layer{i}.weight": (256, 256) for i in range(16)}
@@ -69,15 +77,14 @@ def _work(coordinator: str, number: int, stop: Event, results: Connection) -> No
         results.send(ends_s)
 
 
-def start_server(cluster: LocalCluster) -> None:
+def start_server(etcd: str, directory: Path, supervisor: Supervisor, name: str) -> Process:
     """Start one more server, at the lowest priority until it serves."""
-    # A process inherits the priority of the thread that starts it.
-    _set_priority(os.getpid(), LOWEST_PRIORITY)
-    try:
-        name = cluster.start_parameter_server()
-        _set_priority(cluster.processes[name].pid, 0)
-    finally:
-        _set_priority(os.getpid(), 0)
+    options = ("--etcd", etcd, "--listen", "127.0.0.1:0", "--id", name)
+    nice = () if BUSY_START else ("nice", "-n", str(LOWEST_PRIORITY))
+    server = ServedProcess(supervisor, directory, name, "ps", *options, under=nice).ready()
+    if not BUSY_START:
+        _set_priority(server.process.pid, 0)
+    return server.process
 
 
 def _set_priority(pid: int, priority: int) -> None:
@@ -86,20 +93,18 @@ def _set_priority(pid: int, priority: int) -> None:
         os.setpriority(os.PRIO_PROCESS, int(thread.name), priority)
 
 
-def rescale(cluster: LocalCluster, watcher: Trainer) -> float:
+def rescale(first: Process, start: Callable[[str], Process], watcher: Trainer) -> float:
     """Change the number of servers from 1 to 4 to 2; return when that began."""
     time.sleep(STEADY_S)
     began_s = time.monotonic()
-    for _ in range(3):
-        if BUSY_START:
-            cluster.start_parameter_server()
-        else:
-            start_server(cluster)
+    second, *_ = [start(f"ps-{number}") for number in (1, 2, 3)]
     await_servers(watcher, 4)
     print(f"4 servers after {time.monotonic() - began_s:.1f} s", flush=True)
     time.sleep(STEADY_S)
-    for name in ("ps-0", "ps-1"):
-        cluster.end_parameter_server(name, MOVED_S)
+    for process in (first, second):
+        process.send_signal(signal.SIGTERM)
+        if process.wait(MOVED_S) is None:
+            raise Stuck(f"{process.name} has not ended after {MOVED_S:g} s")
     await_servers(watcher, 2)
     print(f"2 servers after {time.monotonic() - began_s:.1f} s", flush=True)
     time.sleep(STEADY_S)
@@ -163,7 +168,7 @@ def rows_of(ends_s: Sequence[float], began_s: float, num_lost: int) -> list[Row]
     ]
 
 
-def measure(cluster: LocalCluster) -> list[Row]:
+def measure(cluster: LocalCluster, start: Callable[[str], Process]) -> list[Row]:
     stop = _processes.Event()
     workers, ends = [], []
     for number in range(NUM_WORKERS):
@@ -177,7 +182,7 @@ def measure(cluster: LocalCluster) -> list[Row]:
         for end in ends:
             _received(end)
         try:
-            began_s = rescale(cluster, watcher)
+            began_s = rescale(cluster.processes["ps-0"], start, watcher)
         finally:
             stop.set()
         ends_s = [end_s for end in ends for end_s in _received(end)]
@@ -199,8 +204,9 @@ def main() -> None:
     _quiet()
     with tempfile.TemporaryDirectory() as directory:
         config = LocalClusterConfig(directory=Path(directory), num_parameter_servers=1)
-        with LocalCluster(config) as cluster:
-            rows = measure(cluster)
+        with LocalCluster(config) as cluster, Supervisor() as supervisor:
+            start = partial(start_server, cluster.etcd, Path(directory), supervisor)
+            rows = measure(cluster, start)
     publish("rescale", rows)
 
 

@@ -12,18 +12,22 @@ from typing import Any
 from shoal_proto.errors import InvalidSpec
 
 
-def as_index(name: str, value: Any) -> int:
+def as_index(name: str, value: Any, *, least: int | None = None, most: float = math.inf) -> int:
     """Return the integer value of the argument `name`: a Python int, a NumPy integer, a 0-d array
     or tensor of integers, or another object with `__index__`. Raises InvalidSpec for anything else,
-    also True and False.
+    also True and False; with `least`, also for a number out of the range.
     """
     plain = plain_number(name, value)
     if isinstance(plain, bool) or hasattr(plain, "shape"):
         raise _refusal(name, value, "an integer")
     try:
-        return operator.index(plain)
+        number = operator.index(plain)
     except TypeError as error:
         raise _refusal(name, value, "an integer") from error
+    if least is not None and not least <= number <= most:
+        expected = f"{least} or more" if most == math.inf else f"{least} to {most}"
+        raise InvalidSpec(f"{name} is out of range", seen=str(number), expected=expected)
+    return number
 
 
 def as_number(name: str, value: Any) -> float:

@@ -13,12 +13,13 @@ import torch
 from support.clusters.etcd_fixture import running_etcd
 from support.network.ports import free_port
 from support.processes.commands import ANY_PORTS, Shoal, finish
-from support.processes.served_process import awaited
+from support.processes.served_process import ServedProcess, awaited
 from torch import nn
 from torch.nn.functional import mse_loss
 
 import shoal
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
+from shoal_client.local.process import Supervisor
 
 WITHIN_S = 60.0
 
@@ -68,6 +69,7 @@ def test_moves_and_failovers_of_shards_are_reported(tmp_path: Path) -> None:
     config = LocalClusterConfig(directory=tmp_path, num_parameter_servers=2)
     with (
         LocalCluster(config) as cluster,
+        Supervisor() as supervisor,
         httpx.Client(base_url=cluster.http_url, trust_env=False) as http,
         shoal.join("moves", coordinator=cluster.coordinator) as session,
     ):
@@ -82,15 +84,17 @@ def test_moves_and_failovers_of_shards_are_reported(tmp_path: Path) -> None:
         train()
         moved = 'shoal_job_events_total{job="moves",kind="shards_moved"}'
         assert metric(http, moved) == 0
-        came = cluster.start_parameter_server()
-        cluster.end_parameter_server("ps-0")
-        pattern = rf"^\d+ shards? moved from ps-0 to (ps-1|{came})$"
+        options = ("--etcd", cluster.etcd, "--listen", "127.0.0.1:0", "--id", "ps-2")
+        came = ServedProcess(supervisor, tmp_path, "ps-2", "ps", *options).ready()
+        cluster.processes["ps-0"].send_signal(signal.SIGTERM)
+        pattern = r"^\d+ shards? moved from ps-0 to (ps-1|ps-2)$"
         await_event(http, "moves", "shards_moved", pattern)
         assert metric(http, moved) >= 1
         train()
         leader = the_leader(http, "moves")
-        cluster.processes[leader].send_signal(signal.SIGKILL)
-        [other] = {"ps-1", came} - {leader}
+        processes = {"ps-1": cluster.processes["ps-1"], "ps-2": came.process}
+        processes[leader].send_signal(signal.SIGKILL)
+        [other] = {"ps-1", "ps-2"} - {leader}
         pattern = rf"^lost {leader}: {other} leads \d+ shards? in its place, with every update"
         await_event(http, "moves", "server_lost", pattern)
         train()

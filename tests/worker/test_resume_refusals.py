@@ -124,7 +124,7 @@ def test_a_run_with_another_batch_size_goes_on_at_the_sample(
     sizes = [len(batch) for batch in taken]
     assert sizes == [24, 24, 24, 24, 5, 12, 12, 12, 30, 30, 5]
     order = Order(num_samples=101, global_batch_size=1, seed=5)
-    expected = [*order.epoch_order(0).tolist(), *order.epoch_order(1).tolist()]
+    expected = [*order.indices(0, 0, 101).tolist(), *order.indices(1, 0, 101).tolist()]
     assert indices_of(taken) == expected
 
 

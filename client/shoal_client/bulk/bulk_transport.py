@@ -37,7 +37,7 @@ class BulkTransport:
         token: Callable[[], Token],
         *,
         transport: str,
-        slot_bytes_for: Callable[[int], int] = int,
+        slot_bytes_for: Callable[[int], int],
     ) -> None:
         """`transport`: "auto", "tcp" (no shared memory) or "grpc". `slot_bytes_for`: size of a
         slot, given the largest part's size."""

@@ -2,7 +2,6 @@
 side first: a refused process tries again."""
 
 import os
-from collections.abc import Mapping
 
 from shoal_proto.errors import CertificateRefused, InvalidSpec
 
@@ -10,10 +9,10 @@ VARIABLE = "SHOAL_CERTIFICATE_WAIT_S"
 DEFAULT_WAIT_S = 600.0
 
 
-def wait_s(environment: Mapping[str, str] | None = None) -> float:
+def wait_s() -> float:
     """Time limit of the wait; 0: a refused certificate ends a member at once. Raises
     InvalidSpec."""
-    text = (os.environ if environment is None else environment).get(VARIABLE, "")
+    text = os.environ.get(VARIABLE, "")
     try:
         found = float(text) if text else DEFAULT_WAIT_S
     except ValueError:

@@ -62,9 +62,7 @@ class HostBeats:
     """
 
     def __init__(
-        self,
-        coordinators: Sequence[str],
-        on_standing: Callable[[WorkerStatus], None] = lambda standing: None,
+        self, coordinators: Sequence[str], on_standing: Callable[[WorkerStatus], None]
     ) -> None:
         """`on_standing`: gets the status of workers that get no notices."""
         self._on_standing = on_standing

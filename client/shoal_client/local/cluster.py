@@ -6,7 +6,6 @@ that ends is started again, a parameter server without shards: backups have take
 
 import json
 import os
-import signal
 import sys
 import threading
 import time
@@ -115,8 +114,8 @@ class CoordinatorAddress:
 
 
 class LocalCluster:
-    """A local cluster, up inside its `with` block. `on_exit` is called with each process that ends,
-    `say` with lines for the user, on threads of the cluster.
+    """A local cluster, up inside its `with` block. `say` is called with lines for the user, on
+    threads of the cluster.
     """
 
     etcd: str
@@ -126,7 +125,6 @@ class LocalCluster:
         self,
         config: LocalClusterConfig,
         *,
-        on_exit: Callable[[Process], None] = lambda process: None,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._config = config
@@ -139,16 +137,12 @@ class LocalCluster:
             say=say,
         )
         self._supervisor = Supervisor(on_exit=self._exited, grace_s=config.grace_s)
-        self._on_exit = on_exit
         self._say = say
         self._interface = _interface(config.advertise)
         self._given_up = ""
         self._on_given_up: Callable[[str], None] = lambda reason: None
         self._coordinators: dict[str, CoordinatorAddress] = {}
         self._servers: dict[str, str] = {}
-        self._ended: set[str] = set()
-        """Servers that are not to be started again."""
-        self._num_servers = config.first_parameter_server
         self._keepers: dict[str, Keeper] = {}
         self._lock = threading.Lock()
         self._closing = False
@@ -241,32 +235,8 @@ class LocalCluster:
 
     @property
     def parameter_servers(self) -> Sequence[str]:
-        """host:port of each parameter server, except those that were asked to end."""
-        return [address for name, address in self._servers.items() if name not in self._ended]
-
-    def start_parameter_server(self) -> str:
-        """Start a further server; return its name once it serves. Raises Unavailable."""
-        name, process = self._spawn_server()
-        self._servers[name] = self._await_ready(process)["grpc"]
-        self._keep(process, partial(self._restart_server, name))
-        return name
-
-    def end_parameter_server(self, name: str, timeout_s: float = 60.0) -> None:
-        """Ask a server to hand its shards over and to end, and wait for its end. The server is not
-        started again. Raises Unavailable after `timeout_s`: the server then ends later. Does
-        nothing for an unknown name.
-        """
-        if name not in self._servers:
-            return
-        if (keeper := self._keepers.get(name)) is not None:
-            keeper.release()
-        with self._lock:
-            self._ended.add(name)
-            process = self.processes.get(name)
-        if process is not None:
-            process.send_signal(signal.SIGTERM)
-            if process.wait(timeout_s) is None:
-                raise self._failure(name, f"still there after {timeout_s:g} s", "end")
+        """host:port of each parameter server."""
+        return list(self._servers.values())
 
     def _log_path(self, name: str) -> Path:
         directory = self._config.directory
@@ -279,7 +249,9 @@ class LocalCluster:
         self._etcd_serves.set()
         # Start all at once: none of them needs another to come up.
         coordinators = self._spawn_coordinators()
-        servers = dict(self._spawn_server() for _ in range(self._config.num_parameter_servers))
+        first = self._config.first_parameter_server
+        numbers = range(first, first + self._config.num_parameter_servers)
+        servers = {f"ps-{n}": self._start_server(f"ps-{n}", ANY_PORT) for n in numbers}
         for name, process in coordinators.items():
             ready = self._await_ready(process)
             self._coordinators[name] = CoordinatorAddress(
@@ -333,7 +305,6 @@ class LocalCluster:
         with self._lock:
             if process.name == ETCD and not self._closing:
                 self._etcd_serves.clear()
-        self._on_exit(process)
 
     def _keep(self, process: Process, start: Callable[[int], Process]) -> None:
         if self._config.restart is not None:
@@ -397,11 +368,6 @@ class LocalCluster:
             *limits,
         )
 
-    def _spawn_server(self) -> tuple[str, Process]:
-        name = f"ps-{self._num_servers}"
-        self._num_servers += 1
-        return name, self._start_server(name, ANY_PORT)
-
     def _start_server(self, name: str, listen: str) -> Process:
         arguments = ("--listen", self._listen_address(listen), "--id", name)
         return self._spawn(name, *arguments, *self._advertise_arguments)
@@ -415,9 +381,8 @@ class LocalCluster:
 
     def _spawn_command(self, command: ChildCommand) -> Process:
         with self._lock:
-            if self._closing or command.name in self._ended:
-                ends = "a cluster" if self._closing else "a server"
-                raise Unavailable(f"{command.name} is not started", seen=f"{ends} that ends")
+            if self._closing:
+                raise Unavailable(f"{command.name} is not started", seen="a cluster that ends")
             return self._supervisor.spawn(command)
 
     def _spawn(self, name: str, *arguments: str) -> Process:
@@ -458,17 +423,11 @@ class LocalCluster:
         return content
 
     def _failure(
-        self,
-        name: str,
-        seen: str,
-        what: str = "come up",
-        *,
-        exit_code: int | None = None,
-        advice: str = "",
+        self, name: str, seen: str, *, exit_code: int | None = None, advice: str = ""
     ) -> Unavailable:
         path = self._log_path(name)
         return NotStarted(
-            f"{name} of the local cluster did not {what}",
+            f"{name} of the local cluster did not come up",
             seen=seen,
             fix=f"{advice}The end of its log, {path}:\n{last_lines(path)}",
             exit_code=exit_code,
@@ -485,12 +444,12 @@ def _with_port(wanted: str, found: str) -> str:
     return f"{wanted.rpartition(':')[0]}:{found.rpartition(':')[2]}"
 
 
-def last_lines(path: Path, num_lines: int = LOG_TAIL_LINES) -> str:
+def last_lines(path: Path) -> str:
     """The last lines of a text file; empty if there is none."""
     if not path.exists():
         return ""
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - 200 * num_lines))
+        file.seek(max(0, size - 200 * LOG_TAIL_LINES))
         lines = file.read().decode("utf-8", "replace").splitlines()
-    return "\n".join(f"    {line}" for line in lines[-num_lines:])
+    return "\n".join(f"    {line}" for line in lines[-LOG_TAIL_LINES:])

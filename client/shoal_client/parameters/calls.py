@@ -43,7 +43,7 @@ class ParameterCalls:
         token: Callable[[], Token],
         *,
         transport: str,
-        slot_bytes_for: Callable[[int], int] = int,
+        slot_bytes_for: Callable[[int], int],
     ) -> None:
         self._stub = ParametersStub(channel)
         self._address = address

@@ -30,6 +30,7 @@ from shoal_proto.errors import (
     Unavailable,
     WrongEpoch,
 )
+from shoal_proto.short_lists import short_list
 from shoal_proto.status import from_rpc_error, is_explained
 from shoal_proto.tls.names import SERVER_NAME
 from shoal_proto.v1.shards_pb2 import Shard, ShardMap
@@ -365,8 +366,7 @@ def _no_address(shards: Sequence[Shard], left_s: float) -> ShoalError:
     """Error for shards that have no registered server, and no other primary yet."""
     servers = sorted({shard.server_id for shard in shards})
     return Unavailable(
-        f"no primary serves shard {shards[0].shard_id}"
-        + (f" and {len(shards) - 1} more" if len(shards) > 1 else ""),
+        f"no primary serves shard {_one_named(shards)}",
         seen=f"no address of {', '.join(servers)}, the last primary of {_them(shards)}",
         expected="that server to return, or a backup to become primary, within the"
         f" {max(left_s, 0.0):.0f} s that are left of this call",
@@ -378,8 +378,7 @@ def _no_answer(address: str, shards: Sequence[Shard], error: ShoalError) -> Shoa
     """Error for a server that does not answer. The server is still registered."""
     return Unavailable(
         f"no answer from server {shards[0].server_id} at {address}, the primary of"
-        f" shard {shards[0].shard_id}"
-        + (f" and {len(shards) - 1} more" if len(shards) > 1 else ""),
+        f" shard {_one_named(shards)}",
         seen=error.seen,
         expected="that server to answer, or a backup to become primary",
         fix="If it has ended, start it again, with its journal if it had one. For up to 15 minutes"
@@ -387,6 +386,10 @@ def _no_answer(address: str, shards: Sequence[Shard], error: ShoalError) -> Shoa
         " automatically. `shoal status` shows the servers, and what is lost; `shoal restore JOB`"
         " and `shoal accept-loss JOB` are for shards that stay lost.",
     )
+
+
+def _one_named(shards: Sequence[Shard]) -> str:
+    return short_list((str(shard.shard_id) for shard in shards), 1)
 
 
 def _them(shards: Sequence[Shard]) -> str:

@@ -178,7 +178,7 @@ def start(config: ControlPlaneConfig, say: Say) -> ControlPlane:
         name: replace(hosts.order(name, LOOK), base_port=config.base_port) for name in hosts.names
     }
     found = _usable(hosts.ask(looks, ANSWER_S))
-    _check_free(hosts, found)
+    _check_free(found)
     addresses = _addresses(found)
     _write_record(hosts)
     try:
@@ -290,7 +290,7 @@ def _usable(
     return good
 
 
-def _check_free(hosts: ControlPlaneHosts, found: Mapping[str, HostAnswer]) -> None:
+def _check_free(found: Mapping[str, HostAnswer]) -> None:
     if running := [name for name, answer in found.items() if answer.runs]:
         raise InvalidSpec(
             "a control plane is up",

@@ -6,17 +6,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
+from math import prod
 
 import structlog
 
 from shoal_client.connection.coordinators import Coordinators, chance
-from shoal_client.weights.elements import elements_of
 from shoal_client.weights.leases import InstalledVersion, ReaderLeases
 from shoal_client.weights.relay import Relay
 from shoal_client.weights.stores import RelaySource, WeightStores
 from shoal_client.weights.watch import SeriesWatch
 from shoal_proto import CHUNK_BYTES
 from shoal_proto.back_off import BackOff
+from shoal_proto.dtypes import ITEM_BYTES
 from shoal_proto.errors import (
     CorruptError,
     InvalidSpec,
@@ -348,7 +349,7 @@ class SeriesReader:
         holders = _holders(self.view(give_up_s - time.monotonic()), record, index)
         if not old.is_whole or old.num_bytes != new.num_bytes or self._stores.is_local(holders):
             return None
-        elements = elements_of(self.layout(record), index)
+        elements = _elements_of(self.layout(record), index)
         request = pb.DifferenceRequest(
             series=self.series, base=old.digest, target=new.digest, elements=elements
         )
@@ -465,3 +466,36 @@ def _chunks(wanted: Sequence[tuple[int, int]]) -> list[range]:
         else:
             found.append(range(first, last))
     return found
+
+
+def _elements_of(layout: pb.Layout, segment: int) -> list[pb.ElementRun]:
+    """Runs of elements of equal size that make up a segment. Bytes of no tensor, and of unknown
+    dtypes, count as elements of one byte."""
+    runs: list[pb.ElementRun] = []
+    at = 0
+    for start, stop, element_bytes in sorted(_spans(layout, segment)):
+        _extend(runs, 1, start - at)
+        _extend(runs, element_bytes, stop - max(start, at))
+        at = max(stop, at)
+    _extend(runs, 1, layout.segment_bytes[segment] - at)
+    return runs
+
+
+def _spans(layout: pb.Layout, segment: int) -> Iterator[tuple[int, int, int]]:
+    for each in layout.slices:
+        if each.segment == segment:
+            element_bytes = ITEM_BYTES.get(layout.tensors[each.tensor].dtype, 1)
+            yield each.at, each.at + _num_elements(layout, each) * element_bytes, element_bytes
+
+
+def _num_elements(layout: pb.Layout, each: pb.Slice) -> int:
+    return prod(each.sizes or layout.tensors[each.tensor].shape)
+
+
+def _extend(runs: list[pb.ElementRun], element_bytes: int, num_bytes: int) -> None:
+    if num_bytes <= 0:
+        return
+    if runs and runs[-1].element_bytes == element_bytes:
+        runs[-1].num_bytes += num_bytes
+    else:
+        runs.append(pb.ElementRun(element_bytes=element_bytes, num_bytes=num_bytes))

@@ -62,10 +62,10 @@ def make_huge(window: Window, start: int, num_bytes: int) -> bool:
     return True
 
 
-def protect(window: Window, start: int, num_bytes: int) -> None:
-    """Make whole pages read-only for this process, which a write then ends by SIGSEGV. Does nothing
+def protect(window: Window, num_bytes: int) -> None:
+    """Make the pages read-only for this process, which a write then ends by SIGSEGV. Does nothing
     if the kernel refuses."""
-    address = ctypes.c_void_p(ctypes.addressof(window) + start)
+    address = ctypes.c_void_p(ctypes.addressof(window))
     _libc.mprotect(address, ctypes.c_size_t(num_bytes), mmap.PROT_READ)
 
 

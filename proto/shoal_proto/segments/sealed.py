@@ -222,7 +222,7 @@ class SegmentWriter:
     def digest_in_place(self) -> bytes:
         """Write-protect the memory, and return its chunk digests for `seal`."""
         if self._mapped is not None:
-            protect(self._mapped, 0, self.num_bytes)
+            protect(self._mapped, self.num_bytes)
         return chunk_digests(self._buffer)
 
     def seal(self, of_chunks: bytes | None = None, *, is_whole: bool = True) -> Segment:

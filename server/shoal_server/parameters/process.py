@@ -293,7 +293,7 @@ async def _weights(
         peers = WeightPeers(threads)
         holdings = WeightHoldings(memory, threads, peers)
         differences = WeightDifferences(memory, threads)
-        upkeep = WeightUpkeep(server_id, holdings, replicas.directory, threads=threads, disk=disk)
+        upkeep = WeightUpkeep(server_id, holdings, replicas.directory, disk)
         records = SeriesRecords(store, holdings, upkeep)
         servicer = WeightsServicer(
             server_id,

@@ -13,6 +13,7 @@ from shoal_proto.errors import (
     UnknownMember,
 )
 from shoal_proto.incarnation import public_id
+from shoal_proto.short_lists import short_list
 from shoal_server.serving.json_view import View
 from shoal_server.status.board import StatusBoard
 from shoal_server.status.health import HealthReport
@@ -310,7 +311,4 @@ def _progress(step: int, num_steps: int | None, samples: SamplesView | None) -> 
 
 
 def _one_of(names: list[str], noun: str) -> str:
-    if not names:
-        return f"an existing {noun}"
-    shown = ", ".join(names[:10])
-    return f"one of {shown}" + (f" and {len(names) - 10} more" if len(names) > 10 else "")
+    return f"one of {short_list(names, 10)}" if names else f"an existing {noun}"

@@ -13,11 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
-from shoal.backends.process_group.uneven import (
-    all_gather_uneven,
-    all_to_all_uneven,
-    reduce_scatter_uneven,
-)
 from shoal.torch_private.c10d import all_gather_single, reduce_scatter_single
 from shoal_proto.errors import InvalidSpec
 
@@ -186,16 +181,6 @@ def all_gather_in_place_keeps_the_parts_of_others(device: torch.device) -> None:
 
 
 @check
-def all_gather_takes_parts_of_different_sizes(device: torch.device) -> None:
-    """Gather parts of rank r's length r; that of rank 0 is empty."""
-    rank, size = place()
-    parts = [torch.full((r, 2), GUARD, device=device) for r in range(size)]
-    all_gather_uneven(parts, torch.arange(2.0 * rank, device=device).view(rank, 2) + 10 * rank)
-    for r, part in enumerate(parts):
-        equal(part, (torch.arange(2.0 * r) + 10 * r).view(r, 2).to(device))
-
-
-@check
 def gather_and_scatter_are_each_others_inverse(device: torch.device) -> None:
     rank, size = place()
     root = size - 1
@@ -246,7 +231,7 @@ def reduce_scatter_of_sizes_that_do_not_divide_scatters_no_padding(device: torch
         total, start = sum(sizes), sum(sizes[:rank])
         whole = (rank + 1) * torch.arange(1.0, total + 1, device=device)
         buffer = torch.full((sizes[rank] + 2,), GUARD, device=device)
-        reduce_scatter_uneven(buffer[1:-1], whole, sizes)
+        dist.reduce_scatter(buffer[1:-1], list(whole.split(sizes)))
         factor = size * (size + 1) / 2
         parts = [factor * (start + i + 1) for i in range(sizes[rank])]
         equal(buffer, [GUARD, *parts, GUARD])
@@ -282,11 +267,12 @@ def all_to_all_sends_each_rank_the_parts_for_it(device: torch.device) -> None:
 def all_to_all_takes_parts_of_different_sizes(device: torch.device) -> None:
     """Send r + s elements from rank r to rank s, so none from rank 0 to itself."""
     rank, size = place()
-    given = [torch.full((rank + s,), float(10 * rank + s), device=device) for s in range(size)]
-    taken = [torch.full((r + rank,), GUARD, device=device) for r in range(size)]
-    all_to_all_uneven(taken, given)
-    for r, part in enumerate(taken):
-        equal(part, [float(10 * r + rank)] * (r + rank))
+    given_sizes, taken_sizes = [rank + s for s in range(size)], [r + rank for r in range(size)]
+    given = torch.tensor([10.0 * rank + s for s in range(size)], device=device)
+    taken = torch.full((sum(taken_sizes),), GUARD, device=device)
+    sent = given.repeat_interleave(torch.tensor(given_sizes, device=device))
+    dist.all_to_all_single(taken, sent, taken_sizes, given_sizes)
+    equal(taken, [10.0 * r + rank for r in range(size) for _ in range(r + rank)])
 
 
 # --- one to all, and all at once ---

@@ -250,4 +250,4 @@ def check_each_sample_once(ranks: list[Rank], num_steps: int, order: Order) -> N
         assert {index for index, _ in parts} == set(range(counts.pop())), f"step {step}"
         taken = [index for share in sorted(parts) for index in parts[share]]
         epoch, start, stop = order.span(step)
-        assert taken == order.epoch_order(epoch)[start:stop].tolist(), f"step {step}"
+        assert taken == order.indices(epoch, start, stop).tolist(), f"step {step}"

@@ -55,7 +55,7 @@ def test_orders_of_few_samples_follow_rule_1() -> None:
     assert Order(num_samples=LARGEST_KEPT_ORDER, global_batch_size=1).rule == 1
     small = Order(num_samples=7, global_batch_size=2, seed=1)
     assert sorted(small.indices(0, 0, 7).tolist()) == list(range(7))
-    assert small.epoch_order(1)[2:5].tolist() == small.indices(1, 2, 5).tolist()
+    assert small.indices(1, 0, 7)[2:5].tolist() == small.indices(1, 2, 5).tolist()
 
 
 @pytest.mark.parametrize(

@@ -54,13 +54,11 @@ class Checkpoints:
         `limit_s` seconds has failed. Raises InvalidSpec for `every_steps` or `keep` below one, a
         `limit_s` not above zero, and an unsupported URL.
         """
-        every_steps, keep = as_index("every_steps", every_steps), as_index("keep", keep)
+        every_steps = as_index("every_steps", every_steps, least=1)
+        keep = as_index("keep", keep, least=1)
         limit_s = as_number("limit_s", limit_s)
         if not limit_s > 0:
             raise InvalidSpec("limit_s is out of range", seen=f"{limit_s:g}", expected="above 0")
-        for name, number in (("every_steps", every_steps), ("keep", keep)):
-            if number < 1:
-                raise InvalidSpec(f"{name} is out of range", seen=str(number), expected="1 or more")
         self.directory = located(directory)
         self.every_steps = every_steps
         self.keep = keep

@@ -129,9 +129,6 @@ class Order:
         stop = min(begins.offset + self.global_batch_size, self.num_samples)
         return begins.epoch, begins.offset, stop
 
-    def epoch_order(self, epoch: int) -> Tensor:
-        return self.indices(epoch, 0, self.num_samples)
-
     def indices(self, epoch: int, start: int, stop: int) -> Tensor:
         """Return the indices of the samples at [start, stop) of an epoch's order."""
         if not self.shuffle:

@@ -121,7 +121,7 @@ class Launcher:
             while not all(slot.is_over for slot in self.slots):
                 event = self._next_event()
                 if isinstance(event, Process):
-                    self._on_exit(event, supervisor, board)
+                    self._on_exit(event, board)
                 elif isinstance(event, _Halted):
                     self._on_halted(event)
                 elif isinstance(event, _Signalled):
@@ -236,7 +236,7 @@ class Launcher:
 
     # --- called on the launcher's own thread ---
 
-    def _on_exit(self, process: Process, supervisor: Supervisor, board: BeatBoard) -> None:
+    def _on_exit(self, process: Process, board: BeatBoard) -> None:
         slot = next((each for each in self.slots if each.process is process), None)
         if slot is None:
             return  # an abandoned process has ended after all

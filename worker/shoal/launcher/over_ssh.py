@@ -57,7 +57,7 @@ DRAINED = 128 + signal.SIGTERM
 PASSED_ON = ("SHOAL_", "OMP_", "MKL_", "NCCL_", "GLOO_", "TORCH_", "PYTHON")
 KEPT_BACK = {
     *(*VARIABLES, "SHOAL_TLS", "SHOAL_COORDINATOR", "SHOAL_HTTP"),
-    *("SHOAL_MEMBER_ID", "SHOAL_ADDRESS", "SHOAL_LOG_DIR", "SHOAL_METRICS"),
+    *("SHOAL_MEMBER_ID", "SHOAL_ADDRESS", "SHOAL_LOG_DIR"),
 }
 """Variables that hosts do not get: their values differ, or options give them."""
 

@@ -26,7 +26,6 @@ from torch.distributed.tensor import DTensor
 from shoal.backends.abortable.gather import barrier_after_collective, record_of_json
 from shoal.backends.abortable.p2p import AbortableP2P
 from shoal.backends.process_group.transports import is_gloo
-from shoal.backends.process_group.uneven import all_to_all_uneven
 from shoal.model.gradients import is_on_host
 from shoal.state.host_copies import as_bytes
 from shoal.state.shards import outline_of
@@ -366,4 +365,11 @@ def _all_to_all(
     for tensors, by_rank in ((sends, sent), (receives, received)):
         for each, rank in _in_bytes(tensors):
             by_rank[rank] = each
-    all_to_all_uneven(received, sent, group)
+    # Gloo refuses lists of different sizes, and accepts split sizes of one tensor.
+    sizes = [part.numel() for part in received]
+    together = empty.new_empty(sum(sizes))
+    sent_sizes = [part.numel() for part in sent]
+    dist.all_to_all_single(together, torch.cat(sent), sizes, sent_sizes, group=group)
+    with torch.no_grad():
+        for part, piece in zip(received, torch.split(together, sizes), strict=True):
+            part.copy_(piece)

@@ -95,7 +95,7 @@ def initialised_copy(model: nn.Module, seed: int) -> nn.Module:
     for path, part in model.named_modules():
         _check(path, part)
     copied = copy.deepcopy(model)
-    parts = [(path, part) for path, part in _children_first(copied, "") if _lacks_memory(part)]
+    parts = [(path, part) for path, part in _children_first(copied) if _lacks_memory(part)]
     memory: dict[int, Tensor] = {}
     marked = {path: _with_memory(part, memory) for path, part in parts}
     with torch.random.fork_rng(devices=[]):
@@ -108,7 +108,7 @@ def initialised_copy(model: nn.Module, seed: int) -> nn.Module:
     return copied
 
 
-def _children_first(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+def _children_first(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     known: set[int] = set()
 
     def walk(part: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
@@ -118,7 +118,7 @@ def _children_first(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Modu
                 yield from walk(child, f"{path}.{name}" if path else name)
             yield path, part
 
-    yield from walk(module, path)
+    yield from walk(module, "")
 
 
 def _own(part: nn.Module) -> Iterator[tuple[str, Tensor]]:

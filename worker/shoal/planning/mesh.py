@@ -110,7 +110,7 @@ class MeshFigures:
         part = self._parts[stage, split]
         held, gradients = _bytes(part.parameters.values()), _bytes(part.trained.values())
         shapes = {name: tuple(p.shape) for name, p in part.parameters.items()}
-        collectives = [*self._passed(stage, copy, split), *self._update(stage, part)]
+        collectives = [*self._passed(stage, copy, split), *self._update(part)]
         return RankFigures(
             parameters=held,
             parameters_peak=held,
@@ -168,7 +168,7 @@ class MeshFigures:
         holders = part.stage.holders.values() if part.stage is not None else ()
         return self._tells_faults_ahead and all(len(stages) == 1 for stages in holders)
 
-    def _update(self, index: int, part: _Part) -> Iterable[Collective]:
+    def _update(self, part: _Part) -> Iterable[Collective]:
         if part.stage is not None:
             yield Collective(kind="broadcast", when=UPDATE, calls=1, num_bytes=LOSS_BYTES)
             # Each message has a further element: a flag that there is a gradient.

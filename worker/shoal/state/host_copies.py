@@ -130,9 +130,7 @@ def side_by_side(tensors: Sequence[Tensor], *, pinned: bool) -> list[Tensor]:
 
 
 @torch.no_grad()
-def copy_staged(
-    targets: Sequence[Tensor], sources: Sequence[Tensor], *, batch_bytes: int = BATCH_BYTES
-) -> None:
+def copy_staged(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copy each source into the target of the same index, in ordinary host memory; return when all
     copies are complete. Sources on a GPU are copied through page-locked buffers, so that the
     targets need not be page-locked."""
@@ -141,7 +139,7 @@ def copy_staged(
         target.copy_(source.detach())
     for device in _gpus(sources):
         pairs = [(t, s) for t, s in zip(targets, sources, strict=True) if s.device == device]
-        copy_batches(pairs, batch_bytes, pinned=True)
+        copy_batches(pairs, BATCH_BYTES, pinned=True)
 
 
 def copy_batches(pairs: Sequence[tuple[Tensor, Tensor]], batch_bytes: int, *, pinned: bool) -> None:

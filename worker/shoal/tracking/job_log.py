@@ -42,7 +42,7 @@ class JobLog:
         self.is_writer = False
         """True if this member writes to the trackers, and reports for the whole job."""
         self._run: Run | None = None
-        self._sinks = [_Sink(tracker, MAX_KEPT) for tracker in trackers]
+        self._sinks = [_Sink(tracker) for tracker in trackers]
         self._changed = threading.Condition()
         self._wanted, self._done = 0, 0
         self._closed = False
@@ -175,10 +175,9 @@ class JobLog:
 
 
 class _Sink:
-    def __init__(self, tracker: Tracker, max_kept: int) -> None:
+    def __init__(self, tracker: Tracker) -> None:
         self._tracker = tracker
         self._name = type(tracker).__name__
-        self._max_kept = max_kept
         self._kept: dict[int, tuple[float, dict[str, float]]] = {}
         self._open: OpenRun | None = None
         self._written = WriteProgress()
@@ -195,7 +194,7 @@ class _Sink:
         _, step_values = self._kept.setdefault(step, (unix_s, {}))
         for name, value in values.items():
             step_values.setdefault(name, value)
-        while len(self._kept) > self._max_kept:
+        while len(self._kept) > MAX_KEPT:
             oldest = next(iter(self._kept))
             del self._kept[oldest]
             if self._is_failing or self.busy:

@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from shoal.checkpoint.directory import synchronise
 from shoal.state.host_copies import as_bytes
 from shoal.weights.script import subscribe
 from shoal.weights.subscription import Weights
@@ -84,9 +85,9 @@ def export(
         _write_files(weights, draft)
         if base is not None:
             _copy_others(Path(base), draft)
-        _sync(draft)
+        synchronise(draft)
         _rename(draft, target, weights)
-        _sync(target.parent)
+        synchronise(target.parent)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     return target
@@ -208,11 +209,3 @@ def _write(path: Path, content: bytes) -> None:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _sync(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

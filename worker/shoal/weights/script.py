@@ -115,9 +115,7 @@ def publish(
     Raises InvalidSpec for wrong arguments, and Overloaded if there is no memory for the copy;
     `PendingPublication.wait` raises all other errors.
     """
-    step = as_index("step", step)
-    if not 0 <= step <= MAX_STEP:
-        raise InvalidSpec("step is out of range", seen=str(step), expected=f"0 to {MAX_STEP}")
+    step = as_index("step", step, least=0, most=MAX_STEP)
     addresses = _connected(series, coordinator)
     options = SeriesOptions(keep=keep, copies=copies, dtype=dtype)
     return _held.of(addresses, series).publish(state, options, step, metadata)

@@ -65,12 +65,8 @@ class SeriesOptions:
 
     def __post_init__(self) -> None:
         for name, most in (("keep", MAX_KEEP), ("copies", MAX_COPIES)):
-            value = as_index(name, getattr(self, name))
+            value = as_index(name, getattr(self, name), least=1, most=most)
             object.__setattr__(self, name, value)
-            if not 1 <= value <= most:
-                raise InvalidSpec(
-                    f"{name} is out of range", seen=repr(value), expected=f"1 to {most}"
-                )
         check_dtype(self.dtype)
         if self.tables and self.dtype is not None:
             raise InvalidSpec(

@@ -372,9 +372,7 @@ class Subscription:
         are multiples of `every`. Raises what `wait` raises; also InvalidSpec if `every` is below 1.
         """
         if every is not None:
-            every = as_index("every", every)
-            if every < 1:
-                raise InvalidSpec("every is out of range", seen=repr(every), expected="1 or more")
+            every = as_index("every", every, least=1)
         last = self.version
         while True:
             newest = await self.wait_async(last)

@@ -34,9 +34,7 @@ def plan(
     Raises UnknownStrategy, InvalidSpec for a strategy without figures, and the errors of the
     strategy's own checks of model and optimizer.
     """
-    world_size = as_index("world_size", world_size)
-    if world_size < 1:
-        raise InvalidSpec("world_size is out of range", seen=f"{world_size}", expected="1 or more")
+    world_size = as_index("world_size", world_size, least=1)
     chosen = find_strategy(strategy)
     figures = figures_of(chosen)
     if figures is None:

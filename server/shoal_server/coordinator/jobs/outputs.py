@@ -189,7 +189,7 @@ class OutputsService(OutputsServicer):
                 except _StreamEnded:
                     ended = launcher.host
                     continue
-                return _view(member, launcher, part, after, before)
+                return _view(member, launcher, part, after)
         kept = self._kept.get(member)
         if kept is None and ended:
             raise Unavailable(
@@ -200,7 +200,7 @@ class OutputsService(OutputsServicer):
         if kept is None or not _owns(kept.launcher, actor, member_id):
             raise _no_output(actor, member_id)
         part = _cut(kept, after, before)
-        return _view(member, kept.launcher, part, after, before, is_live=False)
+        return _view(member, kept.launcher, part, after, is_live=False)
 
     def _find(self, job: str) -> JobActor:
         try:
@@ -319,7 +319,6 @@ def _view(
     launcher: _Launcher,
     part: pb.OutputPart,
     after: str | None,
-    before: str | None,
     *,
     is_live: bool = True,
 ) -> OutputView:

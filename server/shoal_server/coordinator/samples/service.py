@@ -392,7 +392,7 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
                 try:
                     await self._write(job, opened, whole=whole)
                 except (RetryError, AccessDenied) as error:
-                    self._write_failed(job, opened, error)
+                    self._write_failed(job, error)
                 except Exception as error:  # noqa: BLE001 - concerns that job alone, which is quarantined
                     self._close(job)
                     self._on_failed(job, error)
@@ -411,7 +411,7 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
             self._store_is_away = False
             log.info("ledger_writes_resumed", job=job)
 
-    def _write_failed(self, job: str, opened: _OpenLedger, error: ShoalError) -> None:
+    def _write_failed(self, job: str, error: ShoalError) -> None:
         self._changed.set()
         if not self._store_is_away:
             self._store_is_away = True

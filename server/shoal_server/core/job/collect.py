@@ -144,7 +144,7 @@ def chosen(job: JobState, now_s: float) -> list[MemberState]:
     candidates = [m for m in job.eligible if m.settled or m.is_in(job.running)]
     if amid := _amid_call(job):
         names = {m.member_id for m in amid}
-        _keep_out(job, [m for m in candidates if m.member_id not in names], now_s)
+        _keep_out([m for m in candidates if m.member_id not in names], now_s)
         candidates = amid
     if job.running is not None and not any(m.is_in(job.running) for m in candidates):
         # All trainers are to leave, and hand over their state.
@@ -231,7 +231,7 @@ def _amid_call(job: JobState) -> list[MemberState]:
     return [m for m in job.eligible if m.member_id in table.in_call and m.state_and_step == newest]
 
 
-def _keep_out(job: JobState, members: list[MemberState], now_s: float) -> None:
+def _keep_out(members: list[MemberState], now_s: float) -> None:
     for member in members:
         member.set_wait("the end of a call between two steps that the others are in", now_s)
 

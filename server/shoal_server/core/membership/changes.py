@@ -54,7 +54,7 @@ class PendingChanges:
 
     def record_departure(self, member_id: str, cause: str, *, lost: bool) -> None:
         """Note that a member is gone; its first cause counts."""
-        departure = Departure(member_id=member_id, cause=shortened(cause, MAX_CAUSE), lost=lost)
+        departure = Departure(member_id=member_id, cause=shortened(cause), lost=lost)
         if self.before is not None and member_id in self.before.ranks:
             self.departures.setdefault(member_id, departure)
 
@@ -70,7 +70,7 @@ class PendingChanges:
         parts = [f"lost {text}" for text in _grouped(lost)]
         parts += [f"{text} left" for text in _grouped(left)]
         if not lost and self.trouble:
-            parts.append(shortened(self.trouble, MAX_CAUSE))
+            parts.append(shortened(self.trouble))
         if self.before is not None and joined:
             parts.append(f"{short_list(joined, MAX_NAMES)} joined")
         num = len(roster.entries)
@@ -127,10 +127,10 @@ class PendingChanges:
         )
 
 
-def shortened(text: str, length: int) -> str:
-    """Return the first line, cut to the length."""
+def shortened(text: str) -> str:
+    """Return the first line, cut to MAX_CAUSE."""
     line = text.strip().partition("\n")[0].strip()
-    return line if len(line) <= length else f"{line[: length - 1]}…"
+    return line if len(line) <= MAX_CAUSE else f"{line[: MAX_CAUSE - 1]}…"
 
 
 def _grouped(departures: Iterable[Departure]) -> list[str]:

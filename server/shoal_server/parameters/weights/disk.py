@@ -11,6 +11,7 @@ from shoal_proto import CHUNK_BYTES
 from shoal_proto.names import is_name
 from shoal_proto.segments.digests import DIGEST_BYTES, chunks_of
 from shoal_proto.segments.sealed import Segment, SegmentWriter
+from shoal_server.snapshots.storage import sync_folder
 
 log = structlog.get_logger(__name__)
 
@@ -49,7 +50,7 @@ class WeightDisk:
             draft.replace(path)
             # The names may be new entries in their parent folders.
             for folder in (path.parent, path.parent.parent, self._directory):
-                _synchronize(folder)
+                sync_folder(folder)
         except OSError:
             draft.unlink(missing_ok=True)
             raise
@@ -112,11 +113,3 @@ def _read_into(descriptor: int, buffer: memoryview) -> None:
                 # The file has become shorter: the digest will not match.
                 return
             at += count
-
-
-def _synchronize(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

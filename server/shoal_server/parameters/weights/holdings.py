@@ -102,7 +102,7 @@ class WeightHoldings:
                 if of_chunks is not None:
                     check_root(of_chunks, num_bytes, digest)
                 descriptor = await _in_time(transport.receive_descriptor())
-                segment = await self._in_thread(
+                segment = await self.in_thread(
                     partial(Segment.adopt, descriptor, num_bytes, of_chunks=of_chunks)
                 )
             else:
@@ -144,7 +144,7 @@ class WeightHoldings:
                 raise
 
         with self._claimed(num_bytes) as claim:
-            segment = await self._in_thread(made)
+            segment = await self.in_thread(made)
             self._store.admit(series, segment.digest, origin)
             return self._hold(series, segment, origin, claim)
 
@@ -233,7 +233,7 @@ class WeightHoldings:
             # A thread may still refer to a chunk, and memory with references cannot be sealed.
             for chunk in arrived:
                 chunk.release()
-            return await self._in_thread(partial(writer.seal, of_chunks))
+            return await self.in_thread(partial(writer.seal, of_chunks))
         except BaseException:
             await asyncio.gather(*ready, *digests, return_exceptions=True)
             writer.close()
@@ -247,7 +247,8 @@ class WeightHoldings:
                 "a segment changed in transit", seen=f"digest {seen}", expected=digest.hex()
             )
 
-    async def _in_thread(self, work: Callable[[], T]) -> T:
+    async def in_thread(self, work: Callable[[], T]) -> T:
+        """Run `work` on a thread of the store."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
 

@@ -2,10 +2,8 @@
 restart or in place of a lost server."""
 
 import asyncio
-from collections.abc import Callable, Mapping
-from concurrent.futures import Executor
+from collections.abc import Mapping
 from functools import partial
-from typing import TypeVar
 
 import structlog
 
@@ -23,8 +21,6 @@ log = structlog.get_logger(__name__)
 FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 5.0
 
-T = TypeVar("T")
-
 
 class WeightUpkeep:
     """Restores and stores segments, one at a time, to leave threads to readers. Lives on the event
@@ -35,14 +31,11 @@ class WeightUpkeep:
         server_id: str,
         holdings: WeightHoldings,
         directory: ServerDirectory,
-        *,
-        threads: Executor,
         disk: WeightDisk | None,
     ) -> None:
         self._server_id = server_id
         self._holdings = holdings
         self._directory = directory
-        self._threads = threads
         self._disk = disk
         self._wanted: dict[str, Mapping[bytes, records.PublishedSegment]] = {}
         """Segments that this server is to hold, by series and digest."""
@@ -84,7 +77,7 @@ class WeightUpkeep:
                 done += [
                     await self._ensure_on_disk(self._disk, *each) for each in self._not_on_disk()
                 ]
-                on_disk = await self._in_thread(self._disk.all)
+                on_disk = await self._holdings.in_thread(self._disk.all)
                 done += [await self._ensure_off_disk(self._disk, *each) for each in on_disk]
             if all(done):
                 pauses.reset()
@@ -130,7 +123,7 @@ class WeightUpkeep:
             return False
 
         async def read() -> Segment:
-            segment = await self._in_thread(partial(disk.read, series, wanted.digest))
+            segment = await self._holdings.in_thread(partial(disk.read, series, wanted.digest))
             if segment is None:
                 raise Unavailable("the file of a segment is damaged, or gone")
             return segment
@@ -154,7 +147,7 @@ class WeightUpkeep:
         if segment is None or digest not in self._wanted.get(series, {}):
             return True
         try:
-            await self._in_thread(partial(disk.write, series, segment))
+            await self._holdings.in_thread(partial(disk.write, series, segment))
         except OSError as error:
             log.warning(
                 "segment_not_on_disk", series=series, digest=digest.hex(), reason=str(error)
@@ -167,11 +160,8 @@ class WeightUpkeep:
         if digest in self._wanted.get(series, {}) or not self._may_remove:
             return True
         try:
-            await self._in_thread(partial(disk.remove, series, digest))
+            await self._holdings.in_thread(partial(disk.remove, series, digest))
         except OSError as error:
             log.warning("segment_not_removed", series=series, reason=str(error))
             return False
         return True
-
-    async def _in_thread(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)

@@ -48,8 +48,7 @@ class SimServer:
         holdings = cast("Any", SimHoldings(self))
         keyspace = cast("Any", SimKeyspace(etcd, self.process))
         directory = cast("Any", SimDirectory(self))
-        no_threads = cast("Any", None)
-        self._upkeep = WeightUpkeep(server_id, holdings, directory, threads=no_threads, disk=None)
+        self._upkeep = WeightUpkeep(server_id, holdings, directory, None)
         self._records = SeriesRecords(keyspace, holdings, self._upkeep)
 
     def start(self) -> None:

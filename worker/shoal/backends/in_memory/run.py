@@ -33,12 +33,8 @@ def run_in_memory(
     The ranks share torch's state of the process, above all its random generator. If a model has to
     be the same on all ranks, make it beforehand, and copy it in each rank.
     """
-    world_size = as_index("world_size", world_size)
+    world_size = as_index("world_size", world_size, least=1, most=MAX_RANKS)
     timeout_s = as_number("timeout_s", timeout_s)
-    if not 1 <= world_size <= MAX_RANKS:
-        raise InvalidSpec(
-            "world_size is out of range", seen=f"{world_size}", expected=f"1 to {MAX_RANKS}"
-        )
     if not timeout_s > 0:
         raise InvalidSpec("timeout_s is out of range", seen=f"{timeout_s}", expected="above 0")
     return _Run(body, world_size, arguments, timeout_s).results()

@@ -30,7 +30,7 @@ class LayerOrder:
         self,
         group: dist.ProcessGroup,
         names: Sequence[str],
-        report_refusal: Callable[[InvalidSpec], None] = lambda refusal: None,
+        report_refusal: Callable[[InvalidSpec], None],
     ) -> None:
         """`names`: names of the parameter groups, by number. `report_refusal`: see
         `LayerExchanges`."""

@@ -28,7 +28,7 @@ MAX_BOUND = 1 << 20
 class StalenessClock:
     """Clock that decides when one member's steps may begin. Used on the trainer's thread."""
 
-    def __init__(self, consistency: str = "async", bound: int | None = None) -> None:
+    def __init__(self, consistency: str, bound: int | None) -> None:
         """`bound`: in rounds, for `ssp` only; 4 by default.
 
         Raises InvalidSpec for an unknown consistency, or a wrong bound.

@@ -1,7 +1,6 @@
 """Data parallel: every member holds the whole model; gradients are averaged in each step."""
 
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -197,8 +196,8 @@ class DDP(LayoutStrategy):
         self._has_state = held
 
     def close(self) -> None:
-        with ExitStack() as releases:
+        try:
+            super().close()
+        finally:
             for each in self._watching:
-                releases.callback(each.remove)
-            self._watching.clear()
-            releases.callback(super().close)
+                each.remove()

@@ -42,13 +42,8 @@ class FSDPTensor(FSDP):
         **options: Any,
     ) -> None:
         """Raises InvalidSpec for options out of range or not supported."""
-        tensor = as_index("tensor", tensor)
-        min_split_bytes = as_index("min_split_bytes", min_split_bytes)
-        for name, value, least in (("tensor", tensor, 2), ("min_split_bytes", min_split_bytes, 0)):
-            if value < least:
-                raise InvalidSpec(
-                    f"{name} is out of range", seen=str(value), expected=f"{least} or more"
-                )
+        tensor = as_index("tensor", tensor, least=2)
+        min_split_bytes = as_index("min_split_bytes", min_split_bytes, least=0)
         if options.get("elementwise_optimizer"):
             raise InvalidSpec(
                 "strategy 'fsdp-tensor' has no option to say that an optimizer is elementwise",

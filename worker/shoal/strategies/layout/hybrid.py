@@ -69,11 +69,7 @@ class Hybrid(ShardedStrategy):
         self._fixed = FixedSizes(
             pipeline=pipeline, data=data, tensor=tensor, max_rank_bytes=max_rank_bytes
         )
-        min_split_bytes = as_index("min_split_bytes", min_split_bytes)
-        if min_split_bytes < 0:
-            raise InvalidSpec(
-                "min_split_bytes is out of range", seen=str(min_split_bytes), expected="0 or more"
-            )
+        min_split_bytes = as_index("min_split_bytes", min_split_bytes, least=0)
         self._overrides = dict(plan or {})
         self._min_split_bytes = min_split_bytes
         self._schedule = schedule_spec(schedule, microbatches)

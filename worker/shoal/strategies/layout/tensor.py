@@ -48,11 +48,7 @@ class TensorParallel(ShardedStrategy):
         copy_every_steps: int | None = None,
     ) -> None:
         super().__init__(copies=copies, copy_every_steps=copy_every_steps)
-        min_split_bytes = as_index("min_split_bytes", min_split_bytes)
-        if min_split_bytes < 0:
-            raise InvalidSpec(
-                "min_split_bytes is out of range", seen=str(min_split_bytes), expected="0 or more"
-            )
+        min_split_bytes = as_index("min_split_bytes", min_split_bytes, least=0)
         self._elementwise_optimizer = elementwise_optimizer
         self._overrides = dict(plan or {})
         self._min_split_bytes = min_split_bytes

@@ -6,7 +6,6 @@ round.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import ExitStack
 
 import structlog
 import torch
@@ -197,11 +196,11 @@ class LocalSGD(SynchronousStrategy):
             self._end_round(self._process_group)
 
     def close(self) -> None:
-        with ExitStack() as releases:
+        try:
+            super().close()
+        finally:
             for each in self._watching:
-                releases.callback(each.remove)
-            self._watching.clear()
-            releases.callback(super().close)
+                each.remove()
 
     def abandon(self) -> None:
         in_step = self._transaction.in_step

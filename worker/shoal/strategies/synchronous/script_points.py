@@ -33,9 +33,8 @@ NEXT_LOOK = 1.25
 READ_WITHIN_S = 10.0
 """Time that members have to read the finding before the generation ends."""
 _READ_CHECK_S = 0.1
-_POINT, _FINDING, _NUM_READ = "script/point/{}", "script/verdict", "script/num-read"
-_EXCHANGES, _OF_LAYERS = "script/exchanges/{}", "script/of-layers"
-_REFUSAL = "script/refusal"
+_POINT, _EXCHANGES = "script/point/{}", "script/exchanges/{}"
+_REFUSAL, _NUM_READ = "script/refusal", "script/num-read"
 _REFUSAL_PARTS = ("what", "seen", "expected", "fix")
 
 
@@ -82,11 +81,6 @@ class ScriptPoints:
         self._published: ScriptPoint | None = None
         self._next_look_s = self._next_exchange_look_s = 0.0
         self._read: list[ScriptPoint] = []
-        self._found = ""
-        self._of_layers = False
-        """True if the finding is about the layers of a pass; without meaning beside a
-        `_refusal`.
-        """
         self._refusal: InvalidSpec | None = None
         if exchanges is not None:
             exchanges.report_refusal = self.report_refusal
@@ -97,7 +91,7 @@ class ScriptPoints:
         `waited_s`: its duration without pauses; `stood_s`: with pauses. On True all members have
         read the finding, or have had `read_within_s` for it.
         """
-        if self._found:
+        if self._refusal is not None:
             return False
         try:
             if self._published not in (None, point):
@@ -107,30 +101,16 @@ class ScriptPoints:
             elif waited_s >= self._next_look_s:
                 self._next_look_s = waited_s * NEXT_LOOK
                 self._compare(point)
-            if not self._found:
+            if self._refusal is None:
                 self._look_at_exchanges(stood_s)
         except ShoalError as error:
             # No coordinator, or the generation is over: other checks handle that.
             log.debug("script_points_unknown", reason=str(error)[:200])
-        return bool(self._found)
+        return self._refusal is not None
 
     def refusal(self, generation: int) -> InvalidSpec | None:
         """Return the scripts' error, found or reported in that generation, if any. Thread-safe."""
-        if not self._found or generation != self._generation:
-            return None
-        if self._refusal is not None:
-            return self._refusal
-        if self._of_layers:
-            return different_layers(self._found)
-        return InvalidSpec(
-            "the members' scripts wait for each other at different points",
-            seen=self._found,
-            expected="the same calls in the same order on every member",
-            fix="Call session.evaluate, session.all_reduce and, under strategies that spread the"
-            " model, session.state_dict on all members, outside of `if session.is_first`, and use"
-            " the results inside. Call session.gather equally often on all members in a step. Put"
-            " work of one member alone into session.pause.",
-        )
+        return self._refusal if generation == self._generation else None
 
     def report_refusal(self, refusal: InvalidSpec) -> None:
         """Publish the error that is about to end this member's script.
@@ -139,16 +119,16 @@ class ScriptPoints:
         answer.
         """
         # Once this is set, this member compares nothing any more.
-        self._found, self._refusal = refusal.seen, refusal
-        parts = {part: getattr(refusal, part) for part in _REFUSAL_PARTS}
+        self._refusal = refusal
         try:
-            self._store.set(_REFUSAL, json.dumps(parts))
-            # Members of older releases do not read `_REFUSAL`; they show a finding about layers.
-            self._store.set(_OF_LAYERS, "1")
-            self._store.set(_FINDING, refusal.seen)
+            self._publish(refusal)
             self._await_all()
         except ShoalError as error:
             log.debug("refusal_not_published", reason=str(error)[:200])
+
+    def _publish(self, refusal: InvalidSpec) -> None:
+        parts = {part: getattr(refusal, part) for part in _REFUSAL_PARTS}
+        self._store.set(_REFUSAL, json.dumps(parts))
 
     def _withdraw(self) -> None:
         self._store.delete_key(_POINT.format(self._rank))
@@ -160,16 +140,13 @@ class ScriptPoints:
             self._published = point
         if point.is_call:
             self._compare_points()
-        self._read_finding()
+        self._read_refusal()
 
-    def _read_finding(self) -> None:
-        if self._store.check([_FINDING]):
-            self._of_layers = self._store.check([_OF_LAYERS])
-            if self._store.check([_REFUSAL]):
-                content = json.loads(self._store.get(_REFUSAL))
-                self._refusal = InvalidSpec(**{part: content[part] for part in _REFUSAL_PARTS})
+    def _read_refusal(self) -> None:
+        if self._store.check([_REFUSAL]):
+            content = json.loads(self._store.get(_REFUSAL))
             # Set before the wait, during which other members may leave.
-            self._found = self._store.get(_FINDING).decode()
+            self._refusal = InvalidSpec(**{part: content[part] for part in _REFUSAL_PARTS})
             self._await_all()
 
     def _look_at_exchanges(self, stood_s: float) -> None:
@@ -189,7 +166,7 @@ class ScriptPoints:
         if record is not None:
             self._store.set(_EXCHANGES.format(self._rank), json.dumps(vars(record)))
             self._compare_exchanges(exchanges.peers)
-        self._read_finding()
+        self._read_refusal()
 
     def _compare_exchanges(self, peers: Sequence[int]) -> None:
         keys = [_EXCHANGES.format(rank) for rank in peers]
@@ -199,8 +176,7 @@ class ScriptPoints:
         names = [self._members[rank] for rank in peers]
         differing = difference(dict(zip(names, records, strict=True)))
         if differing is not None:
-            self._store.set(_OF_LAYERS, "1")
-            self._store.set(_FINDING, describe_exchanges(differing))
+            self._publish(different_layers(describe_exchanges(differing)))
 
     def _compare_points(self) -> None:
         keys = [_POINT.format(rank) for rank in range(len(self._members))]
@@ -213,7 +189,7 @@ class ScriptPoints:
         together = len({(each.step, each.num_calls) for each in points}) == 1
         if together and points == before and len({each.what for each in points}) > 1:
             by_member = zip(self._members, points, strict=True)
-            self._store.set(_FINDING, "; ".join(f"{name}: {each.what}" for name, each in by_member))
+            self._publish(_different_points("; ".join(f"{m}: {p.what}" for m, p in by_member)))
 
     def _await_all(self) -> None:
         """Wait until all members have read the finding: the first to leave ends the generation."""
@@ -221,3 +197,15 @@ class ScriptPoints:
         give_up_s = time.monotonic() + self._read_within_s
         while self._store.add(_NUM_READ, 0) < len(self._members) and time.monotonic() < give_up_s:
             time.sleep(_READ_CHECK_S)
+
+
+def _different_points(seen: str) -> InvalidSpec:
+    return InvalidSpec(
+        "the members' scripts wait for each other at different points",
+        seen=seen,
+        expected="the same calls in the same order on every member",
+        fix="Call session.evaluate, session.all_reduce and, under strategies that spread the"
+        " model, session.state_dict on all members, outside of `if session.is_first`, and use"
+        " the results inside. Call session.gather equally often on all members in a step. Put"
+        " work of one member alone into session.pause.",
+    )
