@@ -6,6 +6,7 @@ import time
 import grpc.aio
 import pytest
 from support.clusters.coordinator_world import served
+from support.clusters.memory_store import MemoryStore
 
 from shoal_proto.errors import DeadlineExceeded, InvalidSpec, Overloaded
 from shoal_proto.incarnation import new_incarnation
@@ -16,7 +17,6 @@ from shoal_proto.v1 import rendezvous_pb2
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.membership_pb2_grpc import MembershipStub
 from shoal_proto.v1.rendezvous_pb2_grpc import RendezvousStub
-from shoal_server.etcd.memory import MemoryStore
 from shoal_server.serving.admission.config import JobLimits
 
 BRIEF = JobLimits(call_wait_s=0.1, rendezvous_wait_s=0.1, rendezvous_keys=2, max_jobs=1)

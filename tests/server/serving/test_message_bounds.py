@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 import pytest
 from support.clusters.coordinator_world import served
+from support.clusters.memory_store import MemoryStore
 
 from shoal_client.connection.coordinators import Coordinators
 from shoal_proto.errors import InvalidSpec
@@ -20,7 +21,6 @@ from shoal_proto.v1.membership_pb2_grpc import MembershipStub
 from shoal_proto.v1.rendezvous_pb2_grpc import RendezvousStub
 from shoal_proto.v1.samples_pb2_grpc import SamplesStub
 from shoal_proto.v1.shards_pb2_grpc import ShardsStub
-from shoal_server.etcd.memory import MemoryStore
 from shoal_server.serving.message_bounds import MessageBounds
 
 LONG = "x" * (2 << 20)

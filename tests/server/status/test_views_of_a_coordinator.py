@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager, suppress
 import httpx
 import pytest
 from support.clusters.coordinator_world import FIELDS, Served, entered, propose, served
+from support.clusters.memory_store import MemoryStore
 from support.clusters.parameter_servers import ParameterServers
 from support.processes.served_process import awaited
 
@@ -21,7 +22,6 @@ from shoal_server.coordinator.parameters import samples_view
 from shoal_server.core.samples.requests import EpochCounts, LedgerCounts
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import RangeResult
-from shoal_server.etcd.memory import MemoryStore
 from shoal_server.status.app import build_app
 from shoal_server.status.serve import StatusServer
 from shoal_server.status.shards import ShardReader

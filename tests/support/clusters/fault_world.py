@@ -6,11 +6,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-import grpc
 import httpx
 import pytest
 from support.clusters.coordinator_processes import Replicas
 from support.clusters.coordinator_world import FIELDS
+from support.clusters.etcd_fixture import ask_etcd
 from support.members.scripted_member import MemberProcess, Script, ScriptedMember
 from support.network import http
 from support.processes.ranks import Ranks
@@ -20,8 +20,6 @@ from shoal_client.connection.coordinators import Coordinators
 from shoal_client.local.etcd import RunningEtcd, start_members
 from shoal_client.local.process import Supervisor
 from shoal_proto.errors import Fenced
-from shoal_proto.etcd import etcd_pb2
-from shoal_proto.etcd.etcd_pb2_grpc import MaintenanceStub
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.membership_pb2_grpc import MembershipStub
@@ -49,9 +47,8 @@ class Etcd:
 
         def look() -> RunningEtcd | None:
             for each in self.members:
-                with grpc.insecure_channel(each.endpoint) as channel:
-                    status = MaintenanceStub(channel).Status(etcd_pb2.StatusRequest(), timeout=5.0)
-                if status.header.member_id == status.leader:
+                status = ask_etcd(each.endpoint, "maintenance/status")
+                if status.get("leader") == status["header"]["member_id"]:
                     return each
             return None
 

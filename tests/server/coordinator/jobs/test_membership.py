@@ -8,6 +8,7 @@ import grpc
 import grpc.aio
 import pytest
 from support.clusters.coordinator_world import FIELDS, entered, propose, served
+from support.clusters.memory_store import MemoryStore
 
 from shoal_client.connection.coordinators import Coordinators
 from shoal_client.membership import calls
@@ -33,7 +34,6 @@ from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.membership_pb2_grpc import MembershipStub
 from shoal_server.core.limits import Limits
 from shoal_server.etcd import keys
-from shoal_server.etcd.memory import MemoryStore
 
 WITHIN_S = 10.0
 

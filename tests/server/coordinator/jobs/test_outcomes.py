@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import grpc.aio
 import pytest
 from support.clusters.coordinator_world import FIELDS, Served, entered, served
+from support.clusters.memory_store import MemoryStore
 
 from shoal_proto.incarnation import new_incarnation
 from shoal_proto.protocol import OWN_PROTOCOLS
@@ -15,7 +16,6 @@ from shoal_proto.rosters import roster_digest
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.membership_pb2_grpc import MembershipStub
-from shoal_server.etcd.memory import MemoryStore
 
 WITHIN_S = 30.0
 

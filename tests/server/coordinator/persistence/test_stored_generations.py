@@ -2,6 +2,7 @@
 
 import pytest
 from support.clusters.coordinator_world import jobs_in
+from support.clusters.memory_store import MemoryStore
 
 from shoal_proto.incarnation import new_incarnation
 from shoal_server.coordinator.persistence import codec
@@ -20,7 +21,6 @@ from shoal_server.core.generations.roster import (
     Verdict,
 )
 from shoal_server.etcd import keys
-from shoal_server.etcd.memory import MemoryStore
 
 NUM_MEMBERS = 1300
 NAMES = [f"member-{number:05d}" for number in range(NUM_MEMBERS)]
