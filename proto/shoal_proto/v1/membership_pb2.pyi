@@ -1674,32 +1674,6 @@ class ResetJobReply(_message.Message):
 Global___ResetJobReply: _TypeAlias = ResetJobReply  # noqa: Y015
 
 @_typing.final
-class GetGenerationRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    JOB_FIELD_NUMBER: _builtins.int
-    GENERATION_FIELD_NUMBER: _builtins.int
-    WAIT_S_FIELD_NUMBER: _builtins.int
-    job: _builtins.str
-    generation: _builtins.int
-    """0: the newest."""
-    wait_s: _builtins.float
-    def __init__(
-        self,
-        *,
-        job: _builtins.str = ...,
-        generation: _builtins.int = ...,
-        wait_s: _builtins.float = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "job", b"job", "wait_s", b"wait_s"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___GetGenerationRequest: _TypeAlias = GetGenerationRequest  # noqa: Y015
-
-@_typing.final
 class GetRosterRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -75,10 +75,6 @@ class MembershipStub:
     Meanwhile none of their time limits runs. The newest report counts; it may be repeated.
     """
     Leave: _grpc.UnaryUnaryMultiCallable[_membership_pb2.LeaveRequest, _membership_pb2.Ack]
-    GetGeneration: _grpc.UnaryUnaryMultiCallable[_membership_pb2.GetGenerationRequest, _membership_pb2.GenerationRecord]
-    """Returns the durable record of a generation. If it does not exist yet, waits for it for `wait_s`
-    at most.
-    """
     GetRoster: _grpc.UnaryUnaryMultiCallable[_membership_pb2.GetRosterRequest, _membership_pb2.PackedRoster]
     """Returns one of a job's newest rosters, by its digest: see AttendRequest.fetches_rosters."""
     GetJob: _grpc.UnaryUnaryMultiCallable[_membership_pb2.GetJobRequest, _membership_pb2.JobStanding]
@@ -147,10 +143,6 @@ class MembershipAsyncStub(MembershipStub):
     Meanwhile none of their time limits runs. The newest report counts; it may be repeated.
     """
     Leave: _aio.UnaryUnaryMultiCallable[_membership_pb2.LeaveRequest, _membership_pb2.Ack]  # type: ignore[assignment]
-    GetGeneration: _aio.UnaryUnaryMultiCallable[_membership_pb2.GetGenerationRequest, _membership_pb2.GenerationRecord]  # type: ignore[assignment]
-    """Returns the durable record of a generation. If it does not exist yet, waits for it for `wait_s`
-    at most.
-    """
     GetRoster: _aio.UnaryUnaryMultiCallable[_membership_pb2.GetRosterRequest, _membership_pb2.PackedRoster]  # type: ignore[assignment]
     """Returns one of a job's newest rosters, by its digest: see AttendRequest.fetches_rosters."""
     GetJob: _aio.UnaryUnaryMultiCallable[_membership_pb2.GetJobRequest, _membership_pb2.JobStanding]  # type: ignore[assignment]
@@ -294,16 +286,6 @@ class MembershipServicer(metaclass=_abc_1.ABCMeta):
         request: _membership_pb2.LeaveRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_membership_pb2.Ack, _abc.Awaitable[_membership_pb2.Ack]]: ...
-
-    @_abc_1.abstractmethod
-    def GetGeneration(
-        self,
-        request: _membership_pb2.GetGenerationRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_membership_pb2.GenerationRecord, _abc.Awaitable[_membership_pb2.GenerationRecord]]:
-        """Returns the durable record of a generation. If it does not exist yet, waits for it for `wait_s`
-        at most.
-        """
 
     @_abc_1.abstractmethod
     def GetRoster(

@@ -22,7 +22,6 @@ from shoal_proto.errors import (
     Unavailable,
 )
 from shoal_proto.incarnation import public_id
-from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_server.coordinator.jobs.streams import Encoder, NewestRosters, NoticeStream
 from shoal_server.coordinator.persistence import codec
@@ -96,7 +95,7 @@ class JobActor:
         self.job = job
         self.inherited_generation = job.last_generation
         """Newest generation from an earlier leader, or from before a quarantine; 0 without one."""
-        self.records = Records(job.spec.job, records, read_records)
+        self.records = Records(records, read_records)
         self._dependencies = dependencies
         self._driver: JobDriver[NoticeStream, Call] = JobDriver(job, dependencies.clock())
         self.rosters = NewestRosters(job.spec.job)
@@ -252,11 +251,6 @@ class JobActor:
         """Numbers of the running generation and of the one in bring-up."""
         coming = self.job.attempt if self.job.phase is Phase.COMMITTED else None
         return [r.generation for r in (self.job.running, coming) if r is not None]
-
-    async def record(self, generation: int, wait_s: float) -> pb.GenerationRecord:
-        """Decided record of a generation (0: the newest); waits for it for up to `wait_s`. Raises
-        what `Records.get` raises."""
-        return codec.record_to_pb(await self.records.get(generation, wait_s))
 
     async def end(self, why: ShoalError | None = None) -> None:
         """End all streams and waiting calls; members then look for the leader.

@@ -35,7 +35,6 @@ from shoal_server.core.membership.member import MemberState
 from shoal_server.core.membership.phases import Phase
 from shoal_server.serving.access.caller_proof import CallerProof, proof_of_caller
 from shoal_server.serving.access.checks import known_caller
-from shoal_server.serving.admission.config import JobLimits
 from shoal_server.serving.rpc import Context
 
 log = structlog.get_logger(__name__)
@@ -50,10 +49,7 @@ class MembershipService(MembershipServicer):
         registry: Registry,
         reset: Reset,
         http_url: Callable[[], str],
-        call_wait_s: float = JobLimits.call_wait_s,
     ) -> None:
-        """`call_wait_s`: maximum wait for the record of a generation."""
-        self._call_wait_s = call_wait_s
         self._registry = registry
         self._operations = JobOperations(registry)
         self._reset = reset
@@ -175,12 +171,6 @@ class MembershipService(MembershipServicer):
         except ShoalError as error:
             return pb.BeatReply(error=to_detail(error))
         return pb.BeatReply(generation=actor.job.last_generation, phase=actor.job.phase.value)
-
-    async def GetGeneration(
-        self, request: pb.GetGenerationRequest, context: Context
-    ) -> pb.GenerationRecord:
-        actor = self._registry.find(request.job)
-        return await actor.record(request.generation, min(request.wait_s, self._call_wait_s))
 
     # Encoded, since many hosts request the same roster.
     async def GetRoster(  # type: ignore[override]

@@ -41,7 +41,6 @@ _BY_SERVICE: Mapping[str, Mapping[str, Roles]] = {
         # A worker drains only itself: its incarnation proves that.
         "Drain": _LAUNCHER,
         "GetCluster": _READ,
-        "GetGeneration": _READ,
         "GetJob": _READ,
         "ResetJob": _COMMAND,
         "StopJob": _COMMAND,

@@ -78,9 +78,6 @@ async def calls(address: str) -> list[str]:
     texts = []
     async with grpc.aio.insecure_channel(address) as channel:
         membership = MembershipStub(channel)
-        for number in (0, 1):
-            record = membership_pb2.GetGenerationRequest(job="j", generation=number)
-            texts.append(await refusal(membership.GetGeneration(record)))
         texts.append(await refusal(membership.GetJob(membership_pb2.GetJobRequest(job="j"))))
         # The first is older than the member's own, as that of a replaced process.
         for incarnation in (new_incarnation(1), "a guess", ""):

@@ -219,7 +219,7 @@ async def test_the_error_for_an_unknown_job_lists_the_jobs_that_exist() -> None:
         await world.training("a")
         async with grpc.aio.insecure_channel(world.address) as channel:
             with pytest.raises(grpc.aio.AioRpcError) as failed:
-                await MembershipStub(channel).GetGeneration(pb.GetGenerationRequest(job="other"))
+                await MembershipStub(channel).GetJob(pb.GetJobRequest(job="other"))
         error = from_rpc_error(failed.value, world.address)
         assert isinstance(error, UnknownJob)
         assert error.expected == "one of j"
