@@ -120,11 +120,11 @@ class RendezvousStore(Store):
 
     def check(self, keys: Sequence[str]) -> bool:
         request = pb.StoreKeysRequest(token=self._token, keys=keys)
-        return self._call(_count, request).count == len(set(keys))
+        return self._call(lambda stub: stub.Count, request).count == len(set(keys))
 
     def add(self, key: str, value: int) -> int:
         request = pb.StoreAddRequest(token=self._token, key=key, amount=value)
-        return self._call(_add, request).count
+        return self._call(lambda stub: stub.Add, request).count
 
     def compare_set(self, key: str, expected_value: Value, desired_value: Value) -> bytes:
         request = pb.StoreCompareSetRequest(
@@ -133,18 +133,18 @@ class RendezvousStore(Store):
             expected=_bytes(expected_value),
             desired=_bytes(desired_value),
         )
-        return self._call(_compare_set, request).values[0]
+        return self._call(lambda stub: stub.CompareSet, request).values[0]
 
     compareSet = compare_set  # noqa: N815
 
     def delete_key(self, key: str) -> bool:
         request = pb.StoreKeysRequest(token=self._token, keys=[key])
-        return self._call(_delete, request).count > 0
+        return self._call(lambda stub: stub.Delete, request).count > 0
 
     deleteKey = delete_key  # noqa: N815
 
     def num_keys(self) -> int:
-        return self._call(_count, pb.StoreKeysRequest(token=self._token)).count
+        return self._call(lambda stub: stub.Count, pb.StoreKeysRequest(token=self._token)).count
 
     getNumKeys = num_keys  # noqa: N815
 
@@ -172,7 +172,10 @@ class RendezvousStore(Store):
 
     def _set(self, pairs: Sequence[tuple[str, Value]], *, append: bool) -> None:
         stored = [pb.StorePair(key=key, value=_bytes(value)) for key, value in pairs]
-        self._call(_set, pb.StoreSetRequest(token=self._token, pairs=stored, append=append))
+        self._call(
+            lambda stub: stub.Set,
+            pb.StoreSetRequest(token=self._token, pairs=stored, append=append),
+        )
 
     def _get(self, keys: Sequence[str], timeout_s: float) -> Sequence[bytes]:
         if self._host is None or len(keys) < MIN_SHARED_KEYS:
@@ -194,7 +197,7 @@ class RendezvousStore(Store):
                 token=self._token, keys=keys, timeout_s=call_s, takes_packed=True
             )
             try:
-                return self._call(_get, request, timeout_s=call_s)
+                return self._call(lambda stub: stub.Get, request, timeout_s=call_s)
             except DeadlineExceeded as error:
                 if rest_s:
                     continue
@@ -244,27 +247,3 @@ class RendezvousStore(Store):
 
 def _bytes(value: Value) -> bytes:
     return value.encode() if isinstance(value, str) else bytes(value)
-
-
-def _set(stub: RendezvousStub) -> Any:
-    return stub.Set
-
-
-def _get(stub: RendezvousStub) -> Any:
-    return stub.Get
-
-
-def _add(stub: RendezvousStub) -> Any:
-    return stub.Add
-
-
-def _compare_set(stub: RendezvousStub) -> Any:
-    return stub.CompareSet
-
-
-def _delete(stub: RendezvousStub) -> Any:
-    return stub.Delete
-
-
-def _count(stub: RendezvousStub) -> Any:
-    return stub.Count
