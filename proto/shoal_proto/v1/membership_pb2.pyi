@@ -351,7 +351,7 @@ class Proposal(_message.Message):
 
     @_builtins.property
     def listings(self) -> _containers.ScalarMap[_builtins.str, _builtins.bytes]:
-        """By field: the content of which the value is a digest, packed by shoal_proto.packing.listings.
+        """By field: the content of which the value is a digest, packed by shoal_proto.listings.
         Not compared: if members differ in the field, it shows the first entry that differs.
         """
 

@@ -13,8 +13,8 @@ from shoal.backends.process_group.interface import ended_in_bring_up
 from shoal.torch_private.c10d import Store
 from shoal_client.connection.coordinators import Coordinators, Method
 from shoal_client.membership.host_files import HostFiles
+from shoal_proto.deflated import unpack
 from shoal_proto.errors import DeadlineExceeded
-from shoal_proto.packing.packed_values import unpack
 from shoal_proto.v1 import rendezvous_pb2 as pb
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.rendezvous_pb2_grpc import RendezvousStub
@@ -27,6 +27,8 @@ CALL_S = 300.0
 """Limit of one call's wait for a key."""
 MIN_SHARED_KEYS = 64
 """Minimum number of keys in a read for which one rank reads on behalf of its whole host."""
+MAX_VALUES_BYTES = 128 * 1024 * 1024
+"""Limit of an answer: twice what a coordinator keeps for a generation."""
 HOST_WAIT_S = 10.0
 """Limit of the wait for the rank that reads for its host. After that each rank reads itself."""
 
@@ -185,7 +187,9 @@ class RendezvousStore(Store):
             reply = pb.StoreReply.FromString(
                 self._host.get(file_key, lambda: self._fetch(keys, timeout_s).SerializeToString())
             )
-        return unpack(reply.packed_values) if reply.packed_values else reply.values
+        if reply.deflated:
+            return unpack(pb.StoreReply, reply.deflated, MAX_VALUES_BYTES).values
+        return reply.values
 
     def _fetch(self, keys: Sequence[str], timeout_s: float) -> pb.StoreReply:
         # A coordinator limits the wait of one call.
@@ -193,9 +197,7 @@ class RendezvousStore(Store):
         while True:
             call_s = min(rest_s, CALL_S)
             rest_s -= call_s
-            request = pb.StoreGetRequest(
-                token=self._token, keys=keys, timeout_s=call_s, takes_packed=True
-            )
+            request = pb.StoreGetRequest(token=self._token, keys=keys, timeout_s=call_s)
             try:
                 return self._call(lambda stub: stub.Get, request, timeout_s=call_s)
             except DeadlineExceeded as error:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import structlog
 
 from shoal_proto import rosters
+from shoal_proto.deflated import pack
 from shoal_proto.errors import UnknownGeneration
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_server.coordinator.persistence import codec
@@ -119,7 +120,7 @@ class NewestRosters:
         if digest not in self._answers:
             if digest not in self._rosters:
                 raise self._unknown(digest)
-            packed = rosters.pack(codec.roster_to_pb(self._rosters[digest]))
+            packed = pack(codec.roster_to_pb(self._rosters[digest]))
             self._answers[digest] = pb.PackedRoster(roster=packed).SerializeToString()
         return self._answers[digest]
 

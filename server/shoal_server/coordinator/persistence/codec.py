@@ -7,7 +7,7 @@ from dataclasses import asdict, fields
 from shoal_proto import secrets
 from shoal_proto.errors import InternalError, ShoalError
 from shoal_proto.incarnation import public_id
-from shoal_proto.packing.listings import PackedListing
+from shoal_proto.listings import PackedListing
 from shoal_proto.rosters import roster_digest
 from shoal_proto.status import to_detail
 from shoal_proto.v1 import membership_pb2 as pb
