@@ -243,7 +243,7 @@ class MembershipServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetRoster(self, request, context):
-        """Returns one of a job's newest rosters, by its digest: see AttendRequest.fetches_rosters.
+        """Returns one of a job's newest rosters, by its digest: see Notice.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

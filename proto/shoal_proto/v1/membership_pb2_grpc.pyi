@@ -76,7 +76,7 @@ class MembershipStub:
     """
     Leave: _grpc.UnaryUnaryMultiCallable[_membership_pb2.LeaveRequest, _membership_pb2.Ack]
     GetRoster: _grpc.UnaryUnaryMultiCallable[_membership_pb2.GetRosterRequest, _membership_pb2.PackedRoster]
-    """Returns one of a job's newest rosters, by its digest: see AttendRequest.fetches_rosters."""
+    """Returns one of a job's newest rosters, by its digest: see Notice."""
     GetJob: _grpc.UnaryUnaryMultiCallable[_membership_pb2.GetJobRequest, _membership_pb2.JobStanding]
     """Returns the state of a job, for a launcher before it starts workers."""
     ResetJob: _grpc.UnaryUnaryMultiCallable[_membership_pb2.ResetJobRequest, _membership_pb2.ResetJobReply]
@@ -144,7 +144,7 @@ class MembershipAsyncStub(MembershipStub):
     """
     Leave: _aio.UnaryUnaryMultiCallable[_membership_pb2.LeaveRequest, _membership_pb2.Ack]  # type: ignore[assignment]
     GetRoster: _aio.UnaryUnaryMultiCallable[_membership_pb2.GetRosterRequest, _membership_pb2.PackedRoster]  # type: ignore[assignment]
-    """Returns one of a job's newest rosters, by its digest: see AttendRequest.fetches_rosters."""
+    """Returns one of a job's newest rosters, by its digest: see Notice."""
     GetJob: _aio.UnaryUnaryMultiCallable[_membership_pb2.GetJobRequest, _membership_pb2.JobStanding]  # type: ignore[assignment]
     """Returns the state of a job, for a launcher before it starts workers."""
     ResetJob: _aio.UnaryUnaryMultiCallable[_membership_pb2.ResetJobRequest, _membership_pb2.ResetJobReply]  # type: ignore[assignment]
@@ -293,7 +293,7 @@ class MembershipServicer(metaclass=_abc_1.ABCMeta):
         request: _membership_pb2.GetRosterRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_membership_pb2.PackedRoster, _abc.Awaitable[_membership_pb2.PackedRoster]]:
-        """Returns one of a job's newest rosters, by its digest: see AttendRequest.fetches_rosters."""
+        """Returns one of a job's newest rosters, by its digest: see Notice."""
 
     @_abc_1.abstractmethod
     def GetJob(

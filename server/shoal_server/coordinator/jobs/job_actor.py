@@ -166,19 +166,9 @@ class JobActor:
         except EventRefused as refused:
             raise codec.refusal_to_error(refused.refusal, self.job.last_generation) from refused
 
-    def open_stream(
-        self,
-        member_id: str,
-        incarnation: str,
-        *,
-        fetches_rosters: bool = False,
-    ) -> NoticeStream:
+    def open_stream(self, member_id: str, incarnation: str) -> NoticeStream:
         """Open a stream for the member's notices, in place of an earlier one."""
-        stream = NoticeStream(
-            member_id=member_id,
-            incarnation=incarnation,
-            fetches_rosters=fetches_rosters,
-        )
+        stream = NoticeStream(member_id=member_id, incarnation=incarnation)
         with self._failing_job():
             self._do(self._driver.open_stream(stream, self._dependencies.clock()))
         return stream

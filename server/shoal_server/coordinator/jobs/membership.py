@@ -29,7 +29,6 @@ from shoal_server.coordinator.jobs.proofs import (
 from shoal_server.coordinator.jobs.registry import Registry
 from shoal_server.coordinator.jobs.requests import MemberRequest, event_of, joined
 from shoal_server.coordinator.persistence import codec
-from shoal_server.core.generations.roster import Generation
 from shoal_server.core.membership import events
 from shoal_server.core.membership.member import MemberState
 from shoal_server.core.membership.phases import Phase
@@ -39,7 +38,7 @@ from shoal_server.serving.rpc import Context
 
 log = structlog.get_logger(__name__)
 
-Reset = Callable[[str], Awaitable[tuple[bool, Generation]]]
+Reset = Callable[[str], Awaitable[bool]]
 """Resets a job, as `JobReset.reset`."""
 
 
@@ -75,11 +74,7 @@ class MembershipService(MembershipServicer):
         try:
             check_member(actor.job.spec, token.job_secret, has_members=bool(actor.job.members))
             _check_not_expelled(actor, token)
-            stream = actor.open_stream(
-                token.member_id,
-                token.incarnation,
-                fetches_rosters=request.fetches_rosters,
-            )
+            stream = actor.open_stream(token.member_id, token.incarnation)
             try:
                 with tracing.span("Membership/Attend", token):
                     await actor.submit(joined(request))
@@ -201,8 +196,7 @@ class MembershipService(MembershipServicer):
             raise InvalidSpec("job is not a valid name", seen=repr(request.job), expected=NAME_RULE)
         digest = await self._registry.secret_digest(request.job)
         check_asker(request.job, digest, self._who(request, context))
-        existed, last_generation = await self._reset(request.job)
-        return pb.ResetJobReply(existed=existed, last_generation=last_generation)
+        return pb.ResetJobReply(existed=await self._reset(request.job))
 
     @staticmethod
     def _who(

@@ -76,7 +76,7 @@ def proposal_from_pb(proposal: pb.Proposal) -> Proposal:
 
 def limits_to_pb(limits: Limits) -> pb.Limits:
     """Return the limits that members need."""
-    names = [each.name for each in pb.Limits.DESCRIPTOR.fields if hasattr(limits, each.name)]
+    names = [each.name for each in pb.Limits.DESCRIPTOR.fields]
     return pb.Limits(**{name: getattr(limits, name) for name in names})
 
 

@@ -1,4 +1,4 @@
-"""Outcomes sent to members: a member that keeps rosters is not sent a roster twice."""
+"""Outcomes sent to members: a roster is not sent twice."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -6,7 +6,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import grpc.aio
-import pytest
 from support.clusters.coordinator_world import FIELDS, Served, entered, served
 from support.clusters.memory_store import MemoryStore
 
@@ -29,7 +28,6 @@ class Raw:
 
     stub: MembershipStub
     name: str = "a"
-    fetches_rosters: bool = False
     desired: int = 1
     token: Token = field(init=False)
 
@@ -44,7 +42,6 @@ class Raw:
             token=self.token,
             spec=spec,
             info=pb.MemberInfo(host="h", address="127.0.0.1"),
-            fetches_rosters=self.fetches_rosters,
         )
         call = self.stub.Attend(request)
         try:
@@ -79,12 +76,10 @@ async def stub_of(world: Served) -> AsyncIterator[MembershipStub]:
         yield MembershipStub(channel)
 
 
-@pytest.mark.parametrize("fetches_rosters", [False, True])
-async def test_a_member_that_keeps_rosters_gets_no_second_one(fetches_rosters: bool) -> None:
-    """The outcome for a member that keeps rosters has no roster. Other members get the whole
-    record."""
+async def test_a_member_is_not_sent_a_roster_twice() -> None:
+    """The outcome has only the roster's generation and digest."""
     async with served(MemoryStore()) as world, stub_of(world) as stub:
-        member = Raw(stub=stub, fetches_rosters=fetches_rosters)
+        member = Raw(stub=stub)
         async with member.attending() as notices:
             await until(notices, "admitted")
             await member.propose()
@@ -92,15 +87,14 @@ async def test_a_member_that_keeps_rosters_gets_no_second_one(fetches_rosters: b
             await member.accept(prepare)
             outcome = (await until(notices, "outcome")).outcome
             assert outcome.roster.generation == 1
-            assert bool(outcome.roster.entries) is not fetches_rosters
-            assert fetches_rosters or outcome.roster == prepare.roster
+            assert not outcome.roster.entries
             assert outcome.digest == roster_digest(prepare.roster)
 
 
 async def test_a_new_stream_gets_the_whole_record() -> None:
     """A roster sent on an earlier stream may not have arrived."""
     async with served(MemoryStore()) as world, stub_of(world) as stub:
-        member = Raw(stub=stub, fetches_rosters=True)
+        member = Raw(stub=stub)
         async with member.attending() as notices:
             await until(notices, "admitted")
             await member.propose()
