@@ -22,11 +22,8 @@ from pathlib import Path
 import httpx
 from rows import Row, publish, spread
 
-from shoal_client.connection.coordinators import Coordinators
 from shoal_client.local.etcd import start_etcd
 from shoal_client.local.process import ChildCommand, Process, Supervisor
-from shoal_proto.v1 import membership_pb2 as pb
-from shoal_proto.v1.membership_pb2_grpc import MembershipStub
 
 NUM_KILLS = 5
 NUM_REPLICAS, NUM_WORKERS = 3, 4
@@ -143,21 +140,15 @@ def fail_over(replicas: list[Replica]) -> float:
     leader = next(replica for replica in replicas if replica.leads())
     others = [replica for replica in replicas if replica is not leader]
     generation = leader.attending()
-    asked = Coordinators([replica.grpc for replica in others])
     struck_s = time.monotonic()
     leader.process.kill()
     await_true(
         lambda: any(replica.attending() for replica in others), "a successor", None, FAILOVER_S
     )
-    record = asked.call(
-        lambda channel: MembershipStub(channel).GetGeneration,
-        pb.GetGenerationRequest(job=JOB),
-        timeout_s=FAILOVER_S,
-    )
     took_s = time.monotonic() - struck_s
-    asked.close()
-    if record.roster.generation != generation:
-        raise SystemExit(f"generation {generation} became {record.roster.generation}")
+    newest = max(replica.attending() for replica in others)
+    if newest != generation:
+        raise SystemExit(f"generation {generation} became {newest}")
     leader.process.wait()
     leader.start()
     return took_s

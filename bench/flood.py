@@ -40,6 +40,8 @@ from shoal_proto.protocol import OWN_PROTOCOLS
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.membership_pb2_grpc import MembershipStub
+from shoal_proto.v1.rendezvous_pb2 import StoreGetRequest
+from shoal_proto.v1.rendezvous_pb2_grpc import RendezvousStub
 
 NUM_KILLS = 8
 NUM_SILENT, NUM_READERS, NUM_ATTENDING = 20_000, 1_000, 10_000
@@ -175,12 +177,10 @@ class Strangers:
 
     async def _ask_nan(self) -> None:
         async with grpc.aio.insecure_channel(self._address) as channel:
-            stub = MembershipStub(channel)
+            stub = RendezvousStub(channel)
             while True:
                 try:
-                    await stub.GetGeneration(
-                        pb.GetGenerationRequest(job="strangers", wait_s=math.nan), timeout=5.0
-                    )
+                    await stub.Get(StoreGetRequest(timeout_s=math.nan), timeout=5.0)
                 except grpc.aio.AioRpcError:
                     self.num_nan += 1
                 await asyncio.sleep(1 / NAN_CALLS_PER_S)

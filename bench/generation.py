@@ -3,8 +3,7 @@
     make bench NAME=generation           # 10,000 members
     .venv/bin/python bench/generation.py 2000
     .venv/bin/python bench/generation.py 10000 compact  # only the store: Gloo's addresses, compact
-    .venv/bin/python bench/generation.py 1000 packed    # the same, but each rank reads them itself
-    .venv/bin/python bench/generation.py 300 plain      # and the answers are not packed
+    .venv/bin/python bench/generation.py 1000 plain     # not compact, read by each rank
 
 `generation_10000`: time from the Propose call of the last member until all members have the
 committed record; the bench fails if records differ. `generation_10000_rss`: the coordinator's

@@ -16,7 +16,7 @@ from member_driver import CALL_S, Driver, Played, Share, serve
 
 from shoal.backends.network.compact_addresses import compact
 from shoal_client.membership import member_events as ev
-from shoal_proto.packing.packed_values import unpack
+from shoal_proto.deflated import unpack
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1 import rendezvous_pb2
 from shoal_proto.v1.rendezvous_pb2_grpc import RendezvousStub
@@ -89,10 +89,10 @@ class LargeDriver(Driver):
     async def rendezvous(self, form: str, world_size: str) -> dict[str, float]:
         """Set the addresses that Gloo's ranks set, and read the addresses of all ranks. Returns the
         bytes set and answered, and the time at which the last rank had all addresses. `form`:
-        "compact", read once per host; "packed", read by each rank; "plain", not packed."""
+        "compact", read once per host; "plain", not compacted, read by each rank."""
         size, num_bytes, set_bytes = int(world_size), 0, 0
         readers = {players[0].member_id for players in self._hosts.values()}
-        packed: set[bytes] = set()
+        unpacked: set[bytes] = set()
         numbers = struct.pack(f"<{size}q", *range(size))
         keys = [f"{form}/{rank}" for rank in range(size)]
 
@@ -107,18 +107,15 @@ class LargeDriver(Driver):
             await stub.Set(rendezvous_pb2.StoreSetRequest(token=token, pairs=[pair]))
             if form == "compact" and player.member_id not in readers:
                 return
-            asks = rendezvous_pb2.StoreGetRequest(
-                token=token, keys=keys, timeout_s=CALL_S, takes_packed=form != "plain"
-            )
+            asks = rendezvous_pb2.StoreGetRequest(token=token, keys=keys, timeout_s=CALL_S)
             reply = await stub.Get(asks)
             num_bytes += reply.ByteSize()
-            # Unpacking takes 33 ms for 1,000 ranks: this process does it once for all its ranks.
-            if reply.packed_values not in packed:
-                values = unpack(reply.packed_values) if reply.packed_values else reply.values
-                if len(values) != size:
+            # This process unpacks a reply once for all its ranks.
+            if reply.deflated not in unpacked:
+                whole = unpack(rendezvous_pb2.StoreReply, reply.deflated)
+                if len(whole.values) != size:
                     raise RuntimeError("not all values were received")
-                if reply.packed_values:
-                    packed.add(reply.packed_values)
+                unpacked.add(reply.deflated)
 
         first = self._share.first
         await asyncio.gather(*(one(first + n, player) for n, player in enumerate(self.players)))

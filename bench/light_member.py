@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 from shoal_client.membership import member_events as ev
 from shoal_client.membership.identity import Identity
-from shoal_proto.rosters import roster_digest, unpack
+from shoal_proto.deflated import unpack
+from shoal_proto.rosters import roster_digest
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.membership_pb2_grpc import MembershipStub

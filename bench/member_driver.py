@@ -23,8 +23,8 @@ from shoal_client.membership import member_events as ev
 from shoal_client.membership.identity import Identity
 from shoal_client.membership.member_core import MemberCore
 from shoal_proto import MAX_ANSWER_BYTES
+from shoal_proto.deflated import unpack
 from shoal_proto.incarnation import new_incarnation, public_id
-from shoal_proto.rosters import unpack
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.membership_pb2_grpc import MembershipStub
 

@@ -5,6 +5,7 @@ import os
 import socket
 
 from shoal_proto import bulk
+from shoal_proto.addresses import split_address
 from shoal_proto.bulk import HEADER_BYTES, MAX_ARENA_BYTES, FrameKind, FrameReader
 from shoal_proto.errors import MalformedMessage
 from shoal_proto.v1.parameters_pb2 import OpenBulkReply
@@ -26,8 +27,7 @@ def connect_to_offer(offer: OpenBulkReply, address: str) -> socket.socket:
             local.close()
         else:
             return local
-    host = address.rpartition(":")[0].strip("[]")
-    remote = socket.create_connection((host, offer.port), CONNECT_S)
+    remote = socket.create_connection((split_address(address)[0], offer.port), CONNECT_S)
     remote.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return remote
 

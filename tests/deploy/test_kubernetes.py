@@ -26,6 +26,7 @@ from shoal_server.core.limits import Limits
 from shoal_server.status.app import build_app
 from shoal_server.status.board import StatusBoard
 from shoal_server.status.views import (
+    GenerationView,
     JobDetail,
     MemberView,
     PublishedSeriesView,
@@ -269,6 +270,9 @@ class Nothing:
 
     def job(self, name: str) -> JobDetail | None:
         return None
+
+    async def generations(self, name: str) -> Sequence[GenerationView]:
+        return ()
 
     def member(self, name: str, member_id: str) -> MemberView | None:
         return None

@@ -1,6 +1,5 @@
 """Shoal's description of etcd's API, checked against etcd for calls not used by the client."""
 
-import re
 from pathlib import Path
 
 import grpc
@@ -13,15 +12,8 @@ from shoal_proto.etcd import etcd_pb2_grpc as stubs
 def test_the_description_matches_the_answers_of_etcd(tmp_path: Path) -> None:
     """Fields hold what their names say, and etcd's answers have no unknown field."""
     with running_etcd(tmp_path) as endpoint, grpc.insecure_channel(endpoint) as channel:
-        status = stubs.MaintenanceStub(channel).Status(pb.StatusRequest(), timeout=5)
-        assert re.fullmatch(r"\d+\.\d+\.\d+\S*", status.version)
-        assert status.leader == status.header.member_id != 0
-        assert status.dbSize > 0
-        assert 0 < status.raftTerm == status.header.raft_term
-        assert status.raftIndex > 0
-
         (member,) = stubs.ClusterStub(channel).MemberList(pb.MemberListRequest(), timeout=5).members
-        assert status.leader == member.ID
+        assert member.ID
         assert list(member.clientURLs) == [f"http://{endpoint}"]
         assert member.peerURLs[0].startswith("http://")
 
@@ -29,9 +21,6 @@ def test_the_description_matches_the_answers_of_etcd(tmp_path: Path) -> None:
         lease = leases.LeaseGrant(pb.LeaseGrantRequest(TTL=60, ID=7), timeout=5)
         assert (lease.ID, lease.TTL, lease.error) == (7, 60, "")
         store.Put(pb.PutRequest(key=b"k", value=b"1", lease=7), timeout=5)
-        left = leases.LeaseTimeToLive(pb.LeaseTimeToLiveRequest(ID=7, keys=True), timeout=5)
-        assert (left.ID, left.grantedTTL, list(left.keys)) == (7, 60, [b"k"])
-        assert 50 <= left.TTL <= 60
 
         changed = store.Put(pb.PutRequest(key=b"k", value=b"2", prev_kv=True), timeout=5)
         assert (changed.prev_kv.value, changed.prev_kv.lease) == (b"1", 7)
@@ -39,6 +28,6 @@ def test_the_description_matches_the_answers_of_etcd(tmp_path: Path) -> None:
         assert (keys.kvs[0].value, keys.kvs[0].version, keys.count, keys.more) == (b"", 2, 1, False)
         gone = store.DeleteRange(pb.DeleteRangeRequest(key=b"k", prev_kv=True), timeout=5)
         assert (gone.deleted, gone.prev_kvs[0].value) == (1, b"2")
-        for message in (status, member, lease, left, changed, keys, gone):
+        for message in (member, lease, changed, keys, gone):
             # Fields missing from the description are preserved as unknown fields.
             assert type(message).FromString(message.SerializeToString()) == message

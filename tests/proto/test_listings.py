@@ -5,7 +5,7 @@ import zlib
 
 import pytest
 
-from shoal_proto.packing.listings import MAX_LISTING_BYTES, UnreadableListing, pack, unpack
+from shoal_proto.listings import MAX_LISTING_BYTES, UnreadableListing, pack, unpack
 
 LAYER = (
     "attention.query.weight: (1024, 1024) bfloat16",

@@ -4,8 +4,9 @@ import zlib
 
 import pytest
 
+from shoal_proto.deflated import MAX_UNPACKED_BYTES, pack, unpack
 from shoal_proto.errors import MalformedMessage
-from shoal_proto.rosters import MAX_UNPACKED_BYTES, pack, roster_digest, unpack
+from shoal_proto.rosters import roster_digest
 from shoal_proto.v1 import membership_pb2 as pb
 
 FIELDS = {"strategy": "ddp", "schema": "s1", "optimizer": "adamw", "seed": "7", "dätä": "é"}

@@ -4,15 +4,15 @@ import getpass
 import socket
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-import grpc
 from cyclopts import Parameter
 
 from shoal_client.commands.status import in_short
 from shoal_client.connection.addresses import UsualCoordinators, usual_coordinators
-from shoal_client.connection.coordinators import Coordinators, Method
+from shoal_client.connection.coordinators import Coordinators
 from shoal_client.host.reports import check_reachable
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.names import check_name
@@ -68,27 +68,26 @@ def accept_loss(config: AcceptLossConfig) -> int:
     --samples is refused before the confirmation.
     """
     check_reachable(config.coordinators, ANSWER_WITHIN_S)
-    coordinators = Coordinators(config.coordinators)
+    with closing(Coordinators(config.coordinators)) as coordinators:
 
-    def ask(dry_run: bool) -> AcceptLossReply:
-        request = AcceptLossRequest(
-            job=config.job,
-            shard_ids=config.shards,
-            by=_me(),
-            dry_run=dry_run,
-            samples=_SAMPLES[config.samples],
-        )
-        return coordinators.call(_accept, request, timeout_s=ANSWER_WITHIN_S)
+        def ask(dry_run: bool) -> AcceptLossReply:
+            request = AcceptLossRequest(
+                job=config.job,
+                shard_ids=config.shards,
+                by=_me(),
+                dry_run=dry_run,
+                samples=_SAMPLES[config.samples],
+            )
+            return coordinators.call(
+                lambda channel: ShardsStub(channel).AcceptLoss, request, timeout_s=ANSWER_WITHIN_S
+            )
 
-    try:
         planned = ask(True)
         lost = [shard for shard in planned.shards if not shard.before]
         is_clear = planned.samples != SAMPLES_AFTER_LOSS_UNSAID
         if lost and is_clear and not config.yes:
             _confirm(config.job, lost, _samples_in_words(planned))
         reply = ask(False)
-    finally:
-        coordinators.close()
     for shard in reply.shards:
         at = _local(shard.accepted_unix_s)
         again = ", in an earlier call" if shard.before else ""
@@ -142,7 +141,3 @@ def _me() -> str:
     except (KeyError, OSError):
         user = "somebody"  # a container may run under a user id without a name
     return f"{user}@{socket.gethostname()}"
-
-
-def _accept(channel: grpc.Channel) -> Method[AcceptLossReply]:
-    return ShardsStub(channel).AcceptLoss

@@ -1,14 +1,14 @@
 """Address of a cluster's gRPC service, or of its status page."""
 
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Annotated
 
-import grpc
 from cyclopts import Parameter
 
 from shoal_client.connection.addresses import CoordinatorAddresses, only_cluster
-from shoal_client.connection.coordinators import Coordinators, Method
+from shoal_client.connection.coordinators import Coordinators
 from shoal_client.host.reports import check_reachable
 from shoal_proto.tls.options import TlsOptions
 from shoal_proto.v1 import membership_pb2 as pb
@@ -65,13 +65,10 @@ def http_url_of(coordinators: Sequence[str]) -> str:
     if not coordinators:
         return ""
     check_reachable(coordinators, ASK_WITHIN_S)
-    connection = Coordinators(coordinators)
-    try:
-        found = connection.call(_get_cluster, pb.GetClusterRequest(), timeout_s=ASK_WITHIN_S)
-    finally:
-        connection.close()
+    with closing(Coordinators(coordinators)) as connection:
+        found = connection.call(
+            lambda channel: MembershipStub(channel).GetCluster,
+            pb.GetClusterRequest(),
+            timeout_s=ASK_WITHIN_S,
+        )
     return found.http_url
-
-
-def _get_cluster(channel: grpc.Channel) -> Method[pb.Cluster]:
-    return MembershipStub(channel).GetCluster

@@ -4,6 +4,7 @@ import math
 import os
 import time
 from collections.abc import Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -133,12 +134,13 @@ class RetryConfig:
 def stop(config: StopConfig) -> int:
     """Stop the job. Returns 1 if members are left after `wait_s` seconds, unless `wait_s` is 0."""
     check_reachable(config.coordinators, ANSWER_WITHIN_S)
-    coordinators = Coordinators(config.coordinators)
-    try:
+    with closing(Coordinators(config.coordinators)) as coordinators:
         request = pb.StopJobRequest(
             job=config.job, reason=config.reason, job_secret=secret_in(config.job_secret)
         )
-        standing = coordinators.call(_stop, request, timeout_s=ANSWER_WITHIN_S)
+        standing = coordinators.call(
+            lambda channel: MembershipStub(channel).StopJob, request, timeout_s=ANSWER_WITHIN_S
+        )
         if standing.phase not in OVER:
             num = len(standing.member_ids)
             members_end = "1 member ends at its" if num == 1 else f"{num} members end at their"
@@ -149,8 +151,6 @@ def stop(config: StopConfig) -> int:
             time.sleep(ASK_AGAIN_S)
             asked = pb.GetJobRequest(job=config.job)
             standing = coordinators.call(_get, asked, timeout_s=ANSWER_WITHIN_S)
-    finally:
-        coordinators.close()
     if standing.phase not in OVER:
         left = ", ".join(standing.member_ids[:MAX_SHOWN])
         print(f"job {config.job} is being stopped; still there: {left or 'nobody'}")
@@ -164,10 +164,9 @@ def wait(config: WaitConfig) -> int:
     """Wait for the job's end. Raises UnknownJob, or Unavailable if no coordinator answers at
     first."""
     check_reachable(config.coordinators, ANSWER_WITHIN_S)
-    coordinators = Coordinators(config.coordinators)
     deadline_s = time.monotonic() + config.wait_s
     asked, phase, reason = pb.GetJobRequest(job=config.job), "not known", ""
-    try:
+    with closing(Coordinators(config.coordinators)) as coordinators:
         while True:
             try:
                 standing = coordinators.call(_get, asked, timeout_s=ANSWER_WITHIN_S)
@@ -178,8 +177,6 @@ def wait(config: WaitConfig) -> int:
             if phase in OVER or time.monotonic() >= deadline_s:
                 break
             time.sleep(ASK_AGAIN_S)
-    finally:
-        coordinators.close()
     if phase in OVER:
         print(f"job {config.job} is {phase} ({printable(reason)})")
         return 0 if phase == "finished" else 1
@@ -193,16 +190,15 @@ def retry(config: RetryConfig) -> int:
     members, or if its records were removed and `--from-scratch` was not given.
     """
     check_reachable(config.coordinators, ANSWER_WITHIN_S)
-    coordinators = Coordinators(config.coordinators)
-    try:
+    with closing(Coordinators(config.coordinators)) as coordinators:
         request = pb.RetryJobRequest(
             job=config.job,
             from_scratch=config.from_scratch,
             job_secret=secret_in(config.job_secret),
         )
-        coordinators.call(_retry, request, timeout_s=ANSWER_WITHIN_S)
-    finally:
-        coordinators.close()
+        coordinators.call(
+            lambda channel: MembershipStub(channel).RetryJob, request, timeout_s=ANSWER_WITHIN_S
+        )
     print(f"job {config.job} can be joined again: shoal run --job {config.job} ...")
     return 0
 
@@ -211,12 +207,12 @@ def reset_job(addresses: Sequence[str], job: str, job_secret: str = "") -> bool:
     """Remove all data of a job; True if there was any. Raises JobInUse while the job has members,
     Unavailable without a coordinator.
     """
-    coordinators = Coordinators(addresses)
-    try:
+    with closing(Coordinators(addresses)) as coordinators:
         request = pb.ResetJobRequest(job=job, job_secret=job_secret)
-        return coordinators.call(_reset, request, timeout_s=ANSWER_WITHIN_S).existed
-    finally:
-        coordinators.close()
+        reply = coordinators.call(
+            lambda channel: MembershipStub(channel).ResetJob, request, timeout_s=ANSWER_WITHIN_S
+        )
+    return reply.existed
 
 
 def phase_of(addresses: Sequence[str], job: str, timeout_s: float = ANSWER_WITHIN_S) -> str:
@@ -253,26 +249,9 @@ def check_not_finished(addresses: Sequence[str], job: str) -> None:
 def _standing_of(
     addresses: Sequence[str], job: str, timeout_s: float = ANSWER_WITHIN_S
 ) -> pb.JobStanding | None:
-    coordinators = Coordinators(addresses)
-    try:
-        request = pb.GetJobRequest(job=job)
-        return coordinators.call(_get, request, timeout_s=timeout_s)
-    except UnknownJob:
-        return None
-    finally:
-        coordinators.close()
-
-
-def _reset(channel: grpc.Channel) -> Method[pb.ResetJobReply]:
-    return MembershipStub(channel).ResetJob
-
-
-def _stop(channel: grpc.Channel) -> Method[pb.JobStanding]:
-    return MembershipStub(channel).StopJob
-
-
-def _retry(channel: grpc.Channel) -> Method[pb.JobStanding]:
-    return MembershipStub(channel).RetryJob
+    with suppress(UnknownJob), closing(Coordinators(addresses)) as coordinators:
+        return coordinators.call(_get, pb.GetJobRequest(job=job), timeout_s=timeout_s)
+    return None
 
 
 def _get(channel: grpc.Channel) -> Method[pb.JobStanding]:

@@ -1,14 +1,14 @@
 """`shoal repair`: shows the records that keep a job quarantined, and moves them aside."""
 
 import time
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Annotated
 
-import grpc
 from cyclopts import Parameter
 
 from shoal_client.connection.addresses import UsualCoordinators, usual_coordinators
-from shoal_client.connection.coordinators import Coordinators, Method
+from shoal_client.connection.coordinators import Coordinators
 from shoal_client.host.reports import check_reachable
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.names import check_name
@@ -55,7 +55,6 @@ def repair(config: RepairConfig) -> int:
     """Show the broken records, or repair the job. Raises UnknownJob, JobQuarantined if the job
     still cannot continue, and InvalidSpec if --min, --max and --desired are needed."""
     check_reachable(config.coordinators, ANSWER_WITHIN_S)
-    coordinators = Coordinators(config.coordinators)
     request = pb.RepairRequest(
         job=config.job,
         apply=config.apply,
@@ -63,10 +62,10 @@ def repair(config: RepairConfig) -> int:
         max_members=config.max_members,
         desired_members=config.desired_members,
     )
-    try:
-        reply = coordinators.call(_repair, request, timeout_s=ANSWER_WITHIN_S)
-    finally:
-        coordinators.close()
+    with closing(Coordinators(config.coordinators)) as coordinators:
+        reply = coordinators.call(
+            lambda channel: RepairsStub(channel).Repair, request, timeout_s=ANSWER_WITHIN_S
+        )
     for line in report_lines(config.job, reply):
         print(printable(line))
     return 0 if reply.goes_on else BROKEN
@@ -96,7 +95,3 @@ def report_lines(job: str, reply: pb.RepairReply) -> list[str]:
     elif reply.quarantined and not reply.records:
         lines.append("All its records can be read: --apply lets it continue from them.")
     return lines
-
-
-def _repair(channel: grpc.Channel) -> Method[pb.RepairReply]:
-    return RepairsStub(channel).Repair

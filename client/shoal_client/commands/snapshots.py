@@ -4,7 +4,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -179,17 +179,16 @@ Call = Callable[[Callable[[SnapshotsStub], Any], Message], Any]
 def _leader(job: str, url: str, options: CallOptions) -> Iterator[Call]:
     """Yield a function that calls the leader. A failed call is not repeated: calls take long."""
     check_reachable(options.addresses, min(ANSWER_WITHIN_S, options.timeout_s))
-    coordinators = Coordinators(options.addresses)
+    with closing(Coordinators(options.addresses)) as coordinators:
 
-    def call(method: Callable[[SnapshotsStub], Any], request: Message) -> Any:
-        stub = SnapshotsStub(coordinators.channel())
-        try:
-            return method(stub)(request, timeout=options.timeout_s)
-        except grpc.RpcError as error:
-            address = coordinators.current
-            raise explained(from_rpc_error(error, address), address, COORDINATOR_NAME) from None
+        def call(method: Callable[[SnapshotsStub], Any], request: Message) -> Any:
+            stub = SnapshotsStub(coordinators.channel())
+            try:
+                return method(stub)(request, timeout=options.timeout_s)
+            except grpc.RpcError as error:
+                address = coordinators.current
+                raise explained(from_rpc_error(error, address), address, COORDINATOR_NAME) from None
 
-    try:
         # Find the leader, and check that the storage can be read.
         look = ListSnapshotsRequest(job=job, url=url)
         coordinators.call(
@@ -198,8 +197,6 @@ def _leader(job: str, url: str, options: CallOptions) -> Iterator[Call]:
             timeout_s=min(ANSWER_WITHIN_S, options.timeout_s),
         )
         yield call
-    finally:
-        coordinators.close()
 
 
 def printed(options: CallOptions, reply: Message) -> bool:

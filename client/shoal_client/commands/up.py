@@ -32,6 +32,7 @@ from shoal_client.remote.control_plane import (
     start,
 )
 from shoal_client.remote.ssh import HostNames
+from shoal_proto.addresses import split_address
 from shoal_proto.errors import AddressInUse, InvalidSpec, Unavailable
 from shoal_proto.names import check_prefix
 from shoal_proto.tls import identity
@@ -247,9 +248,8 @@ def _check_ports(config: UpConfig) -> None:
 def _check_listens(etcd: str) -> None:
     seen = []
     for endpoint in etcd.split(","):
-        host, _, port = endpoint.rpartition(":")
         try:
-            socket.create_connection((host.strip("[]"), int(port)), CONNECTS_WITHIN_S).close()
+            socket.create_connection(split_address(endpoint), CONNECTS_WITHIN_S).close()
         except OSError as error:
             seen.append(f"{endpoint}: {error.strerror or error}")
         else:

@@ -2,11 +2,11 @@
 
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import Annotated, Any, Literal, TypeVar
 
-import grpc
 from cyclopts import Parameter
 from google.protobuf.message import Message
 from rich.console import Console
@@ -103,13 +103,14 @@ def weights(config: WeightsConfig) -> int:
     check_reachable(options.addresses, min(ANSWER_WITHIN_S, options.timeout_s))
     if config.action == "export":
         return _export(config)
-    coordinators = Coordinators(options.addresses)
-    try:
+    with closing(Coordinators(options.addresses)) as coordinators:
         if config.action == "list":
             return _list(config, coordinators)
         if config.action == "rollback":
             request = pb.RollbackRequest(series=config.series, to=config.to)
-            version: pb.VersionRecord = _call(config, coordinators, _rollback, request)
+            version: pb.VersionRecord = _call(
+                config, coordinators, lambda stub: stub.Rollback, request
+            )
             if not printed(options, version):
                 print(
                     f"version {version.number} of {config.series} has the bytes of version"
@@ -118,13 +119,11 @@ def weights(config: WeightsConfig) -> int:
             return 0
         pins = config.action == "pin"
         pin = pb.PinVersionRequest(series=config.series, number=config.number, unpin=not pins)
-        view: pb.SeriesView = _call(config, coordinators, _pin, pin)
+        view: pb.SeriesView = _call(config, coordinators, lambda stub: stub.Pin, pin)
         if not printed(options, view):
             kept = "is kept until it is unpinned" if pins else "is kept like any other"
             print(f"version {config.number} of {config.series} {kept}")
         return 0
-    finally:
-        coordinators.close()
 
 
 def _export(config: WeightsConfig) -> int:
@@ -149,7 +148,9 @@ def _export(config: WeightsConfig) -> int:
 
 def _list(config: WeightsConfig, coordinators: Coordinators) -> int:
     job, _, name = config.series.partition("/")
-    reply: pb.ListSeriesReply = _call(config, coordinators, _listed, pb.ListSeriesRequest(job=job))
+    reply: pb.ListSeriesReply = _call(
+        config, coordinators, lambda stub: stub.List, pb.ListSeriesRequest(job=job)
+    )
     if name:
         found = [each for each in reply.series if each.series == config.series]
         if not found:
@@ -247,21 +248,11 @@ def _age(unix_s: float) -> str:
     return f"{max(time.time() - unix_s, 0.0):.0f} s"
 
 
-Method = Callable[[grpc.Channel], Callable[..., Any]]
-
-
-def _listed(channel: grpc.Channel) -> Callable[..., Any]:
-    return WeightSeriesStub(channel).List
-
-
-def _pin(channel: grpc.Channel) -> Callable[..., Any]:
-    return WeightSeriesStub(channel).Pin
-
-
-def _rollback(channel: grpc.Channel) -> Callable[..., Any]:
-    return WeightSeriesStub(channel).Rollback
+Method = Callable[[WeightSeriesStub], Callable[..., Any]]
 
 
 def _call(config: WeightsConfig, coordinators: Coordinators, method: Method, request: Any) -> Any:
     timeout_s = min(ANSWER_WITHIN_S, config.call.timeout_s)
-    return coordinators.call(method, request, timeout_s=timeout_s)
+    return coordinators.call(
+        lambda channel: method(WeightSeriesStub(channel)), request, timeout_s=timeout_s
+    )

@@ -5,6 +5,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
+from shoal_proto.addresses import is_reachable_address
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.tls import local_clusters
 from shoal_proto.tls.local_clusters import LocalClusterRecord
@@ -16,8 +17,7 @@ def parse_coordinators(text: str) -> tuple[str, ...]:
     """The addresses in `host:port[,host:port...]`. Raises InvalidSpec."""
     addresses = tuple(part.strip() for part in text.split(",") if part.strip())
     for address in addresses:
-        host, _, port = address.rpartition(":")
-        if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        if not is_reachable_address(address):
             raise InvalidSpec(
                 "bad coordinator address", seen=repr(address), expected="HOST:PORT[,HOST:PORT...]"
             )

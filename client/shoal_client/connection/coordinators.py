@@ -14,6 +14,7 @@ import structlog
 from shoal_client.connection.certificate_wait import CertificateWait, wait_s
 from shoal_client.connection.tls_refusals import explained, note_answer
 from shoal_proto import MAX_ANSWER_BYTES, MAX_MESSAGE_BYTES
+from shoal_proto.addresses import split_address
 from shoal_proto.back_off import BackOff
 from shoal_proto.errors import (
     CertificateRefused,
@@ -289,9 +290,8 @@ def own_address(coordinators: Sequence[str]) -> str:
     there is no route."""
     if not coordinators:
         return "127.0.0.1"
-    host, _, port = coordinators[0].rpartition(":")
     try:
-        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)
+        found = socket.getaddrinfo(*split_address(coordinators[0]), type=socket.SOCK_DGRAM)
         family, kind, protocol, _, target = found[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.connect(target)

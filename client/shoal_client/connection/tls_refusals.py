@@ -9,6 +9,7 @@ from functools import partial
 
 import structlog
 
+from shoal_proto.addresses import split_address
 from shoal_proto.errors import CertificateRefused, ShoalError, Unavailable
 from shoal_proto.forks.openssl import NO_FORK, secured_client, until_done
 from shoal_proto.tls import identity
@@ -106,8 +107,7 @@ def _speaks_tls(address: str) -> bool:
 
 
 def _connected(address: str) -> socket.socket:
-    host, _, port = address.rpartition(":")
-    return socket.create_connection((host.strip("[]"), int(port)), ANSWER_WITHIN_S)
+    return socket.create_connection(split_address(address), ANSWER_WITHIN_S)
 
 
 def _in_words(error: ssl.SSLError) -> str:

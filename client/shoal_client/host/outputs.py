@@ -8,7 +8,7 @@ from types import TracebackType
 import grpc
 import structlog
 
-from shoal_client.connection.coordinators import Coordinators, Method, chance
+from shoal_client.connection.coordinators import Coordinators, chance
 from shoal_client.connection.held_stream import HeldStream, Stream
 from shoal_client.host.output_tail import OutputTail
 from shoal_proto.back_off import BackOff
@@ -79,7 +79,9 @@ class HostOutputs:
         ]
         request = pb.KeepOutputRequest(job=self._request.job, last=last)
         try:
-            self._coordinators.call(_keep, request, timeout_s=CALL_TIMEOUT_S)
+            self._coordinators.call(
+                lambda channel: OutputsStub(channel).Keep, request, timeout_s=CALL_TIMEOUT_S
+            )
         except ShoalError as error:
             log.debug("last_lines_not_kept", reason=str(error))
 
@@ -122,14 +124,8 @@ class HostOutputs:
             job=self._request.job, member_id=wanted.member_id, ticket=wanted.ticket, part=part
         )
         try:
-            self._coordinators.call(_give, request, timeout_s=CALL_TIMEOUT_S)
+            self._coordinators.call(
+                lambda channel: OutputsStub(channel).Give, request, timeout_s=CALL_TIMEOUT_S
+            )
         except ShoalError as error:
             log.debug("output_not_sent", member=wanted.member_id, reason=str(error))
-
-
-def _give(channel: grpc.Channel) -> Method[pb.GiveOutputReply]:
-    return OutputsStub(channel).Give
-
-
-def _keep(channel: grpc.Channel) -> Method[pb.KeepOutputReply]:
-    return OutputsStub(channel).Keep

@@ -213,9 +213,13 @@ class HostReporter:
         give_up_s = time.monotonic() + REPORT_LIMIT_S
         log_fields = {"report": type(request).__name__, "member": request.member_id}
 
+        def method(channel: grpc.Channel) -> Method[Ack]:
+            stub = MembershipStub(channel)
+            return stub.ReportExit if isinstance(request, ReportExitRequest) else stub.ReportHalt
+
         def attempt() -> Ack:
             return self._coordinators.call(
-                _exit if isinstance(request, ReportExitRequest) else _halt,
+                method,
                 request,
                 timeout_s=max(give_up_s - time.monotonic(), MIN_ASKED_S),
                 attempt_s=CALL_TIMEOUT_S,
@@ -237,11 +241,3 @@ class HostReporter:
         else:
             self.lost = from_detail(ack.lost) if ack.HasField("lost") else self.lost
             self._phase = ack.phase
-
-
-def _exit(channel: grpc.Channel) -> Method[Ack]:
-    return MembershipStub(channel).ReportExit
-
-
-def _halt(channel: grpc.Channel) -> Method[Ack]:
-    return MembershipStub(channel).ReportHalt

@@ -18,6 +18,7 @@ import grpc
 
 from shoal_client.local.process import ChildCommand, Process
 from shoal_client.local.start_time import ADVICE, StartTime, cpu_s
+from shoal_proto.addresses import split_address
 from shoal_proto.errors import AddressInUse, InvalidSpec, Unavailable
 from shoal_proto.etcd import etcd_pb2 as pb
 from shoal_proto.etcd import etcd_pb2_grpc as stubs
@@ -303,9 +304,8 @@ def _await_serving(etcd: RunningEtcd) -> None:
 
 
 def _serves(member: EtcdMember) -> bool:
-    host, _, port = member.endpoint.rpartition(":")
     try:
-        socket.create_connection((host, int(port)), timeout=0.2).close()
+        socket.create_connection(split_address(member.endpoint), timeout=0.2).close()
     except OSError:
         return False
     tls, credentials = member.options.tls, member.options.credentials

@@ -43,5 +43,4 @@ class Identity:
             token=self.token(generation),
             spec=self.spec,
             info=self.info,
-            fetches_rosters=True,
         )

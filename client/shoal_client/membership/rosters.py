@@ -4,8 +4,9 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from shoal_client.membership.host_files import HostFiles
+from shoal_proto.deflated import unpack
 from shoal_proto.errors import InternalError, MalformedMessage, Unavailable, UnknownGeneration
-from shoal_proto.rosters import roster_digest, unpack
+from shoal_proto.rosters import roster_digest
 from shoal_proto.v1 import membership_pb2 as pb
 
 KEPT_ROSTERS = 2

@@ -153,12 +153,9 @@ class ReaderLeases:
             with self._lock:
                 self._lease_s = reply.lease_s or FIRST_LEASE_S
                 self._gone |= {each for each in reply.gone if each in self._leased}
-                for number in reply.leased:
+                for number, relay in zip(reply.leased, reply.relays, strict=True):
                     if number in self._leased:
                         self._until_s[number] = sent_s + reply.lease_s
-                # Coordinators of earlier releases name no relays.
-                for number, relay in zip(reply.leased, reply.relays, strict=False):
-                    if number in self._leased:
                         self._relays[number] = relay
 
     def _request(self, *, is_leaving: bool = False) -> ReaderReport:

@@ -346,7 +346,6 @@ class Compare(_message.Message):
     RESULT_FIELD_NUMBER: _builtins.int
     TARGET_FIELD_NUMBER: _builtins.int
     KEY_FIELD_NUMBER: _builtins.int
-    VERSION_FIELD_NUMBER: _builtins.int
     CREATE_REVISION_FIELD_NUMBER: _builtins.int
     MOD_REVISION_FIELD_NUMBER: _builtins.int
     VALUE_FIELD_NUMBER: _builtins.int
@@ -355,7 +354,6 @@ class Compare(_message.Message):
     result: Global___Compare.CompareResult.ValueType
     target: Global___Compare.CompareTarget.ValueType
     key: _builtins.bytes
-    version: _builtins.int
     create_revision: _builtins.int
     mod_revision: _builtins.int
     value: _builtins.bytes
@@ -368,18 +366,17 @@ class Compare(_message.Message):
         result: Global___Compare.CompareResult.ValueType = ...,
         target: Global___Compare.CompareTarget.ValueType = ...,
         key: _builtins.bytes = ...,
-        version: _builtins.int = ...,
         create_revision: _builtins.int = ...,
         mod_revision: _builtins.int = ...,
         value: _builtins.bytes = ...,
         lease: _builtins.int = ...,
         range_end: _builtins.bytes = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["create_revision", b"create_revision", "lease", b"lease", "mod_revision", b"mod_revision", "target_union", b"target_union", "value", b"value", "version", b"version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["create_revision", b"create_revision", "lease", b"lease", "mod_revision", b"mod_revision", "target_union", b"target_union", "value", b"value"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_revision", b"create_revision", "key", b"key", "lease", b"lease", "mod_revision", b"mod_revision", "range_end", b"range_end", "result", b"result", "target", b"target", "target_union", b"target_union", "value", b"value", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_revision", b"create_revision", "key", b"key", "lease", b"lease", "mod_revision", b"mod_revision", "range_end", b"range_end", "result", b"result", "target", b"target", "target_union", b"target_union", "value", b"value"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_target_union: _TypeAlias = _typing.Literal["version", "create_revision", "mod_revision", "value", "lease"]  # noqa: Y015
+    _WhichOneofReturnType_target_union: _TypeAlias = _typing.Literal["create_revision", "mod_revision", "value", "lease"]  # noqa: Y015
     _WhichOneofArgType_target_union: _TypeAlias = _typing.Literal["target_union", b"target_union"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_target_union) -> _WhichOneofReturnType_target_union | None: ...
 
@@ -507,50 +504,6 @@ class TxnResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TxnResponse: _TypeAlias = TxnResponse  # noqa: Y015
-
-@_typing.final
-class CompactionRequest(_message.Message):
-    """Forget every revision below this one."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    REVISION_FIELD_NUMBER: _builtins.int
-    PHYSICAL_FIELD_NUMBER: _builtins.int
-    revision: _builtins.int
-    physical: _builtins.bool
-    def __init__(
-        self,
-        *,
-        revision: _builtins.int = ...,
-        physical: _builtins.bool = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["physical", b"physical", "revision", b"revision"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___CompactionRequest: _TypeAlias = CompactionRequest  # noqa: Y015
-
-@_typing.final
-class CompactionResponse(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    HEADER_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def header(self) -> Global___ResponseHeader: ...
-    def __init__(
-        self,
-        *,
-        header: Global___ResponseHeader | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___CompactionResponse: _TypeAlias = CompactionResponse  # noqa: Y015
 
 @_typing.final
 class WatchRequest(_message.Message):
@@ -837,96 +790,6 @@ class LeaseKeepAliveResponse(_message.Message):
 Global___LeaseKeepAliveResponse: _TypeAlias = LeaseKeepAliveResponse  # noqa: Y015
 
 @_typing.final
-class LeaseTimeToLiveRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    ID_FIELD_NUMBER: _builtins.int
-    KEYS_FIELD_NUMBER: _builtins.int
-    ID: _builtins.int
-    keys: _builtins.bool
-    def __init__(
-        self,
-        *,
-        ID: _builtins.int = ...,
-        keys: _builtins.bool = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ID", b"ID", "keys", b"keys"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___LeaseTimeToLiveRequest: _TypeAlias = LeaseTimeToLiveRequest  # noqa: Y015
-
-@_typing.final
-class LeaseTimeToLiveResponse(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    HEADER_FIELD_NUMBER: _builtins.int
-    ID_FIELD_NUMBER: _builtins.int
-    TTL_FIELD_NUMBER: _builtins.int
-    GRANTEDTTL_FIELD_NUMBER: _builtins.int
-    KEYS_FIELD_NUMBER: _builtins.int
-    ID: _builtins.int
-    TTL: _builtins.int
-    grantedTTL: _builtins.int
-    @_builtins.property
-    def header(self) -> Global___ResponseHeader: ...
-    @_builtins.property
-    def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
-    def __init__(
-        self,
-        *,
-        header: Global___ResponseHeader | None = ...,
-        ID: _builtins.int = ...,
-        TTL: _builtins.int = ...,
-        grantedTTL: _builtins.int = ...,
-        keys: _abc.Iterable[_builtins.bytes] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ID", b"ID", "TTL", b"TTL", "grantedTTL", b"grantedTTL", "header", b"header", "keys", b"keys"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___LeaseTimeToLiveResponse: _TypeAlias = LeaseTimeToLiveResponse  # noqa: Y015
-
-@_typing.final
-class AuthEnableRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    def __init__(
-        self,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___AuthEnableRequest: _TypeAlias = AuthEnableRequest  # noqa: Y015
-
-@_typing.final
-class AuthEnableResponse(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    HEADER_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def header(self) -> Global___ResponseHeader: ...
-    def __init__(
-        self,
-        *,
-        header: Global___ResponseHeader | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___AuthEnableResponse: _TypeAlias = AuthEnableResponse  # noqa: Y015
-
-@_typing.final
 class AuthenticateRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -970,212 +833,6 @@ class AuthenticateResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AuthenticateResponse: _TypeAlias = AuthenticateResponse  # noqa: Y015
-
-@_typing.final
-class AuthUserAddRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    NAME_FIELD_NUMBER: _builtins.int
-    PASSWORD_FIELD_NUMBER: _builtins.int
-    name: _builtins.str
-    password: _builtins.str
-    def __init__(
-        self,
-        *,
-        name: _builtins.str = ...,
-        password: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "password", b"password"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___AuthUserAddRequest: _TypeAlias = AuthUserAddRequest  # noqa: Y015
-
-@_typing.final
-class AuthUserAddResponse(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    HEADER_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def header(self) -> Global___ResponseHeader: ...
-    def __init__(
-        self,
-        *,
-        header: Global___ResponseHeader | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___AuthUserAddResponse: _TypeAlias = AuthUserAddResponse  # noqa: Y015
-
-@_typing.final
-class AuthUserGrantRoleRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    USER_FIELD_NUMBER: _builtins.int
-    ROLE_FIELD_NUMBER: _builtins.int
-    user: _builtins.str
-    role: _builtins.str
-    def __init__(
-        self,
-        *,
-        user: _builtins.str = ...,
-        role: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["role", b"role", "user", b"user"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___AuthUserGrantRoleRequest: _TypeAlias = AuthUserGrantRoleRequest  # noqa: Y015
-
-@_typing.final
-class AuthUserGrantRoleResponse(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    HEADER_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def header(self) -> Global___ResponseHeader: ...
-    def __init__(
-        self,
-        *,
-        header: Global___ResponseHeader | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___AuthUserGrantRoleResponse: _TypeAlias = AuthUserGrantRoleResponse  # noqa: Y015
-
-@_typing.final
-class AuthRoleAddRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    NAME_FIELD_NUMBER: _builtins.int
-    name: _builtins.str
-    def __init__(
-        self,
-        *,
-        name: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___AuthRoleAddRequest: _TypeAlias = AuthRoleAddRequest  # noqa: Y015
-
-@_typing.final
-class AuthRoleAddResponse(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    HEADER_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def header(self) -> Global___ResponseHeader: ...
-    def __init__(
-        self,
-        *,
-        header: Global___ResponseHeader | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___AuthRoleAddResponse: _TypeAlias = AuthRoleAddResponse  # noqa: Y015
-
-@_typing.final
-class Permission(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    class _Type:
-        ValueType = _typing.NewType("ValueType", _builtins.int)
-        V: _TypeAlias = ValueType  # noqa: Y015
-
-    class _TypeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[Permission._Type.ValueType], _builtins.type):
-        DESCRIPTOR: _descriptor.EnumDescriptor
-        READ: Permission._Type.ValueType  # 0
-        WRITE: Permission._Type.ValueType  # 1
-        READWRITE: Permission._Type.ValueType  # 2
-
-    class Type(_Type, metaclass=_TypeEnumTypeWrapper): ...
-    READ: Permission.Type.ValueType  # 0
-    WRITE: Permission.Type.ValueType  # 1
-    READWRITE: Permission.Type.ValueType  # 2
-
-    PERMTYPE_FIELD_NUMBER: _builtins.int
-    KEY_FIELD_NUMBER: _builtins.int
-    RANGE_END_FIELD_NUMBER: _builtins.int
-    permType: Global___Permission.Type.ValueType
-    key: _builtins.bytes
-    range_end: _builtins.bytes
-    def __init__(
-        self,
-        *,
-        permType: Global___Permission.Type.ValueType = ...,
-        key: _builtins.bytes = ...,
-        range_end: _builtins.bytes = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "permType", b"permType", "range_end", b"range_end"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Permission: _TypeAlias = Permission  # noqa: Y015
-
-@_typing.final
-class AuthRoleGrantPermissionRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    NAME_FIELD_NUMBER: _builtins.int
-    PERM_FIELD_NUMBER: _builtins.int
-    name: _builtins.str
-    @_builtins.property
-    def perm(self) -> Global___Permission: ...
-    def __init__(
-        self,
-        *,
-        name: _builtins.str = ...,
-        perm: Global___Permission | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["perm", b"perm"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "perm", b"perm"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___AuthRoleGrantPermissionRequest: _TypeAlias = AuthRoleGrantPermissionRequest  # noqa: Y015
-
-@_typing.final
-class AuthRoleGrantPermissionResponse(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    HEADER_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def header(self) -> Global___ResponseHeader: ...
-    def __init__(
-        self,
-        *,
-        header: Global___ResponseHeader | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___AuthRoleGrantPermissionResponse: _TypeAlias = AuthRoleGrantPermissionResponse  # noqa: Y015
 
 @_typing.final
 class Member(_message.Message):
@@ -1245,54 +902,3 @@ class MemberListResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___MemberListResponse: _TypeAlias = MemberListResponse  # noqa: Y015
-
-@_typing.final
-class StatusRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    def __init__(
-        self,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___StatusRequest: _TypeAlias = StatusRequest  # noqa: Y015
-
-@_typing.final
-class StatusResponse(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    HEADER_FIELD_NUMBER: _builtins.int
-    VERSION_FIELD_NUMBER: _builtins.int
-    DBSIZE_FIELD_NUMBER: _builtins.int
-    LEADER_FIELD_NUMBER: _builtins.int
-    RAFTINDEX_FIELD_NUMBER: _builtins.int
-    RAFTTERM_FIELD_NUMBER: _builtins.int
-    version: _builtins.str
-    dbSize: _builtins.int
-    leader: _builtins.int
-    """member_id of the leader; 0 while there is none."""
-    raftIndex: _builtins.int
-    raftTerm: _builtins.int
-    @_builtins.property
-    def header(self) -> Global___ResponseHeader: ...
-    def __init__(
-        self,
-        *,
-        header: Global___ResponseHeader | None = ...,
-        version: _builtins.str = ...,
-        dbSize: _builtins.int = ...,
-        leader: _builtins.int = ...,
-        raftIndex: _builtins.int = ...,
-        raftTerm: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dbSize", b"dbSize", "header", b"header", "leader", b"leader", "raftIndex", b"raftIndex", "raftTerm", b"raftTerm", "version", b"version"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___StatusResponse: _TypeAlias = StatusResponse  # noqa: Y015

@@ -55,11 +55,6 @@ class KVStub(object):
                 request_serializer=shoal__proto_dot_etcd_dot_etcd__pb2.TxnRequest.SerializeToString,
                 response_deserializer=shoal__proto_dot_etcd_dot_etcd__pb2.TxnResponse.FromString,
                 _registered_method=True)
-        self.Compact = channel.unary_unary(
-                '/etcdserverpb.KV/Compact',
-                request_serializer=shoal__proto_dot_etcd_dot_etcd__pb2.CompactionRequest.SerializeToString,
-                response_deserializer=shoal__proto_dot_etcd_dot_etcd__pb2.CompactionResponse.FromString,
-                _registered_method=True)
 
 
 class KVServicer(object):
@@ -90,12 +85,6 @@ class KVServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Compact(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_KVServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -118,11 +107,6 @@ def add_KVServicer_to_server(servicer, server):
                     servicer.Txn,
                     request_deserializer=shoal__proto_dot_etcd_dot_etcd__pb2.TxnRequest.FromString,
                     response_serializer=shoal__proto_dot_etcd_dot_etcd__pb2.TxnResponse.SerializeToString,
-            ),
-            'Compact': grpc.unary_unary_rpc_method_handler(
-                    servicer.Compact,
-                    request_deserializer=shoal__proto_dot_etcd_dot_etcd__pb2.CompactionRequest.FromString,
-                    response_serializer=shoal__proto_dot_etcd_dot_etcd__pb2.CompactionResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -244,33 +228,6 @@ class KV(object):
             metadata,
             _registered_method=True)
 
-    @staticmethod
-    def Compact(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/etcdserverpb.KV/Compact',
-            shoal__proto_dot_etcd_dot_etcd__pb2.CompactionRequest.SerializeToString,
-            shoal__proto_dot_etcd_dot_etcd__pb2.CompactionResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
 
 class WatchStub(object):
     """Missing associated documentation comment in .proto file."""
@@ -368,11 +325,6 @@ class LeaseStub(object):
                 request_serializer=shoal__proto_dot_etcd_dot_etcd__pb2.LeaseKeepAliveRequest.SerializeToString,
                 response_deserializer=shoal__proto_dot_etcd_dot_etcd__pb2.LeaseKeepAliveResponse.FromString,
                 _registered_method=True)
-        self.LeaseTimeToLive = channel.unary_unary(
-                '/etcdserverpb.Lease/LeaseTimeToLive',
-                request_serializer=shoal__proto_dot_etcd_dot_etcd__pb2.LeaseTimeToLiveRequest.SerializeToString,
-                response_deserializer=shoal__proto_dot_etcd_dot_etcd__pb2.LeaseTimeToLiveResponse.FromString,
-                _registered_method=True)
 
 
 class LeaseServicer(object):
@@ -396,12 +348,6 @@ class LeaseServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def LeaseTimeToLive(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_LeaseServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -419,11 +365,6 @@ def add_LeaseServicer_to_server(servicer, server):
                     servicer.LeaseKeepAlive,
                     request_deserializer=shoal__proto_dot_etcd_dot_etcd__pb2.LeaseKeepAliveRequest.FromString,
                     response_serializer=shoal__proto_dot_etcd_dot_etcd__pb2.LeaseKeepAliveResponse.SerializeToString,
-            ),
-            'LeaseTimeToLive': grpc.unary_unary_rpc_method_handler(
-                    servicer.LeaseTimeToLive,
-                    request_deserializer=shoal__proto_dot_etcd_dot_etcd__pb2.LeaseTimeToLiveRequest.FromString,
-                    response_serializer=shoal__proto_dot_etcd_dot_etcd__pb2.LeaseTimeToLiveResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -517,33 +458,6 @@ class Lease(object):
             metadata,
             _registered_method=True)
 
-    @staticmethod
-    def LeaseTimeToLive(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/etcdserverpb.Lease/LeaseTimeToLive',
-            shoal__proto_dot_etcd_dot_etcd__pb2.LeaseTimeToLiveRequest.SerializeToString,
-            shoal__proto_dot_etcd_dot_etcd__pb2.LeaseTimeToLiveResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
 
 class AuthStub(object):
     """Missing associated documentation comment in .proto file."""
@@ -554,72 +468,17 @@ class AuthStub(object):
         Args:
             channel: A grpc.Channel.
         """
-        self.AuthEnable = channel.unary_unary(
-                '/etcdserverpb.Auth/AuthEnable',
-                request_serializer=shoal__proto_dot_etcd_dot_etcd__pb2.AuthEnableRequest.SerializeToString,
-                response_deserializer=shoal__proto_dot_etcd_dot_etcd__pb2.AuthEnableResponse.FromString,
-                _registered_method=True)
         self.Authenticate = channel.unary_unary(
                 '/etcdserverpb.Auth/Authenticate',
                 request_serializer=shoal__proto_dot_etcd_dot_etcd__pb2.AuthenticateRequest.SerializeToString,
                 response_deserializer=shoal__proto_dot_etcd_dot_etcd__pb2.AuthenticateResponse.FromString,
-                _registered_method=True)
-        self.UserAdd = channel.unary_unary(
-                '/etcdserverpb.Auth/UserAdd',
-                request_serializer=shoal__proto_dot_etcd_dot_etcd__pb2.AuthUserAddRequest.SerializeToString,
-                response_deserializer=shoal__proto_dot_etcd_dot_etcd__pb2.AuthUserAddResponse.FromString,
-                _registered_method=True)
-        self.UserGrantRole = channel.unary_unary(
-                '/etcdserverpb.Auth/UserGrantRole',
-                request_serializer=shoal__proto_dot_etcd_dot_etcd__pb2.AuthUserGrantRoleRequest.SerializeToString,
-                response_deserializer=shoal__proto_dot_etcd_dot_etcd__pb2.AuthUserGrantRoleResponse.FromString,
-                _registered_method=True)
-        self.RoleAdd = channel.unary_unary(
-                '/etcdserverpb.Auth/RoleAdd',
-                request_serializer=shoal__proto_dot_etcd_dot_etcd__pb2.AuthRoleAddRequest.SerializeToString,
-                response_deserializer=shoal__proto_dot_etcd_dot_etcd__pb2.AuthRoleAddResponse.FromString,
-                _registered_method=True)
-        self.RoleGrantPermission = channel.unary_unary(
-                '/etcdserverpb.Auth/RoleGrantPermission',
-                request_serializer=shoal__proto_dot_etcd_dot_etcd__pb2.AuthRoleGrantPermissionRequest.SerializeToString,
-                response_deserializer=shoal__proto_dot_etcd_dot_etcd__pb2.AuthRoleGrantPermissionResponse.FromString,
                 _registered_method=True)
 
 
 class AuthServicer(object):
     """Missing associated documentation comment in .proto file."""
 
-    def AuthEnable(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def Authenticate(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def UserAdd(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def UserGrantRole(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def RoleAdd(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def RoleGrantPermission(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -628,35 +487,10 @@ class AuthServicer(object):
 
 def add_AuthServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'AuthEnable': grpc.unary_unary_rpc_method_handler(
-                    servicer.AuthEnable,
-                    request_deserializer=shoal__proto_dot_etcd_dot_etcd__pb2.AuthEnableRequest.FromString,
-                    response_serializer=shoal__proto_dot_etcd_dot_etcd__pb2.AuthEnableResponse.SerializeToString,
-            ),
             'Authenticate': grpc.unary_unary_rpc_method_handler(
                     servicer.Authenticate,
                     request_deserializer=shoal__proto_dot_etcd_dot_etcd__pb2.AuthenticateRequest.FromString,
                     response_serializer=shoal__proto_dot_etcd_dot_etcd__pb2.AuthenticateResponse.SerializeToString,
-            ),
-            'UserAdd': grpc.unary_unary_rpc_method_handler(
-                    servicer.UserAdd,
-                    request_deserializer=shoal__proto_dot_etcd_dot_etcd__pb2.AuthUserAddRequest.FromString,
-                    response_serializer=shoal__proto_dot_etcd_dot_etcd__pb2.AuthUserAddResponse.SerializeToString,
-            ),
-            'UserGrantRole': grpc.unary_unary_rpc_method_handler(
-                    servicer.UserGrantRole,
-                    request_deserializer=shoal__proto_dot_etcd_dot_etcd__pb2.AuthUserGrantRoleRequest.FromString,
-                    response_serializer=shoal__proto_dot_etcd_dot_etcd__pb2.AuthUserGrantRoleResponse.SerializeToString,
-            ),
-            'RoleAdd': grpc.unary_unary_rpc_method_handler(
-                    servicer.RoleAdd,
-                    request_deserializer=shoal__proto_dot_etcd_dot_etcd__pb2.AuthRoleAddRequest.FromString,
-                    response_serializer=shoal__proto_dot_etcd_dot_etcd__pb2.AuthRoleAddResponse.SerializeToString,
-            ),
-            'RoleGrantPermission': grpc.unary_unary_rpc_method_handler(
-                    servicer.RoleGrantPermission,
-                    request_deserializer=shoal__proto_dot_etcd_dot_etcd__pb2.AuthRoleGrantPermissionRequest.FromString,
-                    response_serializer=shoal__proto_dot_etcd_dot_etcd__pb2.AuthRoleGrantPermissionResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -668,33 +502,6 @@ def add_AuthServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class Auth(object):
     """Missing associated documentation comment in .proto file."""
-
-    @staticmethod
-    def AuthEnable(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/etcdserverpb.Auth/AuthEnable',
-            shoal__proto_dot_etcd_dot_etcd__pb2.AuthEnableRequest.SerializeToString,
-            shoal__proto_dot_etcd_dot_etcd__pb2.AuthEnableResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
 
     @staticmethod
     def Authenticate(request,
@@ -713,114 +520,6 @@ class Auth(object):
             '/etcdserverpb.Auth/Authenticate',
             shoal__proto_dot_etcd_dot_etcd__pb2.AuthenticateRequest.SerializeToString,
             shoal__proto_dot_etcd_dot_etcd__pb2.AuthenticateResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def UserAdd(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/etcdserverpb.Auth/UserAdd',
-            shoal__proto_dot_etcd_dot_etcd__pb2.AuthUserAddRequest.SerializeToString,
-            shoal__proto_dot_etcd_dot_etcd__pb2.AuthUserAddResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def UserGrantRole(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/etcdserverpb.Auth/UserGrantRole',
-            shoal__proto_dot_etcd_dot_etcd__pb2.AuthUserGrantRoleRequest.SerializeToString,
-            shoal__proto_dot_etcd_dot_etcd__pb2.AuthUserGrantRoleResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def RoleAdd(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/etcdserverpb.Auth/RoleAdd',
-            shoal__proto_dot_etcd_dot_etcd__pb2.AuthRoleAddRequest.SerializeToString,
-            shoal__proto_dot_etcd_dot_etcd__pb2.AuthRoleAddResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def RoleGrantPermission(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/etcdserverpb.Auth/RoleGrantPermission',
-            shoal__proto_dot_etcd_dot_etcd__pb2.AuthRoleGrantPermissionRequest.SerializeToString,
-            shoal__proto_dot_etcd_dot_etcd__pb2.AuthRoleGrantPermissionResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -893,78 +592,6 @@ class Cluster(object):
             '/etcdserverpb.Cluster/MemberList',
             shoal__proto_dot_etcd_dot_etcd__pb2.MemberListRequest.SerializeToString,
             shoal__proto_dot_etcd_dot_etcd__pb2.MemberListResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-
-class MaintenanceStub(object):
-    """Missing associated documentation comment in .proto file."""
-
-    def __init__(self, channel):
-        """Constructor.
-
-        Args:
-            channel: A grpc.Channel.
-        """
-        self.Status = channel.unary_unary(
-                '/etcdserverpb.Maintenance/Status',
-                request_serializer=shoal__proto_dot_etcd_dot_etcd__pb2.StatusRequest.SerializeToString,
-                response_deserializer=shoal__proto_dot_etcd_dot_etcd__pb2.StatusResponse.FromString,
-                _registered_method=True)
-
-
-class MaintenanceServicer(object):
-    """Missing associated documentation comment in .proto file."""
-
-    def Status(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-
-def add_MaintenanceServicer_to_server(servicer, server):
-    rpc_method_handlers = {
-            'Status': grpc.unary_unary_rpc_method_handler(
-                    servicer.Status,
-                    request_deserializer=shoal__proto_dot_etcd_dot_etcd__pb2.StatusRequest.FromString,
-                    response_serializer=shoal__proto_dot_etcd_dot_etcd__pb2.StatusResponse.SerializeToString,
-            ),
-    }
-    generic_handler = grpc.method_handlers_generic_handler(
-            'etcdserverpb.Maintenance', rpc_method_handlers)
-    server.add_generic_rpc_handlers((generic_handler,))
-    server.add_registered_method_handlers('etcdserverpb.Maintenance', rpc_method_handlers)
-
-
- # This class is part of an EXPERIMENTAL API.
-class Maintenance(object):
-    """Missing associated documentation comment in .proto file."""
-
-    @staticmethod
-    def Status(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/etcdserverpb.Maintenance/Status',
-            shoal__proto_dot_etcd_dot_etcd__pb2.StatusRequest.SerializeToString,
-            shoal__proto_dot_etcd_dot_etcd__pb2.StatusResponse.FromString,
             options,
             channel_credentials,
             insecure,

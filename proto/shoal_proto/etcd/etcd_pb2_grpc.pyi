@@ -40,7 +40,6 @@ class KVStub:
     Put: _grpc.UnaryUnaryMultiCallable[_etcd_pb2.PutRequest, _etcd_pb2.PutResponse]
     DeleteRange: _grpc.UnaryUnaryMultiCallable[_etcd_pb2.DeleteRangeRequest, _etcd_pb2.DeleteRangeResponse]
     Txn: _grpc.UnaryUnaryMultiCallable[_etcd_pb2.TxnRequest, _etcd_pb2.TxnResponse]
-    Compact: _grpc.UnaryUnaryMultiCallable[_etcd_pb2.CompactionRequest, _etcd_pb2.CompactionResponse]
 
 @_typing.type_check_only
 class KVAsyncStub(KVStub):
@@ -51,7 +50,6 @@ class KVAsyncStub(KVStub):
     Put: _aio.UnaryUnaryMultiCallable[_etcd_pb2.PutRequest, _etcd_pb2.PutResponse]  # type: ignore[assignment]
     DeleteRange: _aio.UnaryUnaryMultiCallable[_etcd_pb2.DeleteRangeRequest, _etcd_pb2.DeleteRangeResponse]  # type: ignore[assignment]
     Txn: _aio.UnaryUnaryMultiCallable[_etcd_pb2.TxnRequest, _etcd_pb2.TxnResponse]  # type: ignore[assignment]
-    Compact: _aio.UnaryUnaryMultiCallable[_etcd_pb2.CompactionRequest, _etcd_pb2.CompactionResponse]  # type: ignore[assignment]
 
 class KVServicer(metaclass=_abc_1.ABCMeta):
     """Keys and transactions."""
@@ -83,13 +81,6 @@ class KVServicer(metaclass=_abc_1.ABCMeta):
         request: _etcd_pb2.TxnRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_etcd_pb2.TxnResponse, _abc.Awaitable[_etcd_pb2.TxnResponse]]: ...
-
-    @_abc_1.abstractmethod
-    def Compact(
-        self,
-        request: _etcd_pb2.CompactionRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_etcd_pb2.CompactionResponse, _abc.Awaitable[_etcd_pb2.CompactionResponse]]: ...
 
 def add_KVServicer_to_server(servicer: KVServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
@@ -123,7 +114,6 @@ class LeaseStub:
     LeaseGrant: _grpc.UnaryUnaryMultiCallable[_etcd_pb2.LeaseGrantRequest, _etcd_pb2.LeaseGrantResponse]
     LeaseRevoke: _grpc.UnaryUnaryMultiCallable[_etcd_pb2.LeaseRevokeRequest, _etcd_pb2.LeaseRevokeResponse]
     LeaseKeepAlive: _grpc.StreamStreamMultiCallable[_etcd_pb2.LeaseKeepAliveRequest, _etcd_pb2.LeaseKeepAliveResponse]
-    LeaseTimeToLive: _grpc.UnaryUnaryMultiCallable[_etcd_pb2.LeaseTimeToLiveRequest, _etcd_pb2.LeaseTimeToLiveResponse]
 
 @_typing.type_check_only
 class LeaseAsyncStub(LeaseStub):
@@ -131,7 +121,6 @@ class LeaseAsyncStub(LeaseStub):
     LeaseGrant: _aio.UnaryUnaryMultiCallable[_etcd_pb2.LeaseGrantRequest, _etcd_pb2.LeaseGrantResponse]  # type: ignore[assignment]
     LeaseRevoke: _aio.UnaryUnaryMultiCallable[_etcd_pb2.LeaseRevokeRequest, _etcd_pb2.LeaseRevokeResponse]  # type: ignore[assignment]
     LeaseKeepAlive: _aio.StreamStreamMultiCallable[_etcd_pb2.LeaseKeepAliveRequest, _etcd_pb2.LeaseKeepAliveResponse]  # type: ignore[assignment]
-    LeaseTimeToLive: _aio.UnaryUnaryMultiCallable[_etcd_pb2.LeaseTimeToLiveRequest, _etcd_pb2.LeaseTimeToLiveResponse]  # type: ignore[assignment]
 
 class LeaseServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -155,13 +144,6 @@ class LeaseServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_etcd_pb2.LeaseKeepAliveResponse], _abc.AsyncIterator[_etcd_pb2.LeaseKeepAliveResponse]]: ...
 
-    @_abc_1.abstractmethod
-    def LeaseTimeToLive(
-        self,
-        request: _etcd_pb2.LeaseTimeToLiveRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_etcd_pb2.LeaseTimeToLiveResponse, _abc.Awaitable[_etcd_pb2.LeaseTimeToLiveResponse]]: ...
-
 def add_LeaseServicer_to_server(servicer: LeaseServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
 class AuthStub:
@@ -169,65 +151,20 @@ class AuthStub:
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> AuthAsyncStub: ...
-    AuthEnable: _grpc.UnaryUnaryMultiCallable[_etcd_pb2.AuthEnableRequest, _etcd_pb2.AuthEnableResponse]
     Authenticate: _grpc.UnaryUnaryMultiCallable[_etcd_pb2.AuthenticateRequest, _etcd_pb2.AuthenticateResponse]
-    UserAdd: _grpc.UnaryUnaryMultiCallable[_etcd_pb2.AuthUserAddRequest, _etcd_pb2.AuthUserAddResponse]
-    UserGrantRole: _grpc.UnaryUnaryMultiCallable[_etcd_pb2.AuthUserGrantRoleRequest, _etcd_pb2.AuthUserGrantRoleResponse]
-    RoleAdd: _grpc.UnaryUnaryMultiCallable[_etcd_pb2.AuthRoleAddRequest, _etcd_pb2.AuthRoleAddResponse]
-    RoleGrantPermission: _grpc.UnaryUnaryMultiCallable[_etcd_pb2.AuthRoleGrantPermissionRequest, _etcd_pb2.AuthRoleGrantPermissionResponse]
 
 @_typing.type_check_only
 class AuthAsyncStub(AuthStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
-    AuthEnable: _aio.UnaryUnaryMultiCallable[_etcd_pb2.AuthEnableRequest, _etcd_pb2.AuthEnableResponse]  # type: ignore[assignment]
     Authenticate: _aio.UnaryUnaryMultiCallable[_etcd_pb2.AuthenticateRequest, _etcd_pb2.AuthenticateResponse]  # type: ignore[assignment]
-    UserAdd: _aio.UnaryUnaryMultiCallable[_etcd_pb2.AuthUserAddRequest, _etcd_pb2.AuthUserAddResponse]  # type: ignore[assignment]
-    UserGrantRole: _aio.UnaryUnaryMultiCallable[_etcd_pb2.AuthUserGrantRoleRequest, _etcd_pb2.AuthUserGrantRoleResponse]  # type: ignore[assignment]
-    RoleAdd: _aio.UnaryUnaryMultiCallable[_etcd_pb2.AuthRoleAddRequest, _etcd_pb2.AuthRoleAddResponse]  # type: ignore[assignment]
-    RoleGrantPermission: _aio.UnaryUnaryMultiCallable[_etcd_pb2.AuthRoleGrantPermissionRequest, _etcd_pb2.AuthRoleGrantPermissionResponse]  # type: ignore[assignment]
 
 class AuthServicer(metaclass=_abc_1.ABCMeta):
-    @_abc_1.abstractmethod
-    def AuthEnable(
-        self,
-        request: _etcd_pb2.AuthEnableRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_etcd_pb2.AuthEnableResponse, _abc.Awaitable[_etcd_pb2.AuthEnableResponse]]: ...
-
     @_abc_1.abstractmethod
     def Authenticate(
         self,
         request: _etcd_pb2.AuthenticateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_etcd_pb2.AuthenticateResponse, _abc.Awaitable[_etcd_pb2.AuthenticateResponse]]: ...
-
-    @_abc_1.abstractmethod
-    def UserAdd(
-        self,
-        request: _etcd_pb2.AuthUserAddRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_etcd_pb2.AuthUserAddResponse, _abc.Awaitable[_etcd_pb2.AuthUserAddResponse]]: ...
-
-    @_abc_1.abstractmethod
-    def UserGrantRole(
-        self,
-        request: _etcd_pb2.AuthUserGrantRoleRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_etcd_pb2.AuthUserGrantRoleResponse, _abc.Awaitable[_etcd_pb2.AuthUserGrantRoleResponse]]: ...
-
-    @_abc_1.abstractmethod
-    def RoleAdd(
-        self,
-        request: _etcd_pb2.AuthRoleAddRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_etcd_pb2.AuthRoleAddResponse, _abc.Awaitable[_etcd_pb2.AuthRoleAddResponse]]: ...
-
-    @_abc_1.abstractmethod
-    def RoleGrantPermission(
-        self,
-        request: _etcd_pb2.AuthRoleGrantPermissionRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_etcd_pb2.AuthRoleGrantPermissionResponse, _abc.Awaitable[_etcd_pb2.AuthRoleGrantPermissionResponse]]: ...
 
 def add_AuthServicer_to_server(servicer: AuthServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
@@ -252,25 +189,3 @@ class ClusterServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_etcd_pb2.MemberListResponse, _abc.Awaitable[_etcd_pb2.MemberListResponse]]: ...
 
 def add_ClusterServicer_to_server(servicer: ClusterServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
-
-class MaintenanceStub:
-    @_typing.overload
-    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
-    @_typing.overload
-    def __new__(cls, channel: _aio.Channel) -> MaintenanceAsyncStub: ...
-    Status: _grpc.UnaryUnaryMultiCallable[_etcd_pb2.StatusRequest, _etcd_pb2.StatusResponse]
-
-@_typing.type_check_only
-class MaintenanceAsyncStub(MaintenanceStub):
-    def __init__(self, channel: _aio.Channel) -> None: ...
-    Status: _aio.UnaryUnaryMultiCallable[_etcd_pb2.StatusRequest, _etcd_pb2.StatusResponse]  # type: ignore[assignment]
-
-class MaintenanceServicer(metaclass=_abc_1.ABCMeta):
-    @_abc_1.abstractmethod
-    def Status(
-        self,
-        request: _etcd_pb2.StatusRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_etcd_pb2.StatusResponse, _abc.Awaitable[_etcd_pb2.StatusResponse]]: ...
-
-def add_MaintenanceServicer_to_server(servicer: MaintenanceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -165,16 +165,9 @@ class AttendRequest(_message.Message):
     TOKEN_FIELD_NUMBER: _builtins.int
     SPEC_FIELD_NUMBER: _builtins.int
     INFO_FIELD_NUMBER: _builtins.int
-    FETCHES_ROSTERS_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     """The newest version of the protocol that the member speaks, and the oldest; 0: only the newest."""
     oldest_protocol: _builtins.int
-    fetches_rosters: _builtins.bool
-    """The caller keeps the rosters that it has received, and fetches others by digest, with
-    `GetRoster`. Then a notice has only the generation of a roster that was sent on this stream
-    before, or is large: otherwise ten thousand members would each be sent ten thousand entries,
-    twice.
-    """
     @_builtins.property
     def token(self) -> _identity_pb2.Token: ...
     @_builtins.property
@@ -189,11 +182,10 @@ class AttendRequest(_message.Message):
         token: _identity_pb2.Token | None = ...,
         spec: Global___JobSpec | None = ...,
         info: Global___MemberInfo | None = ...,
-        fetches_rosters: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["info", b"info", "spec", b"spec", "token", b"token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fetches_rosters", b"fetches_rosters", "info", b"info", "oldest_protocol", b"oldest_protocol", "protocol", b"protocol", "spec", b"spec", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["info", b"info", "oldest_protocol", b"oldest_protocol", "protocol", b"protocol", "spec", b"spec", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -201,56 +193,44 @@ Global___AttendRequest: _TypeAlias = AttendRequest  # noqa: Y015
 
 @_typing.final
 class Limits(_message.Message):
-    """Every time limit in force, in seconds."""
+    """The time limits in force that members need, in seconds."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     HEARTBEAT_S_FIELD_NUMBER: _builtins.int
-    RECONNECT_S_FIELD_NUMBER: _builtins.int
     LEASE_S_FIELD_NUMBER: _builtins.int
-    LAST_CALL_S_FIELD_NUMBER: _builtins.int
     PREPARE_S_FIELD_NUMBER: _builtins.int
     BRING_UP_S_FIELD_NUMBER: _builtins.int
     COLLECTIVE_S_FIELD_NUMBER: _builtins.int
     WATCHDOG_S_FIELD_NUMBER: _builtins.int
     JOIN_S_FIELD_NUMBER: _builtins.int
-    HALT_S_FIELD_NUMBER: _builtins.int
     PROBE_S_FIELD_NUMBER: _builtins.int
     DRAIN_S_FIELD_NUMBER: _builtins.int
-    SILENCE_S_FIELD_NUMBER: _builtins.int
     heartbeat_s: _builtins.float
-    reconnect_s: _builtins.float
     lease_s: _builtins.float
-    last_call_s: _builtins.float
     prepare_s: _builtins.float
     bring_up_s: _builtins.float
     collective_s: _builtins.float
     watchdog_s: _builtins.float
     join_s: _builtins.float
-    halt_s: _builtins.float
     probe_s: _builtins.float
     drain_s: _builtins.float
-    silence_s: _builtins.float
     def __init__(
         self,
         *,
         heartbeat_s: _builtins.float = ...,
-        reconnect_s: _builtins.float = ...,
         lease_s: _builtins.float = ...,
-        last_call_s: _builtins.float = ...,
         prepare_s: _builtins.float = ...,
         bring_up_s: _builtins.float = ...,
         collective_s: _builtins.float = ...,
         watchdog_s: _builtins.float = ...,
         join_s: _builtins.float = ...,
-        halt_s: _builtins.float = ...,
         probe_s: _builtins.float = ...,
         drain_s: _builtins.float = ...,
-        silence_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bring_up_s", b"bring_up_s", "collective_s", b"collective_s", "drain_s", b"drain_s", "halt_s", b"halt_s", "heartbeat_s", b"heartbeat_s", "join_s", b"join_s", "last_call_s", b"last_call_s", "lease_s", b"lease_s", "prepare_s", b"prepare_s", "probe_s", b"probe_s", "reconnect_s", b"reconnect_s", "silence_s", b"silence_s", "watchdog_s", b"watchdog_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bring_up_s", b"bring_up_s", "collective_s", b"collective_s", "drain_s", b"drain_s", "heartbeat_s", b"heartbeat_s", "join_s", b"join_s", "lease_s", b"lease_s", "prepare_s", b"prepare_s", "probe_s", b"probe_s", "watchdog_s", b"watchdog_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -351,7 +331,7 @@ class Proposal(_message.Message):
 
     @_builtins.property
     def listings(self) -> _containers.ScalarMap[_builtins.str, _builtins.bytes]:
-        """By field: the content of which the value is a digest, packed by shoal_proto.packing.listings.
+        """By field: the content of which the value is a digest, packed by shoal_proto.listings.
         Not compared: if members differ in the field, it shows the first entry that differs.
         """
 
@@ -604,6 +584,11 @@ Global___StoredRoster: _TypeAlias = StoredRoster  # noqa: Y015
 
 @_typing.final
 class Notice(_message.Message):
+    """A roster in a notice has only its generation if it was sent on this stream before, or is large:
+    otherwise ten thousand members would each be sent ten thousand entries, twice. Members keep the
+    rosters that they have received, and fetch others by digest, with `GetRoster`.
+    """
+
     DESCRIPTOR: _descriptor.Descriptor
 
     REASON_FIELD_NUMBER: _builtins.int
@@ -626,9 +611,7 @@ class Notice(_message.Message):
     @_builtins.property
     def prepare(self) -> Global___Prepare: ...
     @_builtins.property
-    def outcome(self) -> Global___GenerationRecord:
-        """Its roster may have only a generation: see AttendRequest.fetches_rosters."""
-
+    def outcome(self) -> Global___GenerationRecord: ...
     @_builtins.property
     def stop_at(self) -> Global___StopAt: ...
     @_builtins.property
@@ -710,9 +693,7 @@ class Prepare(_message.Message):
     DIGEST_FIELD_NUMBER: _builtins.int
     digest: _builtins.str
     @_builtins.property
-    def roster(self) -> Global___Roster:
-        """May have only a generation: see AttendRequest.fetches_rosters."""
-
+    def roster(self) -> Global___Roster: ...
     def __init__(
         self,
         *,
@@ -1654,50 +1635,20 @@ class ResetJobReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     EXISTED_FIELD_NUMBER: _builtins.int
-    LAST_GENERATION_FIELD_NUMBER: _builtins.int
     existed: _builtins.bool
     """True if anything was stored of the job."""
-    last_generation: _builtins.int
-    """The generations of the next run have higher numbers."""
     def __init__(
         self,
         *,
         existed: _builtins.bool = ...,
-        last_generation: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["existed", b"existed", "last_generation", b"last_generation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["existed", b"existed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ResetJobReply: _TypeAlias = ResetJobReply  # noqa: Y015
-
-@_typing.final
-class GetGenerationRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    JOB_FIELD_NUMBER: _builtins.int
-    GENERATION_FIELD_NUMBER: _builtins.int
-    WAIT_S_FIELD_NUMBER: _builtins.int
-    job: _builtins.str
-    generation: _builtins.int
-    """0: the newest."""
-    wait_s: _builtins.float
-    def __init__(
-        self,
-        *,
-        job: _builtins.str = ...,
-        generation: _builtins.int = ...,
-        wait_s: _builtins.float = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "job", b"job", "wait_s", b"wait_s"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___GetGenerationRequest: _TypeAlias = GetGenerationRequest  # noqa: Y015
 
 @_typing.final
 class GetRosterRequest(_message.Message):

@@ -105,11 +105,6 @@ class MembershipStub(object):
                 request_serializer=shoal__proto_dot_v1_dot_membership__pb2.LeaveRequest.SerializeToString,
                 response_deserializer=shoal__proto_dot_v1_dot_membership__pb2.Ack.FromString,
                 _registered_method=True)
-        self.GetGeneration = channel.unary_unary(
-                '/shoal.v1.Membership/GetGeneration',
-                request_serializer=shoal__proto_dot_v1_dot_membership__pb2.GetGenerationRequest.SerializeToString,
-                response_deserializer=shoal__proto_dot_v1_dot_membership__pb2.GenerationRecord.FromString,
-                _registered_method=True)
         self.GetRoster = channel.unary_unary(
                 '/shoal.v1.Membership/GetRoster',
                 request_serializer=shoal__proto_dot_v1_dot_membership__pb2.GetRosterRequest.SerializeToString,
@@ -247,16 +242,8 @@ class MembershipServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def GetGeneration(self, request, context):
-        """Returns the durable record of a generation. If it does not exist yet, waits for it for `wait_s`
-        at most.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def GetRoster(self, request, context):
-        """Returns one of a job's newest rosters, by its digest: see AttendRequest.fetches_rosters.
+        """Returns one of a job's newest rosters, by its digest: see Notice.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -368,11 +355,6 @@ def add_MembershipServicer_to_server(servicer, server):
                     servicer.Leave,
                     request_deserializer=shoal__proto_dot_v1_dot_membership__pb2.LeaveRequest.FromString,
                     response_serializer=shoal__proto_dot_v1_dot_membership__pb2.Ack.SerializeToString,
-            ),
-            'GetGeneration': grpc.unary_unary_rpc_method_handler(
-                    servicer.GetGeneration,
-                    request_deserializer=shoal__proto_dot_v1_dot_membership__pb2.GetGenerationRequest.FromString,
-                    response_serializer=shoal__proto_dot_v1_dot_membership__pb2.GenerationRecord.SerializeToString,
             ),
             'GetRoster': grpc.unary_unary_rpc_method_handler(
                     servicer.GetRoster,
@@ -762,33 +744,6 @@ class Membership(object):
             '/shoal.v1.Membership/Leave',
             shoal__proto_dot_v1_dot_membership__pb2.LeaveRequest.SerializeToString,
             shoal__proto_dot_v1_dot_membership__pb2.Ack.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def GetGeneration(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/shoal.v1.Membership/GetGeneration',
-            shoal__proto_dot_v1_dot_membership__pb2.GetGenerationRequest.SerializeToString,
-            shoal__proto_dot_v1_dot_membership__pb2.GenerationRecord.FromString,
             options,
             channel_credentials,
             insecure,

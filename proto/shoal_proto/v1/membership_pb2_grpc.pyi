@@ -75,12 +75,8 @@ class MembershipStub:
     Meanwhile none of their time limits runs. The newest report counts; it may be repeated.
     """
     Leave: _grpc.UnaryUnaryMultiCallable[_membership_pb2.LeaveRequest, _membership_pb2.Ack]
-    GetGeneration: _grpc.UnaryUnaryMultiCallable[_membership_pb2.GetGenerationRequest, _membership_pb2.GenerationRecord]
-    """Returns the durable record of a generation. If it does not exist yet, waits for it for `wait_s`
-    at most.
-    """
     GetRoster: _grpc.UnaryUnaryMultiCallable[_membership_pb2.GetRosterRequest, _membership_pb2.PackedRoster]
-    """Returns one of a job's newest rosters, by its digest: see AttendRequest.fetches_rosters."""
+    """Returns one of a job's newest rosters, by its digest: see Notice."""
     GetJob: _grpc.UnaryUnaryMultiCallable[_membership_pb2.GetJobRequest, _membership_pb2.JobStanding]
     """Returns the state of a job, for a launcher before it starts workers."""
     ResetJob: _grpc.UnaryUnaryMultiCallable[_membership_pb2.ResetJobRequest, _membership_pb2.ResetJobReply]
@@ -147,12 +143,8 @@ class MembershipAsyncStub(MembershipStub):
     Meanwhile none of their time limits runs. The newest report counts; it may be repeated.
     """
     Leave: _aio.UnaryUnaryMultiCallable[_membership_pb2.LeaveRequest, _membership_pb2.Ack]  # type: ignore[assignment]
-    GetGeneration: _aio.UnaryUnaryMultiCallable[_membership_pb2.GetGenerationRequest, _membership_pb2.GenerationRecord]  # type: ignore[assignment]
-    """Returns the durable record of a generation. If it does not exist yet, waits for it for `wait_s`
-    at most.
-    """
     GetRoster: _aio.UnaryUnaryMultiCallable[_membership_pb2.GetRosterRequest, _membership_pb2.PackedRoster]  # type: ignore[assignment]
-    """Returns one of a job's newest rosters, by its digest: see AttendRequest.fetches_rosters."""
+    """Returns one of a job's newest rosters, by its digest: see Notice."""
     GetJob: _aio.UnaryUnaryMultiCallable[_membership_pb2.GetJobRequest, _membership_pb2.JobStanding]  # type: ignore[assignment]
     """Returns the state of a job, for a launcher before it starts workers."""
     ResetJob: _aio.UnaryUnaryMultiCallable[_membership_pb2.ResetJobRequest, _membership_pb2.ResetJobReply]  # type: ignore[assignment]
@@ -296,22 +288,12 @@ class MembershipServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_membership_pb2.Ack, _abc.Awaitable[_membership_pb2.Ack]]: ...
 
     @_abc_1.abstractmethod
-    def GetGeneration(
-        self,
-        request: _membership_pb2.GetGenerationRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_membership_pb2.GenerationRecord, _abc.Awaitable[_membership_pb2.GenerationRecord]]:
-        """Returns the durable record of a generation. If it does not exist yet, waits for it for `wait_s`
-        at most.
-        """
-
-    @_abc_1.abstractmethod
     def GetRoster(
         self,
         request: _membership_pb2.GetRosterRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_membership_pb2.PackedRoster, _abc.Awaitable[_membership_pb2.PackedRoster]]:
-        """Returns one of a job's newest rosters, by its digest: see AttendRequest.fetches_rosters."""
+        """Returns one of a job's newest rosters, by its digest: see Notice."""
 
     @_abc_1.abstractmethod
     def GetJob(

@@ -918,16 +918,12 @@ Global___DropRequest: _TypeAlias = DropRequest  # noqa: Y015
 class DropReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    DROPPED_FIELD_NUMBER: _builtins.int
-    dropped: _builtins.int
     def __init__(
         self,
-        *,
-        dropped: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dropped", b"dropped"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

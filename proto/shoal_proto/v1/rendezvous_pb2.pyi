@@ -76,13 +76,7 @@ class StoreGetRequest(_message.Message):
     TOKEN_FIELD_NUMBER: _builtins.int
     KEYS_FIELD_NUMBER: _builtins.int
     TIMEOUT_S_FIELD_NUMBER: _builtins.int
-    WAIT_ONLY_FIELD_NUMBER: _builtins.int
-    TAKES_PACKED_FIELD_NUMBER: _builtins.int
     timeout_s: _builtins.float
-    wait_only: _builtins.bool
-    """Only wait for the keys, send no values."""
-    takes_packed: _builtins.bool
-    """The caller accepts packed values, if they are smaller: see StoreReply.packed_values."""
     @_builtins.property
     def token(self) -> _identity_pb2.Token: ...
     @_builtins.property
@@ -93,12 +87,10 @@ class StoreGetRequest(_message.Message):
         token: _identity_pb2.Token | None = ...,
         keys: _abc.Iterable[_builtins.str] | None = ...,
         timeout_s: _builtins.float = ...,
-        wait_only: _builtins.bool = ...,
-        takes_packed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["token", b"token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "takes_packed", b"takes_packed", "timeout_s", b"timeout_s", "token", b"token", "wait_only", b"wait_only"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "timeout_s", b"timeout_s", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -189,10 +181,10 @@ class StoreReply(_message.Message):
 
     VALUES_FIELD_NUMBER: _builtins.int
     COUNT_FIELD_NUMBER: _builtins.int
-    PACKED_VALUES_FIELD_NUMBER: _builtins.int
+    DEFLATED_FIELD_NUMBER: _builtins.int
     count: _builtins.int
-    packed_values: _builtins.bytes
-    """In place of values: see shoal_proto.packing.packed_values."""
+    deflated: _builtins.bytes
+    """In place of many values: a StoreReply with them, deflated (RFC 1950)."""
     @_builtins.property
     def values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
     def __init__(
@@ -200,11 +192,11 @@ class StoreReply(_message.Message):
         *,
         values: _abc.Iterable[_builtins.bytes] | None = ...,
         count: _builtins.int = ...,
-        packed_values: _builtins.bytes = ...,
+        deflated: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "packed_values", b"packed_values", "values", b"values"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "deflated", b"deflated", "values", b"values"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

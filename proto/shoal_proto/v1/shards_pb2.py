@@ -26,33 +26,33 @@ from shoal_proto.v1 import identity_pb2 as shoal__proto_dot_v1_dot_identity__pb2
 from shoal_proto.v1 import tables_pb2 as shoal__proto_dot_v1_dot_tables__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bshoal_proto/v1/shards.proto\x12\x08shoal.v1\x1a\x1dshoal_proto/v1/identity.proto\x1a\x1bshoal_proto/v1/tables.proto\"}\n\x11\x41\x63\x63\x65ptLossRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x11\n\tshard_ids\x18\x02 \x03(\r\x12\n\n\x02\x62y\x18\x03 \x01(\t\x12\x0f\n\x07\x64ry_run\x18\x04 \x01(\x08\x12+\n\x07samples\x18\x05 \x01(\x0e\x32\x1a.shoal.v1.SamplesAfterLoss\"\xb0\x01\n\x0f\x41\x63\x63\x65ptLossReply\x12&\n\x06shards\x18\x01 \x03(\x0b\x32\x16.shoal.v1.GivenUpShard\x12+\n\x07samples\x18\x02 \x01(\x0e\x32\x1a.shoal.v1.SamplesAfterLoss\x12\x19\n\x11\x63ompleted_samples\x18\x03 \x01(\x04\x12\x15\n\rtotal_samples\x18\x04 \x01(\x04\x12\x16\n\x0ekept_shard_ids\x18\x05 \x03(\r\"\x8c\x01\n\x0cGivenUpShard\x12\x10\n\x08shard_id\x18\x01 \x01(\r\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\n\n\x02\x62y\x18\x03 \x01(\t\x12\x17\n\x0f\x61\x63\x63\x65pted_unix_s\x18\x04 \x01(\x01\x12\x0e\n\x06\x62\x65\x66ore\x18\x05 \x01(\x08\x12\x13\n\x0blost_unix_s\x18\x06 \x01(\x01\x12\x0f\n\x07servers\x18\x07 \x03(\t\"J\n\rParameterSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x04\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\r\n\x05group\x18\x04 \x01(\r\"\x80\x01\n\x0cPlaceRequest\x12\x1e\n\x05token\x18\x01 \x01(\x0b\x32\x0f.shoal.v1.Token\x12+\n\nparameters\x18\x02 \x03(\x0b\x32\x17.shoal.v1.ParameterSpec\x12#\n\x06tables\x18\x03 \x03(\x0b\x32\x13.shoal.v1.TableSpec\"?\n\rGetMapRequest\x12\x1e\n\x05token\x18\x01 \x01(\x0b\x32\x0f.shoal.v1.Token\x12\x0e\n\x06wait_s\x18\x02 \x01(\x01\"@\n\x05\x42lock\x12\x11\n\tparameter\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x14\n\x0cnum_elements\x18\x03 \x01(\x04\"\xc4\x01\n\x05Shard\x12\x10\n\x08shard_id\x18\x01 \x01(\r\x12\x11\n\tserver_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\r\n\x05group\x18\x06 \x01(\r\x12\x1f\n\x06\x62locks\x18\x07 \x03(\x0b\x32\x0f.shoal.v1.Block\x12\r\n\x05table\x18\x08 \x01(\t\x12\x13\n\x0btable_index\x18\t \x01(\r\x12\x13\n\x0b\x66irst_epoch\x18\n \x01(\x04\"\xae\x01\n\x08ShardMap\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x1f\n\x06shards\x18\x02 \x03(\x0b\x32\x0f.shoal.v1.Shard\x12\x15\n\rschema_digest\x18\x03 \x01(\t\x12+\n\nparameters\x18\x04 \x03(\x0b\x32\x17.shoal.v1.ParameterSpec\x12#\n\x06tables\x18\x05 \x03(\x0b\x32\x13.shoal.v1.TableSpec\x12\x0b\n\x03run\x18\x06 \x01(\t*k\n\x10SamplesAfterLoss\x12\x1d\n\x19SAMPLES_AFTER_LOSS_UNSAID\x10\x00\x12\x1b\n\x17SAMPLES_AFTER_LOSS_ANEW\x10\x01\x12\x1b\n\x17SAMPLES_AFTER_LOSS_KEEP\x10\x02\x32\xba\x01\n\x06Shards\x12\x33\n\x05Place\x12\x16.shoal.v1.PlaceRequest\x1a\x12.shoal.v1.ShardMap\x12\x35\n\x06GetMap\x12\x17.shoal.v1.GetMapRequest\x1a\x12.shoal.v1.ShardMap\x12\x44\n\nAcceptLoss\x12\x1b.shoal.v1.AcceptLossRequest\x1a\x19.shoal.v1.AcceptLossReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bshoal_proto/v1/shards.proto\x12\x08shoal.v1\x1a\x1dshoal_proto/v1/identity.proto\x1a\x1bshoal_proto/v1/tables.proto\"}\n\x11\x41\x63\x63\x65ptLossRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x11\n\tshard_ids\x18\x02 \x03(\r\x12\n\n\x02\x62y\x18\x03 \x01(\t\x12\x0f\n\x07\x64ry_run\x18\x04 \x01(\x08\x12+\n\x07samples\x18\x05 \x01(\x0e\x32\x1a.shoal.v1.SamplesAfterLoss\"\x98\x01\n\x0f\x41\x63\x63\x65ptLossReply\x12&\n\x06shards\x18\x01 \x03(\x0b\x32\x16.shoal.v1.GivenUpShard\x12+\n\x07samples\x18\x02 \x01(\x0e\x32\x1a.shoal.v1.SamplesAfterLoss\x12\x19\n\x11\x63ompleted_samples\x18\x03 \x01(\x04\x12\x15\n\rtotal_samples\x18\x04 \x01(\x04\"\x8c\x01\n\x0cGivenUpShard\x12\x10\n\x08shard_id\x18\x01 \x01(\r\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\n\n\x02\x62y\x18\x03 \x01(\t\x12\x17\n\x0f\x61\x63\x63\x65pted_unix_s\x18\x04 \x01(\x01\x12\x0e\n\x06\x62\x65\x66ore\x18\x05 \x01(\x08\x12\x13\n\x0blost_unix_s\x18\x06 \x01(\x01\x12\x0f\n\x07servers\x18\x07 \x03(\t\"J\n\rParameterSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x04\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\r\n\x05group\x18\x04 \x01(\r\"\x80\x01\n\x0cPlaceRequest\x12\x1e\n\x05token\x18\x01 \x01(\x0b\x32\x0f.shoal.v1.Token\x12+\n\nparameters\x18\x02 \x03(\x0b\x32\x17.shoal.v1.ParameterSpec\x12#\n\x06tables\x18\x03 \x03(\x0b\x32\x13.shoal.v1.TableSpec\"?\n\rGetMapRequest\x12\x1e\n\x05token\x18\x01 \x01(\x0b\x32\x0f.shoal.v1.Token\x12\x0e\n\x06wait_s\x18\x02 \x01(\x01\"@\n\x05\x42lock\x12\x11\n\tparameter\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x14\n\x0cnum_elements\x18\x03 \x01(\x04\"\xc4\x01\n\x05Shard\x12\x10\n\x08shard_id\x18\x01 \x01(\r\x12\x11\n\tserver_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\r\n\x05group\x18\x06 \x01(\r\x12\x1f\n\x06\x62locks\x18\x07 \x03(\x0b\x32\x0f.shoal.v1.Block\x12\r\n\x05table\x18\x08 \x01(\t\x12\x13\n\x0btable_index\x18\t \x01(\r\x12\x13\n\x0b\x66irst_epoch\x18\n \x01(\x04\"\xae\x01\n\x08ShardMap\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x1f\n\x06shards\x18\x02 \x03(\x0b\x32\x0f.shoal.v1.Shard\x12\x15\n\rschema_digest\x18\x03 \x01(\t\x12+\n\nparameters\x18\x04 \x03(\x0b\x32\x17.shoal.v1.ParameterSpec\x12#\n\x06tables\x18\x05 \x03(\x0b\x32\x13.shoal.v1.TableSpec\x12\x0b\n\x03run\x18\x06 \x01(\t*k\n\x10SamplesAfterLoss\x12\x1d\n\x19SAMPLES_AFTER_LOSS_UNSAID\x10\x00\x12\x1b\n\x17SAMPLES_AFTER_LOSS_ANEW\x10\x01\x12\x1b\n\x17SAMPLES_AFTER_LOSS_KEEP\x10\x02\x32\xba\x01\n\x06Shards\x12\x33\n\x05Place\x12\x16.shoal.v1.PlaceRequest\x1a\x12.shoal.v1.ShardMap\x12\x35\n\x06GetMap\x12\x17.shoal.v1.GetMapRequest\x1a\x12.shoal.v1.ShardMap\x12\x44\n\nAcceptLoss\x12\x1b.shoal.v1.AcceptLossRequest\x1a\x19.shoal.v1.AcceptLossReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'shoal_proto.v1.shards_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_SAMPLESAFTERLOSS']._serialized_start=1264
-  _globals['_SAMPLESAFTERLOSS']._serialized_end=1371
+  _globals['_SAMPLESAFTERLOSS']._serialized_start=1240
+  _globals['_SAMPLESAFTERLOSS']._serialized_end=1347
   _globals['_ACCEPTLOSSREQUEST']._serialized_start=101
   _globals['_ACCEPTLOSSREQUEST']._serialized_end=226
   _globals['_ACCEPTLOSSREPLY']._serialized_start=229
-  _globals['_ACCEPTLOSSREPLY']._serialized_end=405
-  _globals['_GIVENUPSHARD']._serialized_start=408
-  _globals['_GIVENUPSHARD']._serialized_end=548
-  _globals['_PARAMETERSPEC']._serialized_start=550
-  _globals['_PARAMETERSPEC']._serialized_end=624
-  _globals['_PLACEREQUEST']._serialized_start=627
-  _globals['_PLACEREQUEST']._serialized_end=755
-  _globals['_GETMAPREQUEST']._serialized_start=757
-  _globals['_GETMAPREQUEST']._serialized_end=820
-  _globals['_BLOCK']._serialized_start=822
-  _globals['_BLOCK']._serialized_end=886
-  _globals['_SHARD']._serialized_start=889
-  _globals['_SHARD']._serialized_end=1085
-  _globals['_SHARDMAP']._serialized_start=1088
-  _globals['_SHARDMAP']._serialized_end=1262
-  _globals['_SHARDS']._serialized_start=1374
-  _globals['_SHARDS']._serialized_end=1560
+  _globals['_ACCEPTLOSSREPLY']._serialized_end=381
+  _globals['_GIVENUPSHARD']._serialized_start=384
+  _globals['_GIVENUPSHARD']._serialized_end=524
+  _globals['_PARAMETERSPEC']._serialized_start=526
+  _globals['_PARAMETERSPEC']._serialized_end=600
+  _globals['_PLACEREQUEST']._serialized_start=603
+  _globals['_PLACEREQUEST']._serialized_end=731
+  _globals['_GETMAPREQUEST']._serialized_start=733
+  _globals['_GETMAPREQUEST']._serialized_end=796
+  _globals['_BLOCK']._serialized_start=798
+  _globals['_BLOCK']._serialized_end=862
+  _globals['_SHARD']._serialized_start=865
+  _globals['_SHARD']._serialized_end=1061
+  _globals['_SHARDMAP']._serialized_start=1064
+  _globals['_SHARDMAP']._serialized_end=1238
+  _globals['_SHARDS']._serialized_start=1350
+  _globals['_SHARDS']._serialized_end=1536
 # @@protoc_insertion_point(module_scope)

@@ -89,7 +89,6 @@ class AcceptLossReply(_message.Message):
     SAMPLES_FIELD_NUMBER: _builtins.int
     COMPLETED_SAMPLES_FIELD_NUMBER: _builtins.int
     TOTAL_SAMPLES_FIELD_NUMBER: _builtins.int
-    KEPT_SHARD_IDS_FIELD_NUMBER: _builtins.int
     samples: Global___SamplesAfterLoss.ValueType
     """The treatment of the job's samples (with dry_run: as planned); UNSAID: the request must choose."""
     completed_samples: _builtins.int
@@ -99,10 +98,6 @@ class AcceptLossReply(_message.Message):
     def shards(self) -> _containers.RepeatedCompositeFieldContainer[Global___GivenUpShard]:
         """Shards that were given up by this call or an earlier one, in the order of their ids."""
 
-    @_builtins.property
-    def kept_shard_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Ids of the shards that keep trained values, or may get them back."""
-
     def __init__(
         self,
         *,
@@ -110,11 +105,10 @@ class AcceptLossReply(_message.Message):
         samples: Global___SamplesAfterLoss.ValueType = ...,
         completed_samples: _builtins.int = ...,
         total_samples: _builtins.int = ...,
-        kept_shard_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["completed_samples", b"completed_samples", "kept_shard_ids", b"kept_shard_ids", "samples", b"samples", "shards", b"shards", "total_samples", b"total_samples"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["completed_samples", b"completed_samples", "samples", b"samples", "shards", b"shards", "total_samples", b"total_samples"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

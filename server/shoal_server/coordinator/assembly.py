@@ -177,7 +177,6 @@ class Coordinator:
             self.registry,
             self.resetting.reset,
             lambda: self.view.http_url,
-            call_wait_s=self.rendezvous.limits.call_wait_s,
         )
         membership_pb2_grpc.add_MembershipServicer_to_server(membership, server)
         rendezvous_pb2_grpc.add_RendezvousServicer_to_server(self.rendezvous, server)

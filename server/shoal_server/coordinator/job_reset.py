@@ -18,7 +18,7 @@ from shoal_server.coordinator.persistence.stored_json import name_in_key
 from shoal_server.coordinator.plug_in.interface import PlugIn
 from shoal_server.coordinator.publications.service import WeightSeriesService
 from shoal_server.coordinator.rendezvous import RendezvousService
-from shoal_server.core.generations.roster import NO_GENERATION, Generation
+from shoal_server.core.generations.roster import NO_GENERATION
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import Delete, KeyValue, Operation, Put
 from shoal_server.etcd.json_fields import Fields, UnreadableRecord, as_unreadable
@@ -68,9 +68,8 @@ class JobReset:
                 self._registry.quarantine(job, unreadable(job, item.key, error))
         self._registry.earlier_runs = earlier_runs
 
-    async def reset(self, job: str, *, forgets_processes: bool = False) -> tuple[bool, Generation]:
-        """Delete the job's state. Returns True if it had any state or published versions, and the
-        job's last generation.
+    async def reset(self, job: str, *, forgets_processes: bool = False) -> bool:
+        """Delete the job's state. Returns True if it had any state or published versions.
 
         `forgets_processes`: True to keep no record of earlier runs, once none of their processes
         can return. Raises JobInUse while the job has members, Unavailable while etcd cannot be
@@ -90,7 +89,7 @@ class JobReset:
             had_weights = await self._weights.clear(job, forgets_numbers=forgets_processes)
             if not existed:
                 # A plain script may have published under this name.
-                return had_weights, known.last_generation if known else NO_GENERATION
+                return had_weights
             earlier = known or EarlierRuns(job=job, last_generation=NO_GENERATION)
             if actor is not None:
                 expelled = list(actor.job.table.expelled)
@@ -107,7 +106,7 @@ class JobReset:
         self._rendezvous.drop_dead(job)
         self._outputs.forget(job)
         log.info("job_reset", job=job, last_generation=earlier.last_generation)
-        return True, earlier.last_generation
+        return True
 
     async def forget_runs(self, before_unix_s: float) -> None:
         """Delete the record of earlier runs of each unused name that was last reset before

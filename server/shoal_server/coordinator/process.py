@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack, suppress
 import structlog
 from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 
+from shoal_proto.addresses import join_address, split_address
 from shoal_proto.errors import ShoalError
 from shoal_proto.tls import identity
 from shoal_server.coordinator.assembly import Coordinator
@@ -27,8 +28,6 @@ from shoal_server.serving.listening import (
     StopRequest,
     advertised_address,
     is_loopback,
-    join_address,
-    split_address,
     warn_of_exposure,
     write_ready_file,
 )

@@ -8,6 +8,7 @@ import asyncio
 from dataclasses import dataclass, field
 from itertools import chain
 
+from shoal_proto.deflated import pack
 from shoal_proto.errors import (
     DeadlineExceeded,
     GenerationBroken,
@@ -15,7 +16,6 @@ from shoal_proto.errors import (
     NotLeader,
     Overloaded,
 )
-from shoal_proto.packing.packed_values import pack
 from shoal_proto.v1 import rendezvous_pb2 as pb
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.rendezvous_pb2_grpc import RendezvousServicer
@@ -53,7 +53,7 @@ class KeySpace:
     _calls_lacking: dict[str, list[WaitingCalls]] = field(default_factory=dict)
     """Waiting calls by missing key."""
     _answer: tuple[tuple[str, ...], bytes] = ((), b"")
-    """Last packed reply with its keys; empty after a change."""
+    """Last encoded reply with its keys; empty after a change."""
 
     def set(self, key: str, value: bytes) -> None:
         """Set a key, and wake the calls that lack no other. Raises Overloaded beyond the limits."""
@@ -117,13 +117,13 @@ class KeySpace:
             if not self._calls_lacking[key]:
                 del self._calls_lacking[key]
 
-    def packed(self, keys: tuple[str, ...]) -> bytes:
+    def reply(self, keys: tuple[str, ...]) -> bytes:
         """Encoded reply with the values, empty for missing keys; shared by successive callers."""
         if self._answer[0] != keys:
             values = [self.values.get(key, b"") for key in keys]
             reply = pb.StoreReply(values=values)
             if sum(map(len, values)) >= PACKED_BYTES:
-                reply = pb.StoreReply(packed_values=pack(values))
+                reply = pb.StoreReply(deflated=pack(reply))
             self._answer = (keys, reply.SerializeToString())
         return self._answer[1]
 
@@ -190,7 +190,7 @@ class RendezvousService(RendezvousServicer):
     # Many callers may share encoded bytes.
     async def Get(  # type: ignore[override]
         self, request: pb.StoreGetRequest, context: Context
-    ) -> pb.StoreReply | bytes:
+    ) -> bytes:
         space, keys = self._space(request.token), tuple(request.keys)
         wait_s = min(request.timeout_s, self.limits.rendezvous_wait_s)
         try:
@@ -206,11 +206,7 @@ class RendezvousService(RendezvousServicer):
                 if wait_s < request.timeout_s
                 else "",
             ) from None
-        if request.wait_only:
-            return pb.StoreReply()
-        if request.takes_packed:
-            return space.packed(keys)
-        return pb.StoreReply(values=[space.values.get(key, b"") for key in keys])
+        return space.reply(keys)
 
     async def Add(self, request: pb.StoreAddRequest, context: Context) -> pb.StoreReply:
         space = self._space(request.token)

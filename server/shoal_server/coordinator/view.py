@@ -80,6 +80,13 @@ class CoordinatorView:
             now_s=self._registry.clock(),
         )
 
+    async def generations(self, name: str) -> Sequence[GenerationView]:
+        actor = self._registry.actor_if_known(name)
+        if actor is None:
+            return ()
+        await actor.records.fill()
+        return tuple(actor.records.views())
+
     def member(self, name: str, member_id: str) -> MemberView | None:
         actor = self._registry.actor_if_known(name)
         member = actor.job.members.get(member_id) if actor is not None else None

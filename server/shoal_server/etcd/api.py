@@ -1,6 +1,6 @@
 """The server's interface to etcd.
 
-`remote.client.EtcdClient` implements it for a cluster, `memory.MemoryStore` for tests and
+`remote.client.EtcdClient` implements it for a cluster, `MemoryStore` of tests/support for tests and
 simulation; both pass the contract suite in tests/server/etcd/.
 """
 
@@ -75,7 +75,7 @@ class Compare:
 
     key: str
     field: str
-    """"value", "mod_revision", "create_revision" or "version"."""
+    """"value", "mod_revision" or "create_revision"."""
     expected: bytes | int
     prefix: bool = False
     """True: the mod_revision of every key under the prefix `key` is at most `expected`. `field`
@@ -143,13 +143,13 @@ def holds(compare: Compare, item: KeyValue | None) -> bool:
     match compare.field:
         case "value":
             return item is not None and item.value == compare.expected
-        case "mod_revision" | "create_revision" | "version":
+        case "mod_revision" | "create_revision":
             seen = 0 if item is None else getattr(item, compare.field)
             return bool(seen == compare.expected)
     raise InvalidSpec(
         "a transaction compares an unknown field",
         seen=compare.field,
-        expected="value, mod_revision, create_revision or version",
+        expected="value, mod_revision or create_revision",
     )
 
 

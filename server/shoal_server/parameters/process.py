@@ -19,6 +19,7 @@ import structlog
 import torch
 from prometheus_client.metrics_core import Metric
 
+from shoal_proto.addresses import split_address
 from shoal_proto.errors import RetryError
 from shoal_proto.incarnation import new_incarnation
 from shoal_proto.tls.bulk_offers import BulkOffers
@@ -64,7 +65,6 @@ from shoal_server.serving.admission.calls import CallCounts
 from shoal_server.serving.durations import Durations
 from shoal_server.serving.listening import (
     advertised_address,
-    split_address,
     warn_of_exposure,
     write_ready_file,
 )

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shoal_proto import MAX_MESSAGE_BYTES
+from shoal_proto.listings import MAX_LISTING_BYTES
 from shoal_proto.names import MAX_NAME_LENGTH
-from shoal_proto.packing.listings import MAX_LISTING_BYTES
 from shoal_proto.secrets import MAX_LENGTH
 from shoal_server.core.publications.limits import MAX_COPIES, MAX_KEEP, MAX_WORLD
 

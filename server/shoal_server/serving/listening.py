@@ -11,6 +11,7 @@ from pathlib import Path
 
 import structlog
 
+from shoal_proto.addresses import join_address, split_address
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.tls import identity
 
@@ -50,21 +51,6 @@ class StopRequest:
             self.ordered.set()
         elif loop.time() >= self._ordered_s + SAME_ORDER_S:
             self.insisted.set()
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """Host (without brackets) and port of `host:port`. Raises InvalidSpec."""
-    host, colon, port = address.rpartition(":")
-    host = host.strip("[]")
-    if not (host and colon and port.isascii() and port.isdigit() and int(port) < 65536):
-        raise InvalidSpec("bad address", seen=repr(address), expected="host:port")
-    return host, int(port)
-
-
-def join_address(host: str, port: int | str) -> str:
-    """host:port, with an IPv6 address in brackets."""
-    host = host.strip("[]")
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def listening(listen: str, bind: str, option: str = "--listen") -> str:

@@ -39,6 +39,11 @@ REPORT_REFUSED: Responses = {
     422: {"model": ErrorBody, "description": "A field is missing, unknown or out of range."},
 }
 AWAY: Responses = {503: {"model": ErrorBody, "description": "Not leading, or without etcd."}}
+GENERATIONS_UNREAD: Responses = {
+    **NOT_FOUND,
+    **AWAY,
+    409: {"model": ErrorBody, "description": "The job's records in etcd cannot be read."},
+}
 
 
 def router(reading: StatusQueries) -> APIRouter:
@@ -123,23 +128,26 @@ def _add_members(api: APIRouter, reading: StatusQueries) -> None:
 
 def _add_history(api: APIRouter, reading: StatusQueries) -> None:
     @api.get(
-        "/jobs/{job}/generations", summary="Generations", tags=["history"], responses=NOT_FOUND
+        "/jobs/{job}/generations",
+        summary="Generations",
+        tags=["history"],
+        responses=GENERATIONS_UNREAD,
     )
     async def generations(job: JobName) -> Sequence[GenerationView]:
         """The newest decided generations, committed and aborted, newest first."""
-        return reading.job(job).generations
+        return await reading.generations(job)
 
     @api.get(
         "/jobs/{job}/generations/{generation}",
         summary="One generation",
         tags=["history"],
-        responses=NOT_FOUND,
+        responses=GENERATIONS_UNREAD,
     )
     async def generation(
         job: JobName, generation: Annotated[int, Path(ge=1, le=MAX_COUNT)]
     ) -> GenerationView:
         """The record of a decided generation, committed or aborted."""
-        return reading.generation(job, generation)
+        return await reading.generation(job, generation)
 
     @api.get("/jobs/{job}/events", summary="Events", tags=["history"], responses=NOT_FOUND)
     async def events(

@@ -129,10 +129,16 @@ class StatusQueries:
             )
         return member
 
-    def generation(self, name: str, number: int) -> GenerationView:
-        """A decided generation. Raises UnknownJob, NotLeader, and UnknownGeneration if it is not
-        among the newest."""
-        found = {record.generation: record for record in self.job(name).generations}
+    async def generations(self, name: str) -> Sequence[GenerationView]:
+        """The newest decided generations. Raises UnknownJob, NotLeader, Unavailable, and
+        JobQuarantined if the records of a job that is over do not parse."""
+        self.job(name)
+        return await self.source.generations(name)
+
+    async def generation(self, name: str, number: int) -> GenerationView:
+        """A decided generation. Raises what `generations` raises, and UnknownGeneration if it is
+        not among the newest."""
+        found = {record.generation: record for record in await self.generations(name)}
         if number not in found:
             kept = f"{min(found)} to {max(found)}" if found else "none was decided yet"
             raise UnknownGeneration(

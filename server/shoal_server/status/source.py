@@ -5,6 +5,7 @@ from typing import Protocol
 
 from shoal_server.serving.access.caller_proof import CallerProof
 from shoal_server.status.views import (
+    GenerationView,
     JobDetail,
     MemberView,
     OutputView,
@@ -15,8 +16,8 @@ from shoal_server.status.views import (
 
 
 class StatusSource(Protocol):
-    """A coordinator, seen from its status page. Answers come from memory, except `shards` and
-    `output`. Jobs come without what their members reported to the board."""
+    """A coordinator, seen from its status page. Answers come from memory, except `generations`,
+    `shards` and `output`. Jobs come without what their members reported to the board."""
 
     def readiness(self) -> Readiness: ...
 
@@ -28,6 +29,12 @@ class StatusSource(Protocol):
     def job(self, name: str) -> JobDetail | None:
         """A job with its newest generations; None if there is none of that name. Raises Unavailable
         while the job is being read from etcd."""
+        ...
+
+    async def generations(self, name: str) -> Sequence[GenerationView]:
+        """The newest decided generations of a job, the newest first. Those of a job that ended
+        under an earlier leader are read from etcd: raises Unavailable, and JobQuarantined for
+        records that do not parse."""
         ...
 
     def member(self, name: str, member_id: str) -> MemberView | None:

@@ -6,10 +6,10 @@ import threading
 from dataclasses import replace
 
 from support.clusters.coordinator_world import served
+from support.clusters.memory_store import MemoryStore
 
 from shoal_client.connection.held_stream import FirstReplyTimeout
 from shoal_proto.errors import Unavailable
-from shoal_server.etcd.memory import MemoryStore
 
 
 async def test_a_member_joins_at_another_coordinator_if_one_is_silent() -> None:

@@ -12,6 +12,7 @@ import grpc
 import pytest
 from structlog.testing import capture_logs
 from support.clusters.coordinator_world import served
+from support.clusters.memory_store import MemoryStore
 from support.processes.load import unhurried
 
 from shoal_client.certificates.folder import CertificateFolder
@@ -23,7 +24,6 @@ from shoal_proto.tls.names import CertificateRole
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.membership_pb2_grpc import MembershipStub
 from shoal_server.core.limits import Limits
-from shoal_server.etcd.memory import MemoryStore
 
 ANSWER_WITHIN_S = 300.0
 

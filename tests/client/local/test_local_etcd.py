@@ -122,6 +122,19 @@ def test_a_port_taken_at_the_last_moment_costs_one_attempt(
             thief.close()
 
 
+def test_an_etcd_at_an_ipv6_address_comes_up(supervisor: Supervisor, tmp_path: Path) -> None:
+    """The host is in brackets, as in a URL."""
+    options = replace(QUICK, host="[::1]")
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError as error:
+        pytest.skip(f"no IPv6 here: {error}")
+    (etcd,) = start_etcd(supervisor.spawn, tmp_path, options)
+    assert etcd.endpoint.startswith("[::1]:")
+    put(etcd.endpoint, b"1")
+    assert get(etcd.endpoint) == b"1"
+
+
 def test_a_restart_on_a_taken_port_shows_the_log(supervisor: Supervisor, tmp_path: Path) -> None:
     (etcd,) = start_etcd(supervisor.spawn, tmp_path, QUICK)
     etcd.process.kill()

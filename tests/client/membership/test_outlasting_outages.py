@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from support.clusters.coordinator_world import Served, entered, propose, served
+from support.clusters.memory_store import MemoryStore
 from support.processes.load import unhurried
 
 from shoal.strategies.asynchronous.sample_leases import Leases
@@ -22,7 +23,6 @@ from shoal_proto.errors import Fenced, JobFinished, MemberDrained, Unavailable
 from shoal_proto.v1 import clocks_pb2
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_server.core.limits import Limits
-from shoal_server.etcd.memory import MemoryStore
 
 LIMITS = Limits(heartbeat_s=unhurried(0.1), join_s=unhurried(3.0))
 LONGER_THAN_ANY_LIMIT_S = 1.5 * LIMITS.join_s

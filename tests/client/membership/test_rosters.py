@@ -6,15 +6,16 @@ from pathlib import Path
 
 import pytest
 from support.clusters.coordinator_world import Served, entered, served
+from support.clusters.memory_store import MemoryStore
 
 from shoal_client.membership.host_files import HostFiles
 from shoal_client.membership.rosters import KEPT_ROSTERS, Rosters
 from shoal_proto import rosters
+from shoal_proto.deflated import pack
 from shoal_proto.errors import InternalError, Unavailable, UnknownGeneration
-from shoal_proto.rosters import pack, roster_digest
+from shoal_proto.rosters import roster_digest
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_server.coordinator.jobs.streams import NewestRosters
-from shoal_server.etcd.memory import MemoryStore
 
 
 @pytest.fixture

@@ -6,13 +6,13 @@ import threading
 import grpc
 import pytest
 from support.clusters.coordinator_world import served
+from support.clusters.memory_store import MemoryStore
 
 from shoal_client.connection.coordinators import Coordinators
 from shoal_client.connection.held_stream import HeldStream
 from shoal_client.membership import member_session
 from shoal_client.membership.member_session import MemberSession
 from shoal_proto.errors import DeadlineExceeded
-from shoal_server.etcd.memory import MemoryStore
 
 DEADLINE_S = 30.0
 

@@ -7,6 +7,7 @@ import threading
 import grpc.aio
 import pytest
 from support.clusters.coordinator_world import Served, entered, propose, served
+from support.clusters.memory_store import MemoryStore
 from support.processes.served_process import awaited
 
 from shoal_client.membership.member_session import MemberSession
@@ -14,7 +15,6 @@ from shoal_proto.errors import MemberDrained, NotLeader, StateLost
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.membership_pb2_grpc import MembershipStub
 from shoal_server.core.limits import Limits
-from shoal_server.etcd.memory import MemoryStore
 
 WITHIN_S = 60.0
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 from support.clusters.coordinator_world import entered, propose, served
+from support.clusters.memory_store import MemoryStore
 
 from shoal_client.liveness.beat_board import BeatBoard, BeatSlot, MembershipEnding
 from shoal_client.membership.member_session import MemberSession
@@ -25,7 +26,6 @@ from shoal_proto.errors import (
 from shoal_proto.v1.membership_pb2 import Prepare, Rejection
 from shoal_server.core.limits import Limits
 from shoal_server.core.processes import MemberProcess
-from shoal_server.etcd.memory import MemoryStore
 
 QUICK = Limits(heartbeat_s=0.1, join_s=14.0)
 SLOW = Limits(heartbeat_s=5.0)

@@ -9,6 +9,7 @@ from itertools import count
 
 import pytest
 from support.clusters.coordinator_world import FIELDS, Served, entered, served
+from support.clusters.memory_store import MemoryStore
 
 from shoal_client.connection.coordinators import Coordinators
 from shoal_client.membership.member_session import MemberSession
@@ -20,7 +21,6 @@ from shoal_proto.v1.identity_pb2 import Token
 from shoal_server.coordinator.clocks import MAX_JOBS, ClocksService
 from shoal_server.core.limits import Limits
 from shoal_server.core.processes import MemberProcess
-from shoal_server.etcd.memory import MemoryStore
 
 DEADLINE_S = 20.0
 IMPATIENT = Limits(heartbeat_s=0.1, join_s=8.0)

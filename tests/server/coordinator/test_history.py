@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import structlog
 from support.clusters.coordinator_world import Served, leader_store, served
+from support.clusters.memory_store import MemoryStore
 
 from shoal_client.membership.member_session import MemberSession
 from shoal_proto.health import CourseFigures, RunOrigin
@@ -22,7 +23,6 @@ from shoal_server.coordinator.kept_history import read
 from shoal_server.core.limits import Limits
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import Delete, Put
-from shoal_server.etcd.memory import MemoryStore
 from shoal_server.status.reading import StatusQueries
 from shoal_server.status.views import HealthView
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from support.clusters.coordinator_world import Served, propose, served
 from support.clusters.hooked_store import HookedStore, Transaction
+from support.clusters.memory_store import MemoryStore
 from support.processes.served_process import awaited
 
 from shoal_client.connection.coordinators import Coordinators
@@ -26,7 +27,6 @@ from shoal_server.core.job.job import Job
 from shoal_server.core.membership.events import Effect, MemberEvent, StepReported
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import TransactionResult, created_at
-from shoal_server.etcd.memory import MemoryStore
 
 
 def member_of(world: Served, job: str, name: str) -> MemberSession:

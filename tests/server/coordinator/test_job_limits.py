@@ -6,17 +6,18 @@ import time
 import grpc.aio
 import pytest
 from support.clusters.coordinator_world import served
+from support.clusters.memory_store import MemoryStore
 
 from shoal_proto.errors import DeadlineExceeded, InvalidSpec, Overloaded
 from shoal_proto.incarnation import new_incarnation
 from shoal_proto.protocol import OWN_PROTOCOLS
 from shoal_proto.status import from_rpc_error
 from shoal_proto.v1 import membership_pb2 as pb
-from shoal_proto.v1 import rendezvous_pb2
+from shoal_proto.v1 import rendezvous_pb2, shards_pb2
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.membership_pb2_grpc import MembershipStub
 from shoal_proto.v1.rendezvous_pb2_grpc import RendezvousStub
-from shoal_server.etcd.memory import MemoryStore
+from shoal_proto.v1.shards_pb2_grpc import ShardsStub
 from shoal_server.serving.admission.config import JobLimits
 
 BRIEF = JobLimits(call_wait_s=0.1, rendezvous_wait_s=0.1, rendezvous_keys=2, max_jobs=1)
@@ -53,8 +54,8 @@ async def test_waits_end_at_the_configured_limits() -> None:
         began_s = time.monotonic()
         async with grpc.aio.insecure_channel(world.address) as channel:
             with pytest.raises(grpc.aio.AioRpcError):
-                await MembershipStub(channel).GetGeneration(
-                    pb.GetGenerationRequest(job="j", generation=9, wait_s=AN_HOUR_S)
+                await ShardsStub(channel).GetMap(
+                    shards_pb2.GetMapRequest(token=member.token, wait_s=AN_HOUR_S)
                 )
             with pytest.raises(grpc.aio.AioRpcError) as late:
                 await RendezvousStub(channel).Get(

@@ -7,6 +7,7 @@ import grpc.aio
 import pytest
 from support.clusters.coordinator_world import Served, served
 from support.clusters.hooked_store import Transaction, UnreliableStore
+from support.clusters.memory_store import MemoryStore
 from support.processes.served_process import awaited
 
 from shoal_client.commands.jobs import check_not_finished, reset_job
@@ -22,7 +23,6 @@ from shoal_proto.v1.samples_pb2 import LeaseRequest
 from shoal_server.core.limits import Limits
 from shoal_server.core.processes import MemberProcess
 from shoal_server.etcd import keys
-from shoal_server.etcd.memory import MemoryStore
 from shoal_server.status.views import HealthView
 
 

@@ -7,6 +7,7 @@ import grpc.aio
 import pytest
 from structure.parameter_half import of_half
 from support.clusters.coordinator_world import served
+from support.clusters.memory_store import MemoryStore
 
 from shoal_proto.errors import NoServers
 from shoal_proto.status import from_rpc_error
@@ -18,14 +19,13 @@ from shoal_proto.v1.clocks_pb2_grpc import ClocksStub
 from shoal_proto.v1.samples_pb2_grpc import SamplesStub
 from shoal_proto.v1.shards_pb2_grpc import ShardsStub
 from shoal_proto.v1.snapshots_pb2_grpc import SnapshotsStub
-from shoal_server.etcd.memory import MemoryStore
 
 LEADS = """
 import asyncio, sys
 import shoal_server.coordinator.process
 from shoal_server.coordinator.assembly import Coordinator
 from shoal_server.core.limits import Limits
-from shoal_server.etcd.memory import MemoryStore
+from support.clusters.memory_store import MemoryStore
 from shoal_server.serving.rpc import new_server
 from shoal_server.status.app import build_app
 

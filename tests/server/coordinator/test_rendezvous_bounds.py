@@ -7,12 +7,12 @@ import tracemalloc
 import grpc.aio
 import pytest
 from support.clusters.coordinator_world import served
+from support.clusters.memory_store import MemoryStore
 
 from shoal_proto.errors import Overloaded
 from shoal_proto.v1 import rendezvous_pb2 as pb
 from shoal_proto.v1.rendezvous_pb2_grpc import RendezvousStub
 from shoal_server.coordinator.rendezvous import KeySpace
-from shoal_server.etcd.memory import MemoryStore
 from shoal_server.serving.admission.config import JobLimits
 
 

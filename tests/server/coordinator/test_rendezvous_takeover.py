@@ -5,13 +5,13 @@ import asyncio
 import grpc.aio
 import pytest
 from support.clusters.coordinator_world import Served, entered, served
+from support.clusters.memory_store import MemoryStore
 
 from shoal_proto.errors import GenerationBroken, ShoalError
 from shoal_proto.status import from_rpc_error
 from shoal_proto.v1 import rendezvous_pb2 as pb
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.rendezvous_pb2_grpc import RendezvousStub
-from shoal_server.etcd.memory import MemoryStore
 
 WAIT_S = 60.0
 

@@ -16,6 +16,7 @@ from support.clusters.garbage import (
     good_record,
     good_state,
 )
+from support.clusters.memory_store import MemoryStore
 from support.processes.served_process import awaited
 
 from shoal_client.commands.repair import report_lines
@@ -40,7 +41,6 @@ from shoal_server.core.generations.roster import (
 )
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import RangeResult
-from shoal_server.etcd.memory import MemoryStore
 
 FATAL = [each for each in all_garbage() if each.is_fatal]
 

@@ -9,6 +9,7 @@ import pytest
 import structlog
 from support.clusters.coordinator_world import Served, entered, served
 from support.clusters.hooked_store import Transaction, UnreliableStore
+from support.clusters.memory_store import MemoryStore
 
 from shoal_client.membership.member_session import MemberSession
 from shoal_proto.errors import InvalidSpec, NotLeader
@@ -22,7 +23,6 @@ from shoal_server.core.retention import RetentionLimits
 from shoal_server.core.samples.requests import LedgerCounts
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import Delete, Put, value_is
-from shoal_server.etcd.memory import MemoryStore
 from shoal_server.status.reading import StatusQueries
 from shoal_server.status.views import HealthView, JobSummary
 

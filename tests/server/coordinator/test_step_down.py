@@ -7,6 +7,7 @@ import grpc.aio
 import pytest
 from support.clusters.coordinator_world import served
 from support.clusters.hooked_store import HookedStore, Transaction
+from support.clusters.memory_store import MemoryStore
 
 from shoal_proto.errors import JobQuarantined, NotLeader, RefusedError, ShoalError
 from shoal_proto.incarnation import new_incarnation
@@ -16,7 +17,6 @@ from shoal_proto.v1.weights_pb2_grpc import WeightSeriesStub
 from shoal_server.core.generations.roster import JobSpec, MemberInfo
 from shoal_server.core.membership.events import MemberJoined
 from shoal_server.etcd import keys
-from shoal_server.etcd.memory import MemoryStore
 
 
 class FailingAtTheEnd(HookedStore):

@@ -1,17 +1,15 @@
 """Stores to test: in memory, with a prefix, and a real etcd for each module."""
 
+import asyncio
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 
-import grpc.aio
 import pytest
-from support.clusters.etcd_fixture import running_etcd
+from support.clusters.etcd_fixture import ask_etcd, running_etcd
+from support.clusters.memory_store import MemoryStore
 
-from shoal_proto.etcd import etcd_pb2 as pb
-from shoal_proto.etcd import etcd_pb2_grpc as stubs
 from shoal_server.etcd.api import KeyValueStore, Revision
-from shoal_server.etcd.memory import MemoryStore
 from shoal_server.etcd.prefixed import PrefixedStore
 from shoal_server.etcd.remote.client import EtcdClient
 from shoal_server.etcd.remote.config import EtcdConfig
@@ -57,5 +55,5 @@ async def bench(request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
 
 
 async def compact_etcd(endpoint: str, revision: Revision) -> None:
-    async with grpc.aio.insecure_channel(endpoint) as channel:
-        await stubs.KVStub(channel).Compact(pb.CompactionRequest(revision=revision, physical=True))
+    request = {"revision": revision, "physical": True}
+    await asyncio.to_thread(ask_etcd, endpoint, "kv/compaction", **request)

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequ
 from dataclasses import replace
 
 import pytest
+from support.clusters.memory_store import MemoryStore
 
 from shoal_proto.errors import InternalError, NotLeader, Unavailable
 from shoal_proto.v1.replication_pb2 import ShardHolding
@@ -23,7 +24,6 @@ from shoal_server.etcd.api import (
     created_at,
 )
 from shoal_server.etcd.leader_store import LeaderStore
-from shoal_server.etcd.memory import MemoryStore
 from shoal_server.etcd.records import assignments as records
 from shoal_server.etcd.records.assignment_mirror import AssignmentMirror
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.clusters.etcd_fixture import etcd_processes, running_etcd
+from support.clusters.memory_store import MemoryStore
 from support.network.etcd_gate import open_gate
 from support.processes.load import unhurried
 
@@ -17,7 +18,6 @@ from shoal_server.etcd import keys
 from shoal_server.etcd.api import KeyValueStore, LeaseId, Put, Renewal, absent
 from shoal_server.etcd.election import Election, Leadership
 from shoal_server.etcd.leader_key import Leader, LeaderCandidate
-from shoal_server.etcd.memory import MemoryStore
 from shoal_server.etcd.remote.client import EtcdClient
 from shoal_server.etcd.remote.config import EtcdConfig
 from shoal_server.etcd.remote.renewal import TRUSTED_TTLS

@@ -1,22 +1,20 @@
 """Access to etcd: TLS, user and password, and the errors when it fails."""
 
 import socket
+from base64 import b64encode
 from collections.abc import Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import grpc
-import grpc.aio
 import pytest
 import trustme
-from support.clusters.etcd_fixture import etcd_processes, running_etcd
+from support.clusters.etcd_fixture import ask_etcd, etcd_processes, running_etcd
 
 from shoal_client.local.etcd import EtcdOptions, RunningEtcd, start_members
 from shoal_client.local.process import Supervisor
 from shoal_proto.errors import AccessDenied, InvalidSpec, RefusedError, Unavailable
-from shoal_proto.etcd import etcd_pb2 as pb
-from shoal_proto.etcd import etcd_pb2_grpc as stubs
 from shoal_server.etcd.api import Put, Revision, absent
 from shoal_server.etcd.keys import ROOT
 from shoal_server.etcd.remote.client import EtcdClient, opened
@@ -169,28 +167,24 @@ async def test_a_renewed_certificate_is_used_from_the_next_connection_on(tmp_pat
 
 
 @pytest.fixture
-async def guarded(
+def guarded(
     tmp_path: Path, request: pytest.FixtureRequest
 ) -> "Iterator[tuple[Supervisor, RunningEtcd]]":
     """Run an etcd in which the user `shoal`, with the password `secret`, may use the keys of Shoal
     (below the prefix in the parameter, if any) and nothing else."""
     root = getattr(request, "param", "") + ROOT
     with etcd_processes(tmp_path) as (supervisor, (etcd,)):
-        async with grpc.aio.insecure_channel(etcd.endpoint) as channel:
-            auth = stubs.AuthStub(channel)
-            for user, role in (("root", "root"), ("shoal", "shoal")):
-                await auth.UserAdd(pb.AuthUserAddRequest(name=user, password="secret"))
-                await auth.RoleAdd(pb.AuthRoleAddRequest(name=role))
-                await auth.UserGrantRole(pb.AuthUserGrantRoleRequest(user=user, role=role))
-            permission = pb.Permission(
-                permType=pb.Permission.READWRITE,
-                key=root.encode(),
-                range_end=root[:-1].encode() + b"0",
-            )
-            await auth.RoleGrantPermission(
-                pb.AuthRoleGrantPermissionRequest(name="shoal", perm=permission)
-            )
-            await auth.AuthEnable(pb.AuthEnableRequest())
+        for user, role in (("root", "root"), ("shoal", "shoal")):
+            ask_etcd(etcd.endpoint, "auth/user/add", name=user, password="secret")
+            ask_etcd(etcd.endpoint, "auth/role/add", name=role)
+            ask_etcd(etcd.endpoint, "auth/user/grant", user=user, role=role)
+        permission = {
+            "permType": "READWRITE",
+            "key": b64encode(root.encode()).decode(),
+            "range_end": b64encode(root[:-1].encode() + b"0").decode(),
+        }
+        ask_etcd(etcd.endpoint, "auth/role/grant", name="shoal", perm=permission)
+        ask_etcd(etcd.endpoint, "auth/enable")
         yield supervisor, etcd
 
 

@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 
 import pytest
+from support.clusters.memory_store import MemoryStore
 
 from shoal_proto.errors import NotLeader
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import Compare, Delete, Get, Put, Revision, absent, created_at
 from shoal_server.etcd.leader_store import LeaderStore
-from shoal_server.etcd.memory import MemoryStore
 
 
 class Term:

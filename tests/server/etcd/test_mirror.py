@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 
 import pytest
+from support.clusters.memory_store import MemoryStore
 
 from shoal_proto.errors import CorruptError, InternalError, ShoalError, Unavailable
 from shoal_server.etcd import mirror
@@ -16,7 +17,6 @@ from shoal_server.etcd.api import (
     Revision,
     WatchBatch,
 )
-from shoal_server.etcd.memory import MemoryStore
 from shoal_server.etcd.mirror import MirroredKey, PrefixMirror, follow_key
 
 from .conftest import Bench

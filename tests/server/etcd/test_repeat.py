@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 
 import pytest
+from support.clusters.memory_store import MemoryStore
 
 from shoal_proto.errors import AccessDenied, NotLeader, ShoalError, Unavailable
 from shoal_server.etcd import repeat
 from shoal_server.etcd.api import Compare, Operation, Put, TransactionResult, absent
-from shoal_server.etcd.memory import MemoryStore
 from shoal_server.etcd.repeat import transact_until_known, until_answered
 
 AWAY = Unavailable("no etcd answered")

@@ -1,11 +1,11 @@
 """Records of parameter servers: read as written, although others are unreadable."""
 
 import pytest
+from support.clusters.memory_store import MemoryStore
 
 from shoal_proto.errors import InternalError
 from shoal_server.core.processes import Holder
 from shoal_server.etcd import keys
-from shoal_server.etcd.memory import MemoryStore
 from shoal_server.etcd.records import servers
 from shoal_server.parameters.cluster.registration import ServerIdentity
 

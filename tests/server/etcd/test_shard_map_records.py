@@ -5,6 +5,7 @@ import random
 
 import pytest
 from support.clusters.assignment_records import write_assignments
+from support.clusters.memory_store import MemoryStore
 
 from shoal_proto.errors import InternalError
 from shoal_proto.v1.shards_pb2 import Block, Shard, ShardMap
@@ -12,7 +13,6 @@ from shoal_server.core.processes import Holder
 from shoal_server.core.shards.assignments import JobAssignments, ShardAssignment
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import Put
-from shoal_server.etcd.memory import MemoryStore
 from shoal_server.etcd.records import shard_map
 
 MAX_REQUEST_BYTES = 1024 * 1024

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import cast
 
 import pytest
+from support.clusters.memory_store import MemoryStore
 from support.clusters.parameter_servers import config
 from support.processes.served_process import awaited
 
@@ -29,7 +30,6 @@ from shoal_server.core.replication.replication_core import ReplicationCore
 from shoal_server.core.shards.assignments import JobAssignments, ShardAssignment
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import RangeResult
-from shoal_server.etcd.memory import MemoryStore
 from shoal_server.etcd.records import assignments
 from shoal_server.etcd.records.assignment_mirror import AssignmentMirror
 from shoal_server.parameters.images.shard_image import ShardImage

@@ -13,6 +13,7 @@ import structlog
 from fuzzing.calls import all_calls
 from google.protobuf.empty_pb2 import Empty
 from support.clusters.coordinator_world import served
+from support.clusters.memory_store import MemoryStore
 
 from shoal_proto.errors import InternalError, InvalidSpec, Overloaded
 from shoal_proto.status import from_rpc_error
@@ -20,7 +21,6 @@ from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.membership_pb2_grpc import MembershipStub
 from shoal_proto.v1.weights_pb2 import RollbackRequest
 from shoal_proto.v1.weights_pb2_grpc import WeightSeriesStub
-from shoal_server.etcd.memory import MemoryStore
 from shoal_server.serving.access.roles import MAY_CALL, OPERATOR
 from shoal_server.serving.admission import audit, descriptors
 from shoal_server.serving.admission.audit import AUDITED

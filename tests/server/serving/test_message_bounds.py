@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 import pytest
 from support.clusters.coordinator_world import served
+from support.clusters.memory_store import MemoryStore
 
 from shoal_client.connection.coordinators import Coordinators
 from shoal_proto.errors import InvalidSpec
@@ -20,7 +21,6 @@ from shoal_proto.v1.membership_pb2_grpc import MembershipStub
 from shoal_proto.v1.rendezvous_pb2_grpc import RendezvousStub
 from shoal_proto.v1.samples_pb2_grpc import SamplesStub
 from shoal_proto.v1.shards_pb2_grpc import ShardsStub
-from shoal_server.etcd.memory import MemoryStore
 from shoal_server.serving.message_bounds import MessageBounds
 
 LONG = "x" * (2 << 20)
@@ -67,21 +67,17 @@ REFUSED: Mapping[str, tuple[object, str]] = {
     "why it is drained": (pb.DrainRequest(job="j", reason=LONG), "DrainRequest.reason"),
     "a host that exits": (pb.ReportExitRequest(host=LONG), "ReportExitRequest.host"),
     "beats": (pb.HeartbeatRequest(beats=[pb.Beat()] * 20_000), "HeartbeatRequest.beats"),
-    "a wait for a record": (
-        pb.GetGenerationRequest(job="j", wait_s=math.nan),
-        "GetGenerationRequest.wait_s",
-    ),
     "a wait without an end": (
-        pb.GetGenerationRequest(job="j", wait_s=math.inf),
-        "GetGenerationRequest.wait_s",
+        shards_pb2.GetMapRequest(token=TOKEN, wait_s=math.inf),
+        "GetMapRequest.wait_s",
     ),
     "a wait in the past": (
-        pb.GetGenerationRequest(job="j", wait_s=-1.0),
-        "GetGenerationRequest.wait_s",
+        shards_pb2.GetMapRequest(token=TOKEN, wait_s=-1.0),
+        "GetMapRequest.wait_s",
     ),
     "a wait of 1e300 s": (
-        pb.GetGenerationRequest(job="j", wait_s=1e300),
-        "GetGenerationRequest.wait_s",
+        shards_pb2.GetMapRequest(token=TOKEN, wait_s=1e300),
+        "GetMapRequest.wait_s",
     ),
     "a wait for a key": (
         rendezvous_pb2.StoreGetRequest(token=TOKEN, timeout_s=math.nan),
@@ -127,7 +123,6 @@ METHODS: Mapping[str, Method] = {
     "ReportExitRequest": lambda channel: MembershipStub(channel).ReportExit,
     "DrainRequest": lambda channel: MembershipStub(channel).Drain,
     "HeartbeatRequest": lambda channel: MembershipStub(channel).Heartbeat,
-    "GetGenerationRequest": lambda channel: MembershipStub(channel).GetGeneration,
     "StoreGetRequest": lambda channel: RendezvousStub(channel).Get,
     "StoreAddRequest": lambda channel: RendezvousStub(channel).Add,
     "AdvanceRequest": lambda channel: ClocksStub(channel).Advance,
@@ -151,7 +146,7 @@ def test_requests_of_members_are_accepted() -> None:
     info = dict.fromkeys(("host", "address"), "h" * 255)
     MessageBounds().check(attend(**info))
     MessageBounds().check(propose({"schema": "s" * 4096, "optimizer": ""}))
-    MessageBounds().check(pb.GetGenerationRequest(job="j", wait_s=3600.0))
+    MessageBounds().check(shards_pb2.GetMapRequest(token=TOKEN, wait_s=3600.0))
     MessageBounds().check(
         rendezvous_pb2.StoreSetRequest(pairs=[{"key": "k", "value": b"x" * (1 << 24)}])
     )

@@ -7,6 +7,7 @@ import grpc
 import grpc.aio
 import pytest
 from support.clusters.coordinator_world import served
+from support.clusters.memory_store import MemoryStore
 
 from shoal_proto.errors import ProtocolMismatch
 from shoal_proto.protocol import OWN_PROTOCOLS, ProtocolRange, user_agent
@@ -17,7 +18,6 @@ from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.membership_pb2_grpc import MembershipStub
 from shoal_proto.v1.rendezvous_pb2_grpc import RendezvousStub
 from shoal_proto.v1.shards_pb2_grpc import ShardsStub
-from shoal_server.etcd.memory import MemoryStore
 
 NEWEST = OWN_PROTOCOLS.newest
 OLDER = ProtocolRange(NEWEST - 2, NEWEST - 1)

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 
 import grpc.aio
 import pytest
+from support.clusters.memory_store import MemoryStore
 
 from shoal_proto.v1.parameters_pb2 import DescribeReply, DescribeRequest
 from shoal_proto.v1.parameters_pb2_grpc import (
@@ -16,7 +17,6 @@ from shoal_proto.v1.parameters_pb2_grpc import (
 from shoal_proto.v1.shards_pb2 import Shard, ShardMap
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import RangeResult
-from shoal_server.etcd.memory import MemoryStore
 from shoal_server.etcd.records import shard_map
 from shoal_server.status import shards
 from shoal_server.status.shards import MAX_JOBS, ShardReader

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager, suppress
 import httpx
 import pytest
 from support.clusters.coordinator_world import FIELDS, Served, entered, propose, served
+from support.clusters.memory_store import MemoryStore
 from support.clusters.parameter_servers import ParameterServers
 from support.processes.served_process import awaited
 
@@ -21,7 +22,6 @@ from shoal_server.coordinator.parameters import samples_view
 from shoal_server.core.samples.requests import EpochCounts, LedgerCounts
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import RangeResult
-from shoal_server.etcd.memory import MemoryStore
 from shoal_server.status.app import build_app
 from shoal_server.status.serve import StatusServer
 from shoal_server.status.shards import ShardReader
@@ -77,6 +77,36 @@ async def test_a_job_that_a_new_leader_still_reads_is_not_unknown() -> None:
         while world.coordinator.registry.actor_if_known("j") is None:  # noqa: ASYNC110
             await asyncio.sleep(0)
         assert (await http.get("/api/v1/jobs/j")).status_code == 200
+
+
+class HeldGenerations(MemoryStore):
+    """A store that does not answer the first call for the generations of a job."""
+
+    is_asked = False
+
+    async def keys(self, prefix: str) -> tuple[str, ...]:
+        if prefix == keys.generations("j") and not self.is_asked:
+            self.is_asked = True
+            await asyncio.Event().wait()
+        return await super().keys(prefix)
+
+
+async def test_a_new_leader_lists_the_generations_of_a_finished_job() -> None:
+    """They are read once they are asked for, if that is before the leader has read them."""
+    store = HeldGenerations()
+    async with endpoint(store) as (world, http):
+        (member,) = await world.training("a")
+        await asyncio.to_thread(member.leave, completed=True, reason="done")
+        (before,) = (await http.get("/api/v1/jobs/j/generations")).json()
+        assert not store.is_asked
+    async with endpoint(store) as (world, http):
+        while not store.is_asked:  # noqa: ASYNC110 - by the leader's own reading
+            await asyncio.sleep(0)
+        assert (await http.get("/api/v1/jobs/j")).json()["summary"]["state"] == "finished"
+        (listed,) = (await http.get("/api/v1/jobs/j/generations")).json()
+        assert listed == before
+        assert (await http.get("/api/v1/jobs/j/generations/1")).json() == before
+        assert (await http.get("/api/v1/jobs/j/generations/2")).status_code == 404
 
 
 @pytest.mark.long

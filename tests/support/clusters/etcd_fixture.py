@@ -3,6 +3,9 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+from support.network import http
 
 from shoal_client.local.etcd import EtcdOptions, RunningEtcd, start_etcd
 from shoal_client.local.process import Supervisor
@@ -31,4 +34,10 @@ def etcd_processes(
         yield supervisor, started
 
 
-__all__ = ["TEST_OPTIONS", "etcd_processes", "running_etcd"]
+def ask_etcd(endpoint: str, method: str, **request: Any) -> Any:
+    """Answer of etcd's JSON gateway, for methods that Shoal does not call. Bytes are in base64."""
+    answer = http.post(f"http://{endpoint}/v3/{method}", request).raise_for_status()
+    return answer.json()
+
+
+__all__ = ["TEST_OPTIONS", "ask_etcd", "etcd_processes", "running_etcd"]

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import torch
 from support.clusters.assignment_records import write_assignments
+from support.clusters.memory_store import MemoryStore
 
 from shoal_proto.v1.optimizer_pb2 import OptimizerSpec
 from shoal_proto.v1.shards_pb2 import Block, Shard
 from shoal_server.core.processes import Holder
 from shoal_server.core.replication.protocol.messages import ImageChunk, ImageStart
 from shoal_server.core.shards.assignments import JobAssignments, ShardAssignment
-from shoal_server.etcd.memory import MemoryStore
 from shoal_server.parameters.process import RunningServer
 from shoal_server.parameters.replication.wire import frames
 from shoal_server.parameters.shard.dense import DensePush, new_dense_shard

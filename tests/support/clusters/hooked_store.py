@@ -3,9 +3,10 @@
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from support.clusters.memory_store import MemoryStore
+
 from shoal_proto.errors import Unavailable
 from shoal_server.etcd.api import Compare, Operation, Put, TransactionResult
-from shoal_server.etcd.memory import MemoryStore
 
 
 class Transaction(NamedTuple):

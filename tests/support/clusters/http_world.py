@@ -6,9 +6,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from support.clusters.coordinator_world import Served, served
+from support.clusters.memory_store import MemoryStore
 
 from shoal_client.cli import parse
-from shoal_server.etcd.memory import MemoryStore
 from shoal_server.status.app import build_app
 from shoal_server.status.serve import StatusServer
 

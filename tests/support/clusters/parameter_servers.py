@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeVar
 import grpc
 import pytest
 import torch
+from support.clusters.memory_store import MemoryStore
 from support.processes.loop_thread import LIMIT_S, LoopThread
 from support.processes.served_process import awaited
 
@@ -35,7 +36,6 @@ from shoal_server.core.shards.assignments import ShardAssignment, ShardContent
 from shoal_server.core.shards.losses import RestoreAttempt
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import KeyValueStore
-from shoal_server.etcd.memory import MemoryStore
 from shoal_server.etcd.records import assignments
 from shoal_server.etcd.remote.client import EtcdClient
 from shoal_server.etcd.remote.config import EtcdConfig

@@ -4,13 +4,14 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from support.clusters.memory_store import MemoryStore
+
 from shoal_proto.v1 import weights_pb2 as pb
 from shoal_proto.v1.weights_pb2_grpc import (
     WeightStoreServicer,
     add_WeightStoreServicer_to_server,
 )
 from shoal_server.etcd import keys
-from shoal_server.etcd.memory import MemoryStore
 from shoal_server.serving.rpc import Context, bind, new_server
 
 

@@ -93,6 +93,9 @@ class World:
         job = self.by_name.get(name)
         return None if job is None else replace(job, samples=self.samples_of.get(name))
 
+    async def generations(self, name: str) -> Sequence[GenerationView]:
+        return self.by_name[name].generations
+
     def member(self, name: str, member_id: str) -> MemberView | None:
         entries = self.by_name[name].members if name in self.by_name else ()
         members = (entry.member for entry in entries)

@@ -90,6 +90,8 @@ class ScriptedMember:
         self._ready_in = 0
         self._proposed = False
         self._settled = 0
+        self._rosters: dict[str, pb.Roster] = {}
+        """Received rosters, by digest."""
         self._stream: grpc.Call | None = None
         self._has_stream = False
         self._dropped: dict[str, bool] = {}
@@ -300,13 +302,12 @@ class ScriptedMember:
 
     def _attend(self) -> None:
         request = self.core.identity.attend_request(self.generation)
-        # Tests read the notices, so each must have its roster.
-        request.fetches_rosters = False
         stream = MembershipStub(self._coordinators.channel()).Attend(request)
         self._stream = stream
         for notice in stream:
             kind = notice.WhichOneof("kind")
             self._note_stream(True)
+            self._complete(notice)
             with self._changed:
                 is_dropped = kind in self._dropped
                 if is_dropped:
@@ -318,6 +319,13 @@ class ScriptedMember:
                 continue
             self._on_notice(kind, notice)
             self._take(kind, notice)
+
+    def _complete(self, notice: pb.Notice) -> None:
+        """Add the roster to an outcome that has only its number: tests read the notices."""
+        if notice.HasField("prepare"):
+            self._rosters[notice.prepare.digest] = notice.prepare.roster
+        elif notice.HasField("outcome") and not notice.outcome.roster.entries:
+            notice.outcome.roster.CopyFrom(self._rosters[notice.outcome.digest])
 
     def _note_stream(self, has_stream: bool) -> None:
         with self._changed:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar
 
+from support.clusters.memory_store import MemoryStore
 from support.sim.coroutines import result_of
 from support.sim.releases import MARK, Release, written
 from support.sim.virtual_time import Clock, Process, Steps, Wait
@@ -29,7 +30,6 @@ from shoal_server.etcd.api import (
     TransactionResult,
     created_at,
 )
-from shoal_server.etcd.memory import MemoryStore
 
 LATENCY_S = 0.02
 LOST_ANSWERS = 0.01

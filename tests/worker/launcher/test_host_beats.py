@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 from support.clusters.coordinator_world import Served, served
+from support.clusters.memory_store import MemoryStore
 
 from shoal_server.core.limits import Limits
-from shoal_server.etcd.memory import MemoryStore
 from shoal_server.status.views import MemberView
 
 LIMITS = Limits(heartbeat_s=0.4, join_s=14.0)

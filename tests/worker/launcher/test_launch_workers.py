@@ -41,8 +41,6 @@ from shoal_proto.status import to_detail, to_status
 from shoal_proto.v1.membership_pb2 import (
     Ack,
     BeatReply,
-    GenerationRecord,
-    GetGenerationRequest,
     GetJobRequest,
     HeartbeatReply,
     HeartbeatRequest,
@@ -111,11 +109,6 @@ class ExitBook(MembershipServicer):
             _no_job(request.job, context)
         self.asked.put(request.job)
         return JobStanding(phase=self.phase, member_ids=self.members)
-
-    def GetGeneration(
-        self, request: GetGenerationRequest, context: grpc.ServicerContext
-    ) -> GenerationRecord:
-        _no_job(request.job, context)
 
 
 def _no_job(job: str, context: grpc.ServicerContext) -> NoReturn:

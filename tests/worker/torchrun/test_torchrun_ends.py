@@ -5,12 +5,13 @@ from pathlib import Path
 
 import grpc
 import pytest
+from support.network import http
 from support.processes.torchrun_world import Nodes, Step
 from support.torchrun import apart
 
 from shoal_client.local.cluster import LocalCluster
 from shoal_client.local.process import Process
-from shoal_proto.v1.membership_pb2 import DrainRequest, GetGenerationRequest
+from shoal_proto.v1.membership_pb2 import DrainRequest
 from shoal_proto.v1.membership_pb2_grpc import MembershipStub
 
 START_S = 90.0
@@ -44,12 +45,11 @@ def finish(nodes: Nodes, name: str) -> None:
 
 
 def drain(cluster: LocalCluster, job: str, *, rank: int) -> None:
+    newest = http.get(f"{cluster.http_url}/api/v1/jobs/{job}/generations").json()[0]
+    (name,) = [each["member_id"] for each in newest["members"] if each["rank"] == rank]
     with grpc.insecure_channel(cluster.coordinator) as channel:
-        membership = MembershipStub(channel)
-        record = membership.GetGeneration(GetGenerationRequest(job=job), timeout=END_S)
-        (name,) = [entry.member_id for entry in record.roster.entries if entry.rank == rank]
         request = DrainRequest(job=job, member_id=name, reason="spot notice")
-        membership.Drain(request, timeout=END_S)
+        MembershipStub(channel).Drain(request, timeout=END_S)
 
 
 def of(nodes: Nodes, name: str) -> list[Step]:

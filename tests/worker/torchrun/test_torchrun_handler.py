@@ -10,6 +10,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from support.network import http
 from support.torchrun.handlers import (
     PATIENCE_S,
     Join,
@@ -32,7 +33,7 @@ from shoal.torchrun import create_handler
 from shoal_client.local.cluster import LocalCluster
 from shoal_client.local.process import ChildCommand, Supervisor
 from shoal_proto.errors import InvalidSpec
-from shoal_proto.v1.membership_pb2 import DrainRequest, GetGenerationRequest
+from shoal_proto.v1.membership_pb2 import DrainRequest
 from shoal_proto.v1.membership_pb2_grpc import MembershipStub
 
 AGENT = Path(__file__).parents[2] / "support" / "processes" / "torchrun_agent.py"
@@ -136,13 +137,11 @@ def test_a_drained_node_leaves_and_the_others_go_on(join: Join, cluster: LocalCl
     before = together(*handlers)
     stays, leaves = sorted(handlers, key=lambda h: before[handlers.index(h)].rank)
     job = leaves.get_run_id()
+    newest = http.get(f"{cluster.http_url}/api/v1/jobs/{job}/generations").json()[0]
+    (name,) = [each["member_id"] for each in newest["members"] if each["rank"] == 1]
     with grpc.insecure_channel(cluster.coordinator) as channel:
-        membership = MembershipStub(channel)
-        record = membership.GetGeneration(GetGenerationRequest(job=job), timeout=PATIENCE_S)
-        names = {entry.rank: entry.member_id for entry in record.roster.entries}
-        membership.Drain(
-            DrainRequest(job=job, member_id=names[1], reason="spot notice"), timeout=PATIENCE_S
-        )
+        request = DrainRequest(job=job, member_id=name, reason="spot notice")
+        MembershipStub(channel).Drain(request, timeout=PATIENCE_S)
     with ThreadPoolExecutor(1) as thread:
         await_change(leaves)
         leaving = thread.submit(leaves.next_rendezvous)

@@ -26,7 +26,7 @@ from shoal.data.arrow_columns import columns_at, is_arrow, selected_rows
 from shoal.data.batches import Dataset, dataset_size
 from shoal.data.order import CONTENT_FIELD
 from shoal.data.shards import Shards
-from shoal_proto.packing.listings import pack
+from shoal_proto.listings import pack
 
 NUM_SAMPLES = 64
 """Limit of the samples read in each data set or part."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shoal.data.permutation import KeyedPermutation
-from shoal.randomness import GAMMA, splitmix64
+from shoal.randomness import mix
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.numbers_given import as_index
 
@@ -137,7 +137,7 @@ class Order:
             # `narrow` takes a quarter of the time of a slice.
             order = _permutation(self.num_samples, self.seed, epoch)
             return order.narrow(0, start, stop - start)
-        key = _mix(self.seed, epoch)
+        key = mix(self.seed, epoch)
         blocks = range(start // BLOCK, -(-stop // BLOCK))
         parts = [_block(self.num_samples, key, block) for block in blocks]
         first = blocks.start * BLOCK
@@ -147,7 +147,7 @@ class Order:
 @lru_cache(maxsize=8)
 def _permutation(num_samples: int, seed: int, epoch: int) -> Tensor:
     """Return an epoch's permutation, cached: batches of the next epoch are loaded ahead."""
-    generator = torch.Generator().manual_seed(_mix(seed, epoch))
+    generator = torch.Generator().manual_seed(mix(seed, epoch))
     return torch.randperm(num_samples, generator=generator)
 
 
@@ -163,9 +163,3 @@ def range_of_rank(start: int, stop: int, rank: int, world_size: int) -> tuple[in
     each, extra = divmod(stop - start, world_size)
     own_start = start + rank * each + min(rank, extra)
     return own_start, own_start + each + (1 if rank < extra else 0)
-
-
-def _mix(seed: int, epoch: int) -> int:
-    """Mix two numbers into one seed. Not by `mix`: a checkpoint of an earlier release must get the
-    same order."""
-    return splitmix64(seed * GAMMA + epoch + 1) & (2**63 - 1)

@@ -60,24 +60,12 @@ class HealthReporter:
         }
         self._pending = False
         self._closed = False
-        self._num_sent = 0
-        self._num_failed = 0
         self._outage = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(
             target=self._run, args=(CoordinatorHttp(),), name="shoal-health", daemon=True
         )
         self._thread.start()
-
-    @property
-    def num_sent(self) -> int:
-        """Number of reports that the coordinator has accepted."""
-        return self._num_sent
-
-    @property
-    def num_failed(self) -> int:
-        """Number of reports that did not arrive or were refused."""
-        return self._num_failed
 
     def update(self, figures: HealthFigures) -> None:
         """Change the next report; figures that are None stay unchanged. Never blocks. Convert
@@ -146,12 +134,10 @@ class HealthReporter:
         except (*_NOT_SENT, ValueError) as error:
             problem, too_late = f"{type(error).__name__}: {error}", False
         if not problem:
-            self._num_sent += 1
             if self._outage:
                 log.info("health_reports_resumed", url=url)
             self._outage = False
             return
-        self._num_failed += 1
         if too_late:
             log.debug("health_report_too_late", url=url)
         elif not self._outage:

@@ -13,8 +13,8 @@ from shoal.backends.process_group.interface import ended_in_bring_up
 from shoal.torch_private.c10d import Store
 from shoal_client.connection.coordinators import Coordinators, Method
 from shoal_client.membership.host_files import HostFiles
+from shoal_proto.deflated import unpack
 from shoal_proto.errors import DeadlineExceeded
-from shoal_proto.packing.packed_values import unpack
 from shoal_proto.v1 import rendezvous_pb2 as pb
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.rendezvous_pb2_grpc import RendezvousStub
@@ -27,6 +27,8 @@ CALL_S = 300.0
 """Limit of one call's wait for a key."""
 MIN_SHARED_KEYS = 64
 """Minimum number of keys in a read for which one rank reads on behalf of its whole host."""
+MAX_VALUES_BYTES = 128 * 1024 * 1024
+"""Limit of an answer: twice what a coordinator keeps for a generation."""
 HOST_WAIT_S = 10.0
 """Limit of the wait for the rank that reads for its host. After that each rank reads itself."""
 
@@ -120,11 +122,11 @@ class RendezvousStore(Store):
 
     def check(self, keys: Sequence[str]) -> bool:
         request = pb.StoreKeysRequest(token=self._token, keys=keys)
-        return self._call(_count, request).count == len(set(keys))
+        return self._call(lambda stub: stub.Count, request).count == len(set(keys))
 
     def add(self, key: str, value: int) -> int:
         request = pb.StoreAddRequest(token=self._token, key=key, amount=value)
-        return self._call(_add, request).count
+        return self._call(lambda stub: stub.Add, request).count
 
     def compare_set(self, key: str, expected_value: Value, desired_value: Value) -> bytes:
         request = pb.StoreCompareSetRequest(
@@ -133,18 +135,18 @@ class RendezvousStore(Store):
             expected=_bytes(expected_value),
             desired=_bytes(desired_value),
         )
-        return self._call(_compare_set, request).values[0]
+        return self._call(lambda stub: stub.CompareSet, request).values[0]
 
     compareSet = compare_set  # noqa: N815
 
     def delete_key(self, key: str) -> bool:
         request = pb.StoreKeysRequest(token=self._token, keys=[key])
-        return self._call(_delete, request).count > 0
+        return self._call(lambda stub: stub.Delete, request).count > 0
 
     deleteKey = delete_key  # noqa: N815
 
     def num_keys(self) -> int:
-        return self._call(_count, pb.StoreKeysRequest(token=self._token)).count
+        return self._call(lambda stub: stub.Count, pb.StoreKeysRequest(token=self._token)).count
 
     getNumKeys = num_keys  # noqa: N815
 
@@ -172,7 +174,10 @@ class RendezvousStore(Store):
 
     def _set(self, pairs: Sequence[tuple[str, Value]], *, append: bool) -> None:
         stored = [pb.StorePair(key=key, value=_bytes(value)) for key, value in pairs]
-        self._call(_set, pb.StoreSetRequest(token=self._token, pairs=stored, append=append))
+        self._call(
+            lambda stub: stub.Set,
+            pb.StoreSetRequest(token=self._token, pairs=stored, append=append),
+        )
 
     def _get(self, keys: Sequence[str], timeout_s: float) -> Sequence[bytes]:
         if self._host is None or len(keys) < MIN_SHARED_KEYS:
@@ -182,7 +187,9 @@ class RendezvousStore(Store):
             reply = pb.StoreReply.FromString(
                 self._host.get(file_key, lambda: self._fetch(keys, timeout_s).SerializeToString())
             )
-        return unpack(reply.packed_values) if reply.packed_values else reply.values
+        if reply.deflated:
+            return unpack(pb.StoreReply, reply.deflated, MAX_VALUES_BYTES).values
+        return reply.values
 
     def _fetch(self, keys: Sequence[str], timeout_s: float) -> pb.StoreReply:
         # A coordinator limits the wait of one call.
@@ -190,11 +197,9 @@ class RendezvousStore(Store):
         while True:
             call_s = min(rest_s, CALL_S)
             rest_s -= call_s
-            request = pb.StoreGetRequest(
-                token=self._token, keys=keys, timeout_s=call_s, takes_packed=True
-            )
+            request = pb.StoreGetRequest(token=self._token, keys=keys, timeout_s=call_s)
             try:
-                return self._call(_get, request, timeout_s=call_s)
+                return self._call(lambda stub: stub.Get, request, timeout_s=call_s)
             except DeadlineExceeded as error:
                 if rest_s:
                     continue
@@ -244,27 +249,3 @@ class RendezvousStore(Store):
 
 def _bytes(value: Value) -> bytes:
     return value.encode() if isinstance(value, str) else bytes(value)
-
-
-def _set(stub: RendezvousStub) -> Any:
-    return stub.Set
-
-
-def _get(stub: RendezvousStub) -> Any:
-    return stub.Get
-
-
-def _add(stub: RendezvousStub) -> Any:
-    return stub.Add
-
-
-def _compare_set(stub: RendezvousStub) -> Any:
-    return stub.CompareSet
-
-
-def _delete(stub: RendezvousStub) -> Any:
-    return stub.Delete
-
-
-def _count(stub: RendezvousStub) -> Any:
-    return stub.Count

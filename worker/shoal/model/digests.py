@@ -1,5 +1,5 @@
 """Digest of the model and text of the optimizer, which members compare, and listings of their
-contents (`shoal_proto.packing.listings`)."""
+contents (`shoal_proto.listings`)."""
 
 from collections.abc import Iterator
 from hashlib import sha256
@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from shoal.model.several import optimizers_of
 from shoal.model.tied_tensors import tied
-from shoal_proto.packing.listings import pack
+from shoal_proto.listings import pack
 
 
 def schema_digest(model: nn.Module) -> str:

@@ -22,7 +22,6 @@ from shoal_proto.errors import (
     Unavailable,
 )
 from shoal_proto.incarnation import public_id
-from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_server.coordinator.jobs.streams import Encoder, NewestRosters, NoticeStream
 from shoal_server.coordinator.persistence import codec
@@ -96,7 +95,7 @@ class JobActor:
         self.job = job
         self.inherited_generation = job.last_generation
         """Newest generation from an earlier leader, or from before a quarantine; 0 without one."""
-        self.records = Records(job.spec.job, records, read_records)
+        self.records = Records(records, read_records)
         self._dependencies = dependencies
         self._driver: JobDriver[NoticeStream, Call] = JobDriver(job, dependencies.clock())
         self.rosters = NewestRosters(job.spec.job)
@@ -167,19 +166,9 @@ class JobActor:
         except EventRefused as refused:
             raise codec.refusal_to_error(refused.refusal, self.job.last_generation) from refused
 
-    def open_stream(
-        self,
-        member_id: str,
-        incarnation: str,
-        *,
-        fetches_rosters: bool = False,
-    ) -> NoticeStream:
+    def open_stream(self, member_id: str, incarnation: str) -> NoticeStream:
         """Open a stream for the member's notices, in place of an earlier one."""
-        stream = NoticeStream(
-            member_id=member_id,
-            incarnation=incarnation,
-            fetches_rosters=fetches_rosters,
-        )
+        stream = NoticeStream(member_id=member_id, incarnation=incarnation)
         with self._failing_job():
             self._do(self._driver.open_stream(stream, self._dependencies.clock()))
         return stream
@@ -252,11 +241,6 @@ class JobActor:
         """Numbers of the running generation and of the one in bring-up."""
         coming = self.job.attempt if self.job.phase is Phase.COMMITTED else None
         return [r.generation for r in (self.job.running, coming) if r is not None]
-
-    async def record(self, generation: int, wait_s: float) -> pb.GenerationRecord:
-        """Decided record of a generation (0: the newest); waits for it for up to `wait_s`. Raises
-        what `Records.get` raises."""
-        return codec.record_to_pb(await self.records.get(generation, wait_s))
 
     async def end(self, why: ShoalError | None = None) -> None:
         """End all streams and waiting calls; members then look for the leader.

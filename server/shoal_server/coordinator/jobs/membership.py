@@ -29,18 +29,16 @@ from shoal_server.coordinator.jobs.proofs import (
 from shoal_server.coordinator.jobs.registry import Registry
 from shoal_server.coordinator.jobs.requests import MemberRequest, event_of, joined
 from shoal_server.coordinator.persistence import codec
-from shoal_server.core.generations.roster import Generation
 from shoal_server.core.membership import events
 from shoal_server.core.membership.member import MemberState
 from shoal_server.core.membership.phases import Phase
 from shoal_server.serving.access.caller_proof import CallerProof, proof_of_caller
 from shoal_server.serving.access.checks import known_caller
-from shoal_server.serving.admission.config import JobLimits
 from shoal_server.serving.rpc import Context
 
 log = structlog.get_logger(__name__)
 
-Reset = Callable[[str], Awaitable[tuple[bool, Generation]]]
+Reset = Callable[[str], Awaitable[bool]]
 """Resets a job, as `JobReset.reset`."""
 
 
@@ -50,10 +48,7 @@ class MembershipService(MembershipServicer):
         registry: Registry,
         reset: Reset,
         http_url: Callable[[], str],
-        call_wait_s: float = JobLimits.call_wait_s,
     ) -> None:
-        """`call_wait_s`: maximum wait for the record of a generation."""
-        self._call_wait_s = call_wait_s
         self._registry = registry
         self._operations = JobOperations(registry)
         self._reset = reset
@@ -79,11 +74,7 @@ class MembershipService(MembershipServicer):
         try:
             check_member(actor.job.spec, token.job_secret, has_members=bool(actor.job.members))
             _check_not_expelled(actor, token)
-            stream = actor.open_stream(
-                token.member_id,
-                token.incarnation,
-                fetches_rosters=request.fetches_rosters,
-            )
+            stream = actor.open_stream(token.member_id, token.incarnation)
             try:
                 with tracing.span("Membership/Attend", token):
                     await actor.submit(joined(request))
@@ -176,12 +167,6 @@ class MembershipService(MembershipServicer):
             return pb.BeatReply(error=to_detail(error))
         return pb.BeatReply(generation=actor.job.last_generation, phase=actor.job.phase.value)
 
-    async def GetGeneration(
-        self, request: pb.GetGenerationRequest, context: Context
-    ) -> pb.GenerationRecord:
-        actor = self._registry.find(request.job)
-        return await actor.record(request.generation, min(request.wait_s, self._call_wait_s))
-
     # Encoded, since many hosts request the same roster.
     async def GetRoster(  # type: ignore[override]
         self, request: pb.GetRosterRequest, context: Context
@@ -211,8 +196,7 @@ class MembershipService(MembershipServicer):
             raise InvalidSpec("job is not a valid name", seen=repr(request.job), expected=NAME_RULE)
         digest = await self._registry.secret_digest(request.job)
         check_asker(request.job, digest, self._who(request, context))
-        existed, last_generation = await self._reset(request.job)
-        return pb.ResetJobReply(existed=existed, last_generation=last_generation)
+        return pb.ResetJobReply(existed=await self._reset(request.job))
 
     @staticmethod
     def _who(

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import structlog
 
 from shoal_proto import rosters
+from shoal_proto.deflated import pack
 from shoal_proto.errors import UnknownGeneration
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_server.coordinator.persistence import codec
@@ -26,8 +27,6 @@ class NoticeStream:
 
     member_id: str
     incarnation: str
-    fetches_rosters: bool = False
-    """True if the member can fetch a roster that a notice leaves out."""
     notices: asyncio.Queue[bytes | None] = field(default_factory=lambda: asyncio.Queue(MAX_NOTICES))
     ended: bool = False
     _shown: str = ""
@@ -37,8 +36,8 @@ class NoticeStream:
         if self.ended:
             return
         try:
-            omits_roster = self.fetches_rosters and self._may_omit_roster(notice)
-            self.notices.put_nowait(encoder.encoded(notice, with_roster=not omits_roster))
+            with_roster = not self._omits_roster(notice)
+            self.notices.put_nowait(encoder.encoded(notice, with_roster=with_roster))
         except asyncio.QueueFull:
             # The member attends again, and then gets the current state.
             log.warning("stream_overflowed", member=self.member_id)
@@ -47,7 +46,7 @@ class NoticeStream:
         if isinstance(notice, PrepareNotice):
             self._shown = notice.digest
 
-    def _may_omit_roster(self, notice: Notice) -> bool:
+    def _omits_roster(self, notice: Notice) -> bool:
         roster_with_digest = _roster_of(notice)
         if roster_with_digest is None:
             return False
@@ -119,7 +118,7 @@ class NewestRosters:
         if digest not in self._answers:
             if digest not in self._rosters:
                 raise self._unknown(digest)
-            packed = rosters.pack(codec.roster_to_pb(self._rosters[digest]))
+            packed = pack(codec.roster_to_pb(self._rosters[digest]))
             self._answers[digest] = pb.PackedRoster(roster=packed).SerializeToString()
         return self._answers[digest]
 

@@ -18,13 +18,13 @@ import grpc.aio
 import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from shoal_proto.addresses import split_address
 from shoal_proto.back_off import BackOff
 from shoal_proto.errors import ShoalError
 from shoal_proto.tls.channels import open_aio_channel
 from shoal_proto.tls.names import COORDINATOR_NAME
 from shoal_server.etcd.api import KeyValueStore
 from shoal_server.etcd.leader_key import Leader, end_term
-from shoal_server.serving.listening import split_address
 
 log = structlog.get_logger(__name__)
 

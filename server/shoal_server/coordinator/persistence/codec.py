@@ -7,7 +7,7 @@ from dataclasses import asdict, fields
 from shoal_proto import secrets
 from shoal_proto.errors import InternalError, ShoalError
 from shoal_proto.incarnation import public_id
-from shoal_proto.packing.listings import PackedListing
+from shoal_proto.listings import PackedListing
 from shoal_proto.rosters import roster_digest
 from shoal_proto.status import to_detail
 from shoal_proto.v1 import membership_pb2 as pb
@@ -76,7 +76,7 @@ def proposal_from_pb(proposal: pb.Proposal) -> Proposal:
 
 def limits_to_pb(limits: Limits) -> pb.Limits:
     """Return the limits that members need."""
-    names = [each.name for each in pb.Limits.DESCRIPTOR.fields if hasattr(limits, each.name)]
+    names = [each.name for each in pb.Limits.DESCRIPTOR.fields]
     return pb.Limits(**{name: getattr(limits, name) for name in names})
 
 

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping
 
 from google.protobuf.json_format import MessageToDict, ParseDict
 
+from shoal_proto.deflated import pack, unpack
 from shoal_proto.errors import MalformedMessage
 from shoal_proto.names import is_name
-from shoal_proto.rosters import pack, unpack
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_server.coordinator.persistence.codec import record_from_pb, record_to_pb, roster_to_pb
 from shoal_server.coordinator.persistence.records import MAX_ENTRIES, MAX_RECORDS

@@ -23,23 +23,15 @@ def state_to_json(record: StateRecord) -> bytes:
         "reached_step": record.progress.reached,
         "begun_unix_s": record.tally.begun_s,
         "num_breaks": record.tally.num_breaks,
+        "idle_s": record.tally.idle_s,
+        "result": _result_to_json(record.tally.result),
+        "cleared": record.tally.is_cleared,
+        "lost": record.lost,
+        "stopping": record.stopping,
+        "failed": record.failed,
+        "ended_unix_s": record.ended_s,
+        "done": record.done,
     }
-    if record.lost is not None:
-        value["lost"] = record.lost
-    if record.stopping:
-        value["stopping"] = record.stopping
-    if record.tally.idle_s:
-        value["idle_s"] = record.tally.idle_s
-    if record.tally.result is not None:
-        value["result"] = _result_to_json(record.tally.result)
-    if record.tally.is_cleared:
-        value["cleared"] = True
-    if record.ended_s:
-        value["ended_unix_s"] = record.ended_s
-    if record.failed:
-        value["failed"] = True
-    if record.done:
-        value["done"] = list(record.done)
     return json.dumps({**record.more, **value}).encode()
 
 
@@ -55,17 +47,17 @@ def state_from_json(job: str, data: bytes) -> StateRecord:
         spec=spec,
         last_generation=Generation(fields.count("last_generation")),
         finished=fields.flag("finished"),
-        reason=fields.text("reason", ""),
+        reason=fields.text("reason"),
         progress=JobProgress(
             trained_in=Generation(fields.count("trained_in")),
             reached=Step(fields.count("reached_step")),
         ),
         lost=fields.text("lost") if fields.has("lost") else None,
-        stopping=fields.text("stopping", ""),
-        failed=fields.has("failed") and fields.flag("failed"),
+        stopping=fields.text("stopping"),
+        failed=fields.flag("failed"),
         tally=_tally(fields),
         ended_s=fields.seconds("ended_unix_s"),
-        done=fields.texts("done") if fields.has("done") else (),
+        done=fields.texts("done"),
     )
     return replace(record, more=fields.unread_fields())
 
@@ -76,7 +68,7 @@ def _tally(fields: Fields) -> LifetimeFigures:
         num_breaks=fields.count("num_breaks"),
         idle_s=fields.seconds("idle_s"),
         result=result_from(fields.object("result")) if fields.has("result") else None,
-        is_cleared=fields.has("cleared") and fields.flag("cleared"),
+        is_cleared=fields.flag("cleared"),
     )
 
 
@@ -93,8 +85,10 @@ def result_from(fields: Fields) -> JobResult:
     )
 
 
-def _result_to_json(result: JobResult) -> dict[str, object]:
+def _result_to_json(result: JobResult | None) -> dict[str, object] | None:
     """Encode the loss as text: JSON has no NaN and infinity."""
+    if result is None:
+        return None
     loss = None if result.loss is None else repr(result.loss)
     return {"step": result.step, "loss": loss, "num_samples": result.num_samples}
 

@@ -239,7 +239,6 @@ def _reply(
         samples=_SAMPLES_NUMBERS[samples],
         completed_samples=counts.completed if counts is not None else 0,
         total_samples=counts.dataset_size * counts.num_epochs if counts is not None else 0,
-        kept_shard_ids=plan.kept_shard_ids,
     )
 
 

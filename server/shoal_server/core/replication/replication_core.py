@@ -19,7 +19,6 @@ from shoal_server.core.replication.backing.primary_watch import PrimaryWatch
 from shoal_server.core.replication.known_records import KnownRecords
 from shoal_server.core.replication.leading.led_shard import LedShard
 from shoal_server.core.replication.leading.led_shards import LedShards
-from shoal_server.core.replication.lease import Lease
 from shoal_server.core.replication.protocol import events as ev
 from shoal_server.core.replication.protocol.effects import (
     AcknowledgeVersion,
@@ -48,6 +47,27 @@ from shoal_server.core.shards.assignments import (
 )
 
 Effects = Iterator[Effect]
+
+
+class Lease:
+    """Lease under which a server may acknowledge. Counted from the sending of the last successful
+    renewal, it ends before other servers may assume the server dead."""
+
+    def __init__(self, limits: ReplicationLimits) -> None:
+        self._fenced_after_s = limits.fenced_after_s
+        self.ends_s = -inf
+        self._is_over = False
+
+    def renewed(self, sent_s: float) -> None:
+        if not self._is_over:
+            self.ends_s = max(self.ends_s, sent_s + self._fenced_after_s)
+
+    def end(self, now_s: float) -> None:
+        """End the lease for good, also for a renewal in progress."""
+        self.ends_s, self._is_over = now_s, True
+
+    def holds(self, now_s: float) -> bool:
+        return now_s < self.ends_s
 
 
 class ReplicationCore:

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from cyclopts import Group, Parameter
 
+from shoal_proto.addresses import is_reachable_address
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.names import check_prefix
 from shoal_server.serving.options import INTERNAL
@@ -106,10 +107,9 @@ class EtcdConfig:
 
 
 def _check_endpoint(endpoint: str) -> None:
-    host, colon, port = endpoint.rpartition(":")
-    if not (host and colon and port.isascii() and port.isdigit() and 0 < int(port) < 65536):
+    if not is_reachable_address(endpoint):
         raise InvalidSpec("bad etcd endpoint", seen=repr(endpoint), expected="host:port")
-    if "/" in host:
+    if "/" in endpoint:
         raise InvalidSpec(
             "bad etcd endpoint",
             seen=repr(endpoint),

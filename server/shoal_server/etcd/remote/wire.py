@@ -86,12 +86,10 @@ def _compare(compare: Compare) -> pb.Compare:
         return pb.Compare(target=pb.Compare.MOD, key=key, mod_revision=expected)
     if compare.field == "create_revision":
         return pb.Compare(target=pb.Compare.CREATE, key=key, create_revision=expected)
-    if compare.field == "version":
-        return pb.Compare(target=pb.Compare.VERSION, key=key, version=expected)
     raise InvalidSpec(
         "a transaction compares an unknown field",
         seen=compare.field,
-        expected="value, mod_revision, create_revision or version",
+        expected="value, mod_revision or create_revision",
     )
 
 

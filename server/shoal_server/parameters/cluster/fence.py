@@ -41,7 +41,7 @@ class Fence:
     def __init__(
         self,
         store: KeyValueStore,
-        on_finished: Callable[[str], object] = lambda job: None,
+        on_finished: Callable[[str], None] = lambda job: None,
         placement_ids: PlacementIds | None = None,
     ) -> None:
         """`placement_ids`: None accepts tokens of any placement."""

@@ -14,6 +14,7 @@ import grpc
 import structlog
 import torch
 
+from shoal_proto.addresses import split_address
 from shoal_proto.errors import InternalError, RetryError, ShoalError
 from shoal_proto.pieces import Buffer
 from shoal_proto.status import from_rpc_error
@@ -273,10 +274,9 @@ async def _drain(stream: WatchedStream) -> None:
 async def _refuses(address: str) -> bool:
     """True if the machine refuses the connection. The process is then dead, and waiting for it
     would only delay pushes."""
-    host, _, port = address.rpartition(":")
     try:
         async with asyncio.timeout(REFUSAL_S):
-            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+            _, writer = await asyncio.open_connection(*split_address(address))
     except ConnectionRefusedError:
         return True
     except (OSError, TimeoutError):

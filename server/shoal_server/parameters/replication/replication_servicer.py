@@ -353,7 +353,8 @@ class ReplicationServicer(Base):
             if request is None:
                 return
             if not isinstance(request, OnlyPiece) and request.HasField("beat"):
-                await answers.queue.put(pb.FollowReply())
+                await answers.queue.await_capacity()
+                answers.queue.put_now(pb.FollowReply())
                 continue
             if not isinstance(request, OnlyPiece) and request.HasField("digest"):
                 digest = request.digest

@@ -261,21 +261,19 @@ class ShardReplicas:
         self._catalog.add(replica)
         self.created(replica)
 
-    async def empty_job(self, job: str) -> int:
+    async def empty_job(self, job: str) -> None:
         """Note in the record that shards led here have no values, so that they do not count as
-        lost. Then drop the job's replicas here, and return their number. Raises what
-        `change_assignments` raises, with no replica dropped."""
+        lost. Then drop the job's replicas here. Raises what `change_assignments` raises, with no
+        replica dropped."""
         shard_ids = [replica.shard_id for replica in self._catalog.of_job(job)]
         await self.change_assignments(job, shard_ids, partial(mark_empty, primary=self.me))
         self.drop_job(job)
-        return len(shard_ids)
 
-    def drop_job(self, job: str) -> int:
+    def drop_job(self, job: str) -> None:
         shards = self._catalog.of_job(job)
         for replica in shards:
             self._driver.submit_event(ev.ShardRetired((job, replica.shard_id)))
         log.info("shards_dropped", job=job, num_shards=len(shards))
-        return len(shards)
 
     async def wait_empty(self) -> None:
         """Return once this server has no shard in memory and its disk keeps none for another

@@ -337,7 +337,8 @@ class ParametersServicer(Base):
 
     async def Drop(self, request: DropRequest, context: Context) -> DropReply:
         await self._fence.check(request.token)
-        return DropReply(dropped=await self._replicas.empty_job(request.token.job))
+        await self._replicas.empty_job(request.token.job)
+        return DropReply()
 
 
 async def _replies(

@@ -41,7 +41,6 @@ _BY_SERVICE: Mapping[str, Mapping[str, Roles]] = {
         # A worker drains only itself: its incarnation proves that.
         "Drain": _LAUNCHER,
         "GetCluster": _READ,
-        "GetGeneration": _READ,
         "GetJob": _READ,
         "ResetJob": _COMMAND,
         "StopJob": _COMMAND,
@@ -104,17 +103,3 @@ MAY_CALL: Mapping[str, Roles] = {
 READS_STATUS: Roles = _ANY - {READER}
 """Roles that may read over HTTP, if certificates decide."""
 READS_OUTPUT: Roles = _LISTING
-
-
-def as_markdown() -> str:
-    """The table as the docs have it."""
-    roles = tuple(CertificateRole)
-    lines = [
-        "| call | " + " | ".join(role.value for role in roles) + " |",
-        "|---|" + "---|" * len(roles),
-    ]
-    for method, allowed in MAY_CALL.items():
-        marks = ("yes" if role in allowed else "" for role in roles)
-        name = method.removeprefix("/").removeprefix("shoal.v1.").replace("/", ".")
-        lines.append(f"| `{name}` | " + " | ".join(marks) + " |")
-    return "\n".join(line.replace("|  |", "| |").replace("|  |", "| |") for line in lines)

@@ -96,8 +96,8 @@ class JobLimits:
     rendezvous_wait_s: Annotated[float, _SECONDS] = 600.0
     """The longest wait for a key in the rendezvous store, whatever a caller asks for."""
     call_wait_s: Annotated[float, _SECONDS] = 60.0
-    """The longest wait of other calls (for a generation's record, a shard map, the parts of a
-    publication), whatever a caller asks for."""
+    """The longest wait of other calls (for a shard map, the parts of a publication), whatever a
+    caller asks for."""
 
     def __post_init__(self) -> None:
         _check_above_zero(self)

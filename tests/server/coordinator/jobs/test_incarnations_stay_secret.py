@@ -14,6 +14,7 @@ import httpx
 import pytest
 import structlog
 from support.clusters.coordinator_world import Served, served
+from support.clusters.memory_store import MemoryStore
 
 from shoal_client.membership import member_events as ev
 from shoal_client.membership.member_core import MemberCore
@@ -28,7 +29,6 @@ from shoal_proto.v1.samples_pb2_grpc import SamplesStub
 from shoal_proto.v1.shards_pb2_grpc import ShardsStub
 from shoal_server.coordinator.persistence.stored_generations import stored_record
 from shoal_server.etcd import keys
-from shoal_server.etcd.memory import MemoryStore
 from shoal_server.status.app import build_app
 from shoal_server.status.serve import StatusServer
 
@@ -78,9 +78,6 @@ async def calls(address: str) -> list[str]:
     texts = []
     async with grpc.aio.insecure_channel(address) as channel:
         membership = MembershipStub(channel)
-        for number in (0, 1):
-            record = membership_pb2.GetGenerationRequest(job="j", generation=number)
-            texts.append(await refusal(membership.GetGeneration(record)))
         texts.append(await refusal(membership.GetJob(membership_pb2.GetJobRequest(job="j"))))
         # The first is older than the member's own, as that of a replaced process.
         for incarnation in (new_incarnation(1), "a guess", ""):

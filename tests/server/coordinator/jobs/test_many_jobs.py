@@ -12,7 +12,7 @@ from support.network.etcd_gate import open_gate
 from support.processes.load import unhurried
 
 from shoal_client.connection.coordinators import Coordinators
-from shoal_proto.v1.membership_pb2 import GetGenerationRequest
+from shoal_proto.v1.membership_pb2 import GetJobRequest
 from shoal_proto.v1.membership_pb2_grpc import MembershipStub
 from shoal_server.coordinator.persistence import codec
 from shoal_server.coordinator.persistence.stored_generations import record_to_json
@@ -133,13 +133,13 @@ async def visited(world: Served, jobs: Sequence[str]) -> Seen:
     coordinators = Coordinators([world.address])
     generations, reasons = {}, {}
     for job in jobs:
-        record = await asyncio.to_thread(
+        await asyncio.to_thread(
             coordinators.call,
-            lambda channel: MembershipStub(channel).GetGeneration,
-            GetGenerationRequest(job=job),
+            lambda channel: MembershipStub(channel).GetJob,
+            GetJobRequest(job=job),
             timeout_s=10.0,
         )
-        generations[job] = record.roster.generation
+        generations[job] = (await world.coordinator.view.generations(job))[0].generation
         reasons[job] = world.coordinator.registry.find(job).job.reason
     coordinators.close()
     return Seen(generations=generations, reasons=reasons)

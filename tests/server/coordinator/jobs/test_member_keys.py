@@ -4,11 +4,11 @@ import asyncio
 from contextlib import aclosing
 
 from support.clusters.coordinator_world import served
+from support.clusters.memory_store import MemoryStore
 
 from shoal_server.core.limits import Limits
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import EventKind, Revision
-from shoal_server.etcd.memory import MemoryStore
 
 AN_HOUR_S = 3600.0
 

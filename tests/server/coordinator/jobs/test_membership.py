@@ -8,6 +8,7 @@ import grpc
 import grpc.aio
 import pytest
 from support.clusters.coordinator_world import FIELDS, entered, propose, served
+from support.clusters.memory_store import MemoryStore
 
 from shoal_client.connection.coordinators import Coordinators
 from shoal_client.membership import calls
@@ -33,7 +34,6 @@ from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.membership_pb2_grpc import MembershipStub
 from shoal_server.core.limits import Limits
 from shoal_server.etcd import keys
-from shoal_server.etcd.memory import MemoryStore
 
 WITHIN_S = 10.0
 
@@ -219,7 +219,7 @@ async def test_the_error_for_an_unknown_job_lists_the_jobs_that_exist() -> None:
         await world.training("a")
         async with grpc.aio.insecure_channel(world.address) as channel:
             with pytest.raises(grpc.aio.AioRpcError) as failed:
-                await MembershipStub(channel).GetGeneration(pb.GetGenerationRequest(job="other"))
+                await MembershipStub(channel).GetJob(pb.GetJobRequest(job="other"))
         error = from_rpc_error(failed.value, world.address)
         assert isinstance(error, UnknownJob)
         assert error.expected == "one of j"

@@ -1,4 +1,4 @@
-"""Outcomes sent to members: a member that keeps rosters is not sent a roster twice."""
+"""Outcomes sent to members: a roster is not sent twice."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -6,8 +6,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import grpc.aio
-import pytest
 from support.clusters.coordinator_world import FIELDS, Served, entered, served
+from support.clusters.memory_store import MemoryStore
 
 from shoal_proto.incarnation import new_incarnation
 from shoal_proto.protocol import OWN_PROTOCOLS
@@ -15,7 +15,9 @@ from shoal_proto.rosters import roster_digest
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.membership_pb2_grpc import MembershipStub
-from shoal_server.etcd.memory import MemoryStore
+from shoal_server.coordinator.persistence.codec import record_to_pb
+from shoal_server.coordinator.persistence.stored_generations import stored_record
+from shoal_server.etcd import keys
 
 WITHIN_S = 30.0
 
@@ -26,7 +28,6 @@ class Raw:
 
     stub: MembershipStub
     name: str = "a"
-    fetches_rosters: bool = False
     desired: int = 1
     token: Token = field(init=False)
 
@@ -41,7 +42,6 @@ class Raw:
             token=self.token,
             spec=spec,
             info=pb.MemberInfo(host="h", address="127.0.0.1"),
-            fetches_rosters=self.fetches_rosters,
         )
         call = self.stub.Attend(request)
         try:
@@ -76,12 +76,10 @@ async def stub_of(world: Served) -> AsyncIterator[MembershipStub]:
         yield MembershipStub(channel)
 
 
-@pytest.mark.parametrize("fetches_rosters", [False, True])
-async def test_a_member_that_keeps_rosters_gets_no_second_one(fetches_rosters: bool) -> None:
-    """The outcome for a member that keeps rosters has no roster. Other members get the whole
-    record, as GetGeneration returns it."""
+async def test_a_member_is_not_sent_a_roster_twice() -> None:
+    """The outcome has only the roster's generation and digest."""
     async with served(MemoryStore()) as world, stub_of(world) as stub:
-        member = Raw(stub=stub, fetches_rosters=fetches_rosters)
+        member = Raw(stub=stub)
         async with member.attending() as notices:
             await until(notices, "admitted")
             await member.propose()
@@ -89,17 +87,14 @@ async def test_a_member_that_keeps_rosters_gets_no_second_one(fetches_rosters: b
             await member.accept(prepare)
             outcome = (await until(notices, "outcome")).outcome
             assert outcome.roster.generation == 1
-            assert bool(outcome.roster.entries) is not fetches_rosters
-            whole = await stub.GetGeneration(pb.GetGenerationRequest(job="j", generation=1))
-            assert whole.roster == prepare.roster
-            digest = outcome.digest
-            assert digest == whole.digest == roster_digest(prepare.roster)
+            assert not outcome.roster.entries
+            assert outcome.digest == roster_digest(prepare.roster)
 
 
 async def test_a_new_stream_gets_the_whole_record() -> None:
     """A roster sent on an earlier stream may not have arrived."""
     async with served(MemoryStore()) as world, stub_of(world) as stub:
-        member = Raw(stub=stub, fetches_rosters=True)
+        member = Raw(stub=stub)
         async with member.attending() as notices:
             await until(notices, "admitted")
             await member.propose()
@@ -113,8 +108,11 @@ async def test_a_new_stream_gets_the_whole_record() -> None:
 
 async def test_the_typed_client_returns_the_whole_record() -> None:
     """The client adds the roster that it kept to the outcome."""
-    async with served(MemoryStore()) as world, stub_of(world) as stub:
+    store = MemoryStore()
+    async with served(store) as world:
         a, b = await world.joined("a"), await world.joined("b")
         records = await asyncio.gather(entered(a, 0), entered(b, 0))
-        whole = await stub.GetGeneration(pb.GetGenerationRequest(job="j", generation=1))
-        assert list(records) == [whole, whole]
+        stored = await store.get(keys.generation("j", 1))
+    assert stored is not None
+    whole = record_to_pb(stored_record("j", 1, stored.value))
+    assert list(records) == [whole, whole]

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager, contextmanager
 import grpc.aio
 import pytest
 from support.clusters.coordinator_world import Served, propose, served
+from support.clusters.memory_store import MemoryStore
 
 from shoal_client.connection.coordinators import Coordinators
 from shoal_client.host.output_tail import OutputTail
@@ -18,7 +19,6 @@ from shoal_proto.status import from_rpc_error
 from shoal_proto.v1 import outputs_pb2 as pb
 from shoal_proto.v1.outputs_pb2_grpc import OutputsStub
 from shoal_server.coordinator.jobs import outputs
-from shoal_server.etcd.memory import MemoryStore
 from shoal_server.serving.access.caller_proof import CallerProof
 from shoal_server.status.views import OutputView
 

@@ -8,6 +8,7 @@ import grpc.aio
 import httpx
 import pytest
 from support.clusters.coordinator_world import Served, entered, propose, served
+from support.clusters.memory_store import MemoryStore
 
 from shoal_client.membership.member_session import MemberSession
 from shoal_proto.errors import AccessDenied, ShoalError, Unavailable, UnknownMember
@@ -20,7 +21,6 @@ from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.membership_pb2_grpc import MembershipStub
 from shoal_server.coordinator.jobs.operations import JobOperations
 from shoal_server.etcd import keys
-from shoal_server.etcd.memory import MemoryStore
 from shoal_server.status.app import build_app
 from shoal_server.status.serve import StatusServer
 

@@ -3,12 +3,12 @@
 import asyncio
 
 from support.clusters.coordinator_world import served
+from support.clusters.memory_store import MemoryStore
 
 from shoal_proto.incarnation import new_incarnation
 from shoal_server.core.generations.roster import Generation, JobSpec, MemberInfo, Step
 from shoal_server.core.limits import Limits
 from shoal_server.core.membership.events import HeartbeatReceived, MemberJoined, NextStepReached
-from shoal_server.etcd.memory import MemoryStore
 
 WITHIN_S = 60.0
 SPEC = JobSpec(job="j", min_members=1, max_members=8, desired_members=8)

@@ -13,6 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.clusters.coordinator_processes import CoordinatorProcess
 from support.clusters.coordinator_world import FIELDS
 from support.clusters.etcd_fixture import running_etcd
+from support.clusters.memory_store import MemoryStore
 from support.network import http
 from support.network.etcd_gate import open_gate
 from support.processes.served_process import awaited
@@ -32,7 +33,6 @@ from shoal_server.etcd import keys
 from shoal_server.etcd.api import KeyValue
 from shoal_server.etcd.election import Election
 from shoal_server.etcd.leader_key import Leader, LeaderCandidate, read
-from shoal_server.etcd.memory import MemoryStore
 from shoal_server.etcd.remote.client import EtcdClient
 from shoal_server.etcd.remote.config import EtcdConfig
 from shoal_server.serving.rpc import Context, bind, new_server

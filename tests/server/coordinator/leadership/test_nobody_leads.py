@@ -12,7 +12,7 @@ from support.processes.served_process import awaited
 
 from shoal_proto.errors import NotLeader
 from shoal_proto.status import from_rpc_error
-from shoal_proto.v1.membership_pb2 import GetGenerationRequest
+from shoal_proto.v1.membership_pb2 import GetJobRequest
 from shoal_proto.v1.membership_pb2_grpc import MembershipStub
 
 WITHIN_S = 60.0
@@ -22,7 +22,7 @@ JOBS = "/api/v1/jobs"
 def refused(coordinator: CoordinatorProcess) -> NotLeader:
     """Return the error with which this coordinator refuses a call."""
     with grpc.insecure_channel(coordinator.grpc) as channel, pytest.raises(grpc.RpcError) as raised:
-        MembershipStub(channel).GetGeneration(GetGenerationRequest(job="j"), timeout=WITHIN_S)
+        MembershipStub(channel).GetJob(GetJobRequest(job="j"), timeout=WITHIN_S)
     error = from_rpc_error(raised.value, coordinator.grpc)
     assert isinstance(error, NotLeader), error
     return error

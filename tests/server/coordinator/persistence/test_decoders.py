@@ -234,7 +234,7 @@ def test_a_request_beyond_the_bound_of_its_record_is_refused() -> None:
     assert not is_accepted(pb.AttendRequest(info=info))
 
 
-def test_members_are_sent_every_limit() -> None:
+def test_members_are_sent_each_limit_that_they_need() -> None:
     """Limits that are computed from others are sent as well."""
     message = codec.limits_to_pb(Limits())
     assert {each.name for each, _ in message.ListFields()} == set(

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 from support.clusters.coordinator_world import Served, served
 from support.clusters.hooked_store import HookedStore, Transaction
+from support.clusters.memory_store import MemoryStore
 
 from shoal_proto.errors import Fenced, NotLeader
 from shoal_proto.incarnation import new_incarnation
@@ -13,7 +14,6 @@ from shoal_server.core.generations.roster import JobSpec, MemberInfo
 from shoal_server.core.membership.events import MemberJoined, MemberLeft
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import Put, absent
-from shoal_server.etcd.memory import MemoryStore
 
 WITHIN_S = 30.0
 SPEC = JobSpec(job="j", min_members=1, max_members=8, desired_members=8)

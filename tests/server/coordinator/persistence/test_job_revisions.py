@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from support.clusters.coordinator_world import jobs_in, served
 from support.clusters.hooked_store import HookedStore, Transaction, answer_lost
+from support.clusters.memory_store import MemoryStore
 
 from shoal_proto.errors import (
     DeadlineExceeded,
@@ -22,7 +23,6 @@ from shoal_server.core.driver.job_write import JobWrite, StateRecord
 from shoal_server.core.generations.roster import Generation, JobSpec
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import Compare, Operation, Put, TransactionResult, absent
-from shoal_server.etcd.memory import MemoryStore
 
 KEY = keys.job_state("j")
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 from support.clusters.coordinator_world import entered, propose, served
 from support.clusters.garbage import as_json, good_member, good_record, good_state
+from support.clusters.memory_store import MemoryStore
 
 from shoal_server.coordinator.parameters import check_record
 from shoal_server.coordinator.persistence import codec, earlier_runs
@@ -16,7 +17,6 @@ from shoal_server.coordinator.repair.inspection import unreadable_records
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import KeyValue, Revision
 from shoal_server.etcd.json_fields import LaterFormat, UnreadableRecord
-from shoal_server.etcd.memory import MemoryStore
 from shoal_server.etcd.records import servers
 
 JOB = "digits"

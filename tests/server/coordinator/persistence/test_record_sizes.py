@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 from support.clusters.coordinator_world import served
+from support.clusters.memory_store import MemoryStore
 
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.incarnation import new_incarnation
@@ -29,7 +30,6 @@ from shoal_server.core.generations.roster import (
     Step,
     Verdict,
 )
-from shoal_server.etcd.memory import MemoryStore
 from shoal_server.serving.message_bounds import MessageBounds
 
 LIMIT_BYTES = 1_500_000

@@ -2,6 +2,7 @@
 
 import pytest
 from support.clusters.coordinator_world import jobs_in
+from support.clusters.memory_store import MemoryStore
 
 from shoal_proto.incarnation import new_incarnation
 from shoal_server.coordinator.persistence import codec
@@ -20,7 +21,6 @@ from shoal_server.core.generations.roster import (
     Verdict,
 )
 from shoal_server.etcd import keys
-from shoal_server.etcd.memory import MemoryStore
 
 NUM_MEMBERS = 1300
 NAMES = [f"member-{number:05d}" for number in range(NUM_MEMBERS)]
@@ -127,21 +127,21 @@ async def test_the_newest_generations_of_few_members_are_kept() -> None:
 
 
 async def test_the_newest_record_stays_the_newest_once_older_ones_are_read() -> None:
-    """A coordinator reads the older records of a finished job at the first call that needs them."""
+    """A coordinator reads the records of a finished job later than the job."""
     every = [record(number, NAMES[:1]) for number in range(1, 4)]
 
     async def read() -> list[GenerationRecord]:
         return every[:2]
 
-    records = Records("j", every[2:], read)
-    assert (await records.get(0, 0.0)).roster.generation == 3
+    records = Records(every[2:], read)
+    await records.fill()
     assert [each.generation for each in records.views()] == [3, 2, 1]
 
 
 def test_a_record_is_converted_once_for_all_that_show_it() -> None:
     """A page asks each second for records with thousands of members. A record that is replaced is
     converted anew."""
-    records = Records("j", [record(number, NAMES[:1]) for number in (1, 2)])
+    records = Records([record(number, NAMES[:1]) for number in (1, 2)])
     before = list(records.views())
     records.keep(record(2, NAMES[:1], verdict=Verdict.ABORTED))
     records.keep(record(3, NAMES[:1]))

@@ -5,6 +5,7 @@ import random
 
 import pytest
 from support.clusters.hooked_store import HookedStore, Transaction
+from support.clusters.memory_store import MemoryStore
 
 from shoal_proto.errors import DeadlineExceeded, JobQuarantined, RetryError, Unavailable
 from shoal_server.coordinator.samples.stored_ledger import (
@@ -17,7 +18,6 @@ from shoal_server.core.samples.requests import LedgerRange, SampleRequest
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import TransactionResult
 from shoal_server.etcd.leader_store import LeaderStore
-from shoal_server.etcd.memory import MemoryStore
 
 JOB = "digits"
 SEEDS = 20

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from structlog.testing import capture_logs
+from support.clusters.memory_store import MemoryStore
 from support.clusters.parameter_servers import ParameterServers
 from support.clusters.snapshot_cluster import Pusher
 from support.processes.served_process import awaited
@@ -29,7 +30,6 @@ from shoal_server.core.shards.loads import ShardMeasure
 from shoal_server.core.shards.losses import RestoreAttempt
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import KeyValue
-from shoal_server.etcd.memory import MemoryStore
 from shoal_server.etcd.records import assignments, shard_map
 from shoal_server.etcd.records.servers import Server
 from shoal_server.status.shards import ShardReader

@@ -5,6 +5,7 @@ import json
 from collections.abc import AsyncIterator, Mapping
 
 import pytest
+from support.clusters.memory_store import MemoryStore
 
 from shoal_proto.errors import (
     DeadlineExceeded,
@@ -20,7 +21,6 @@ from shoal_proto.v1.shards_pb2 import GetMapRequest, ParameterSpec, PlaceRequest
 from shoal_server.coordinator.shards.service import ShardsService
 from shoal_server.core.processes import Holder
 from shoal_server.etcd import keys
-from shoal_server.etcd.memory import MemoryStore
 from shoal_server.etcd.records import shard_map
 from shoal_server.serving.rpc import Context
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from support.clusters.assignment_records import write_assignments
 from support.clusters.hooked_store import HookedStore, Transaction, answer_lost
+from support.clusters.memory_store import MemoryStore
 from support.clusters.snapshot_world import manifest_of
 
 from shoal_proto.errors import DeadlineExceeded, Unavailable
@@ -18,7 +19,6 @@ from shoal_server.core.shards.assignments import JobAssignments, ShardAssignment
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import Put, TransactionResult
 from shoal_server.etcd.leader_store import LeaderStore
-from shoal_server.etcd.memory import MemoryStore
 from shoal_server.etcd.records import assignments as records
 from shoal_server.snapshots.library import SnapshotLibrary
 from shoal_server.snapshots.manifest import ManifestEntry

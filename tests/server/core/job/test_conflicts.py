@@ -2,7 +2,7 @@
 
 import pytest
 
-from shoal_proto.packing.listings import PackedListing, pack
+from shoal_proto.listings import PackedListing, pack
 from shoal_server.core.generations.conflicts import (
     MAX_CONFLICT_TEXT,
     find_conflicts,

@@ -16,11 +16,10 @@ from shoal_server.core.replication.backing.journal_claims import JournalClaims
 from shoal_server.core.replication.backing.missing_shards import MissingShards
 from shoal_server.core.replication.leading.followers import Follower
 from shoal_server.core.replication.leading.led_shard import LedShard
-from shoal_server.core.replication.lease import Lease
 from shoal_server.core.replication.protocol.effects import Effect, SendReply
 from shoal_server.core.replication.protocol.events import ShardAssigned
 from shoal_server.core.replication.protocol.messages import Key, UpdateMessage
-from shoal_server.core.replication.replication_core import ReplicationCore
+from shoal_server.core.replication.replication_core import Lease, ReplicationCore
 from shoal_server.core.shards import rebalance
 from shoal_server.core.shards.abandoned_loads import AbandonedLoads
 from shoal_server.core.shards.absences import ServerAbsences

@@ -7,13 +7,13 @@ from contextlib import aclosing
 from typing import Any
 
 import pytest
+from support.clusters.memory_store import MemoryStore
 from support.clusters.parameter_servers import config
 
 from shoal_proto.errors import AddressInUse, InvalidSpec
 from shoal_server.core.processes import Holder
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import EventKind, KeyValue, Revision
-from shoal_server.etcd.memory import MemoryStore
 from shoal_server.parameters.cluster.registration import Registration, ServerIdentity
 from shoal_server.parameters.config import ParameterServerConfig, WorkLimits
 from shoal_server.parameters.process import running

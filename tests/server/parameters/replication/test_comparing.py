@@ -5,12 +5,12 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import pytest
+from support.clusters.memory_store import MemoryStore
 from support.clusters.parameter_servers import config
 
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.shards_pb2 import Block, Shard
 from shoal_server.core.processes import Holder
-from shoal_server.etcd.memory import MemoryStore
 from shoal_server.parameters.comparison.digest import PieceDigest
 from shoal_server.parameters.process import running
 from shoal_server.parameters.replication import comparing

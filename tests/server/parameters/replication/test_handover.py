@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from support.clusters.assignment_records import write_assignments
+from support.clusters.memory_store import MemoryStore
 from support.clusters.parameter_servers import (
     REBALANCING,
     ParameterServers,
@@ -26,7 +27,6 @@ from shoal_proto.v1.shards_pb2 import ParameterSpec
 from shoal_server.core.shards.assignments import JobAssignments, ShardAssignment
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import Revision
-from shoal_server.etcd.memory import MemoryStore
 from shoal_server.etcd.mirror import MirroredKey
 from shoal_server.etcd.records import assignments as records
 from shoal_server.parameters.process import running

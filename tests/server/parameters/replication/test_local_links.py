@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 from support.clusters.fake_primary import ANSWER_S, EPOCH, PRIMARY, Backup, FakePrimary
+from support.clusters.memory_store import MemoryStore
 from support.clusters.parameter_servers import config
 
 from shoal_proto.v1 import replication_pb2 as pb
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_server.core.processes import Holder
 from shoal_server.core.shards.assignments import ShardAssignment, ShardContent
-from shoal_server.etcd.memory import MemoryStore
 from shoal_server.parameters.bulk import wire
 from shoal_server.parameters.cluster.peer_timeouts import PeerTimeouts
 from shoal_server.parameters.process import running

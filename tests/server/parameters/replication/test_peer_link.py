@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import pytest
+from support.clusters.memory_store import MemoryStore
 
 from shoal_proto.errors import AccessDenied, Unavailable
 from shoal_proto.pieces import Buffer
@@ -20,7 +21,6 @@ from shoal_server.core.replication.protocol.events import (
 from shoal_server.core.replication.protocol.messages import ImageChunk, UpdateMessage
 from shoal_server.core.shards.shard_log import ShardLog
 from shoal_server.etcd.api import KeyValue
-from shoal_server.etcd.memory import MemoryStore
 from shoal_server.parameters.cluster.peer_timeouts import PeerTimeouts
 from shoal_server.parameters.cluster.server_directory import ServerDirectory
 from shoal_server.parameters.replication import peer_link

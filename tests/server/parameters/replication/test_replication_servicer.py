@@ -13,6 +13,7 @@ import grpc.aio
 import pytest
 import torch
 from support.clusters.fake_primary import ANSWER_S, EPOCH, JOB, PRIMARY, Backup, FakePrimary
+from support.clusters.memory_store import MemoryStore
 from support.clusters.parameter_servers import config
 from support.clusters.snapshot_world import loaded
 
@@ -35,7 +36,6 @@ from shoal_server.core.replication.protocol.messages import (
 )
 from shoal_server.core.shards.assignments import ShardAssignment
 from shoal_server.core.shards.assignments import ShardContent as Content
-from shoal_server.etcd.memory import MemoryStore
 from shoal_server.parameters.comparison.digest import PieceWalk
 from shoal_server.parameters.process import running
 from shoal_server.parameters.replication.wire import frames, replies

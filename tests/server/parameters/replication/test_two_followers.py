@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from support.clusters.assignment_records import write_assignments
+from support.clusters.memory_store import MemoryStore
 from support.clusters.parameter_servers import config
 
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.shards_pb2 import Block, Shard
 from shoal_server.core.shards.assignments import JobAssignments, ShardAssignment
-from shoal_server.etcd.memory import MemoryStore
 from shoal_server.parameters.bulk.arena_slots import NUM_SLOTS
 from shoal_server.parameters.process import RunningServer, running
 from shoal_server.parameters.replication.received_updates import ReceivedUpdates

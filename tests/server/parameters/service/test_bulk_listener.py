@@ -6,11 +6,11 @@ import socket
 from typing import cast
 
 import pytest
+from support.clusters.memory_store import MemoryStore
 
 from shoal_proto.bulk_opening import present_key
 from shoal_proto.tls.bulk_offers import BulkOffers, Purpose
 from shoal_server.core.processes import Holder
-from shoal_server.etcd.memory import MemoryStore
 from shoal_server.parameters.bulk.arena import SharedArena
 from shoal_server.parameters.service import bulk_listener
 from shoal_server.parameters.service.bulk_connection import BulkServices

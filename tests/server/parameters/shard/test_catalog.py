@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from support.clusters.memory_store import MemoryStore
 
 from shoal_proto import routes
 from shoal_proto.errors import WrongEpoch
@@ -10,7 +11,6 @@ from shoal_proto.routes import Route
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.shards_pb2 import Block, Shard
 from shoal_server.core.processes import Holder
-from shoal_server.etcd.memory import MemoryStore
 from shoal_server.parameters.shard.catalog import Catalog
 from shoal_server.parameters.shard.dense import new_dense_shard
 from shoal_server.parameters.shard.replica import ReplicaRole, ShardReplica

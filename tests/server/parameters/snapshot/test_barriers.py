@@ -9,6 +9,7 @@ from typing import cast
 
 import pytest
 import pytest_asyncio
+from support.clusters.memory_store import MemoryStore
 
 from shoal_proto.errors import Fenced, StalePush
 from shoal_proto.status import to_detail
@@ -19,7 +20,6 @@ from shoal_proto.v1.shards_pb2 import Block, Shard
 from shoal_server.core.processes import Holder
 from shoal_server.core.shards.steps import StepId, merged
 from shoal_server.etcd import keys
-from shoal_server.etcd.memory import MemoryStore
 from shoal_server.parameters.cluster.fence import Fence
 from shoal_server.parameters.images.shard_image import ShardImage
 from shoal_server.parameters.shard.catalog import Catalog

@@ -7,11 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from structlog.testing import capture_logs
+from support.clusters.memory_store import MemoryStore
 from support.weights.segments import segment_of
 
 from shoal_proto.segments.sealed import Segment
 from shoal_server.core.processes import Holder
-from shoal_server.etcd.memory import MemoryStore
 from shoal_server.parameters.shard.catalog import Catalog
 from shoal_server.parameters.shard.chunk_assembler import Budget
 from shoal_server.parameters.shard.memory import Memory

@@ -6,11 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 import pytest
+from support.clusters.memory_store import MemoryStore
 
 from shoal_proto.errors import Unavailable
 from shoal_proto.segments.sealed import Segment, SegmentWriter
 from shoal_server.core.processes import Holder
-from shoal_server.etcd.memory import MemoryStore
 from shoal_server.parameters.shard.catalog import Catalog
 from shoal_server.parameters.shard.chunk_assembler import Budget
 from shoal_server.parameters.shard.memory import Memory

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from support.clusters.memory_store import MemoryStore
 
 from shoal_proto.v1 import weights_pb2 as pb
 from shoal_server.core.processes import Holder
-from shoal_server.etcd.memory import MemoryStore
 from shoal_server.parameters.shard.catalog import Catalog
 from shoal_server.parameters.shard.chunk_assembler import Budget
 from shoal_server.parameters.shard.memory import Memory

@@ -5,6 +5,7 @@ from bisect import bisect_left
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
+from support.clusters.memory_store import MemoryStore
 from support.sim.coroutines import result_of
 from support.sim.event_loop import LoopProcess
 from support.sim.replication.machine import Network
@@ -27,7 +28,6 @@ from shoal_server.etcd.api import (
     WatchEvent,
     created_at,
 )
-from shoal_server.etcd.memory import MemoryStore
 
 T = TypeVar("T")
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence, Set
 from typing import TYPE_CHECKING
 
+from support.clusters.memory_store import MemoryStore
 from support.sim.replication.machine import SimProcess
 from support.sim.replication.registration import read_servers
 from support.sim.replication.setting import Setting
@@ -16,7 +17,6 @@ from shoal_server.core.shards.losses import after_failed_restore
 from shoal_server.core.shards.observed_servers import ObservedServers
 from shoal_server.core.shards.rebalance import Servers, rebalance
 from shoal_server.etcd import keys
-from shoal_server.etcd.memory import MemoryStore
 
 if TYPE_CHECKING:
     from support.sim.replication.server import SimServer

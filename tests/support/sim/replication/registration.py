@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from support.clusters.memory_store import MemoryStore
 from support.sim.replication.setting import Setting
 from support.sim.replication.store import StoreClient, Stored, decode, key_of
 
@@ -14,7 +15,6 @@ from shoal_server.core.shards.assignments import ShardAssignment
 from shoal_server.core.shards.rebalance import Servers
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import NO_LEASE, Get, KeyValue, LeaseId, Put, absent
-from shoal_server.etcd.memory import MemoryStore
 from shoal_server.etcd.records import ended_servers
 from shoal_server.etcd.records.servers import parse
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
+from support.clusters.memory_store import MemoryStore
 from support.sim.coroutines import result_of
 from support.sim.replication.machine import Network, SimProcess
 from support.sim.virtual_time import Clock
@@ -14,7 +15,6 @@ from shoal_server.core.replication.protocol.messages import Key
 from shoal_server.core.shards.assignments import ShardAssignment
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import Delete, Get, KeyValue, Put, Revision, unchanged_since
-from shoal_server.etcd.memory import MemoryStore
 from shoal_server.etcd.mirror import MirroredKey
 from shoal_server.etcd.records import assignments as records
 

@@ -26,11 +26,6 @@ class BoundedQueue(Generic[T]):
         """True if the queue was ended and is empty."""
         return self._is_ended and not self._items
 
-    async def put(self, item: T) -> None:
-        """Add an item once there is room."""
-        await self.await_capacity()
-        self.put_now(item)
-
     @property
     def has_capacity(self) -> bool:
         """True if there is room, or the queue was ended."""

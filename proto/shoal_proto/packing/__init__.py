@@ -1,1 +1,0 @@
-"""Compact encodings of data that goes to many members."""
