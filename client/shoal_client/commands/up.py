@@ -21,7 +21,7 @@ from shoal_client.host.reports import check_reachable
 from shoal_client.host.stop_orders import StopOrders, next_of
 from shoal_client.local.access import LocalTls
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
-from shoal_client.local.directory import temporary_directory
+from shoal_client.local.directory import given_directory, temporary_directory
 from shoal_client.local.keeper import RestartPolicy
 from shoal_client.local.options import ClusterOptions
 from shoal_client.remote.control_plane import (
@@ -156,8 +156,10 @@ def up(config: UpConfig) -> int:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, interrupt)
         try:
-            directory = config.directory or Path(
+            directory = (
                 stack.enter_context(temporary_directory("shoal-up-"))
+                if config.directory is None
+                else given_directory(config.directory)
             )
             if config.etcd:
                 _check_listens(config.etcd)
