@@ -99,10 +99,14 @@ class UpConfig:
                 raise InvalidSpec(f"bad {option}", seen=str(port), expected="0 to 65535")
         check_prefix(self.prefix)
         self._check_hosts()
-        if self.tls and self.cluster.insecure:
-            raise InvalidSpec(
-                "--insecure contradicts --tls", seen="both", expected="one of them, or neither"
-            )
+        with_tls = {"--tls": self.tls, "--http-tokens": self.http_tokens is not None}
+        for option, is_given in with_tls.items():
+            if is_given and self.cluster.insecure:
+                raise InvalidSpec(
+                    f"--insecure contradicts {option}",
+                    seen="both",
+                    expected="one of them, or neither",
+                )
         if self.num_coordinators < 1:
             raise InvalidSpec(
                 "bad --coordinators", seen=str(self.num_coordinators), expected="1 or more"
