@@ -1,5 +1,5 @@
 """The temporary directory of a local cluster, a launcher or a demo. The next command removes what a
-killed one left. After a failed start, logs are kept for a day.
+killed one left. After a failure, logs are kept for a day.
 """
 
 import fcntl
@@ -16,14 +16,14 @@ from shoal_proto.errors import RefusedError, Unavailable
 TEMPORARY = "removed-once-unlocked"
 """An empty file of this name marks a directory that was made here."""
 KEPT_LOGS = "only-logs-are-kept"
-"""An empty file of this name marks the directory of a failed start instead."""
+"""An empty file of this name marks the directory of a command that has failed."""
 KEPT_S = 86400.0
 
 
 @contextmanager
 def temporary_directory(prefix: str) -> Iterator[Path]:
     """Make a directory, locked during the block and removed at its end. Logs are kept after
-    Unavailable or a RefusedError, and after a call of `keep_logs`."""
+    Unavailable or a RefusedError, and after a call of `keep_logs_at_end` or `keep_logs`."""
     remove_left_over(Path(tempfile.gettempdir()), time.time())
     directory = Path(tempfile.mkdtemp(prefix=prefix))
     lock = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
@@ -32,10 +32,12 @@ def temporary_directory(prefix: str) -> Iterator[Path]:
     try:
         yield directory
     except (Unavailable, RefusedError):
-        keep_logs(directory)
+        keep_logs_at_end(directory)
         raise
     finally:
-        if not (directory / KEPT_LOGS).exists():
+        if (directory / KEPT_LOGS).exists():
+            keep_logs(directory)
+        else:
             _remove(directory)
         os.close(lock)
 
@@ -75,6 +77,13 @@ def _remove(directory: Path) -> None:
     for folder in directory.glob("*"):
         shutil.rmtree(folder, ignore_errors=True)
     shutil.rmtree(directory, ignore_errors=True)
+
+
+def keep_logs_at_end(directory: Path) -> None:
+    """Have `temporary_directory` keep logs at its end; nothing changes in another directory."""
+    with suppress(OSError):  # the disk may be full
+        if (directory / TEMPORARY).exists():
+            (directory / KEPT_LOGS).touch()
 
 
 def keep_logs(directory: Path) -> None:

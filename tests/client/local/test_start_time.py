@@ -11,6 +11,7 @@ import pytest
 from shoal_client.local import directory as directories
 from shoal_client.local.directory import (
     given_directory,
+    keep_logs_at_end,
     remove_left_over,
     temporary_directory,
 )
@@ -112,6 +113,19 @@ def test_only_the_logs_of_a_failed_start_are_kept_for_a_day(parent: Path) -> Non
     assert made.exists()
     remove_left_over(parent, begun_s + directories.KEPT_S + LATER_S)
     assert not made.exists()
+
+
+def test_the_logs_of_a_cluster_that_is_given_up_are_kept(parent: Path) -> None:
+    """The cluster still writes logs when it asks for that."""
+    with temporary_directory("shoal-up-") as made:
+        keep_logs_at_end(made)
+        (made / "etcd.log").write_text("no log at all")
+        (made / "wal").write_text("data")
+    assert {path.name for path in made.iterdir()} == {"etcd.log", directories.KEPT_LOGS}
+    named = parent / "data"
+    named.mkdir()
+    keep_logs_at_end(named)
+    assert list(named.iterdir()) == []
 
 
 def test_a_cluster_that_ends_well_leaves_no_file(parent: Path) -> None:
