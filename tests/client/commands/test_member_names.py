@@ -16,6 +16,7 @@ from shoal_client.commands.address import StatusAddress
 from shoal_client.commands.weights import weights
 from shoal_client.connection.addresses import usual_coordinators
 from shoal_client.local.access import LocalAccess
+from shoal_client.local.worker_logs import WorkerLog, log_path
 from shoal_proto.errors import InvalidSpec, Unavailable, UnknownJob, UnknownMember
 from shoal_proto.tls import identity, local_clusters
 from shoal_proto.tls.local_clusters import Announcement, LocalClusterRecord
@@ -219,9 +220,28 @@ def test_the_status_address_is_that_of_the_only_cluster(folder: Path) -> None:
     other = cluster_at("127.0.0.1:42000")
     with pytest.raises(InvalidSpec, match=r"several clusters (?=.*41000)(?=.*42000).*--http URL"):
         StatusAddress().urls()
+    with pytest.raises(InvalidSpec, match="several clusters"):
+        parse(["logs", "digits"])
     usual = cluster_at("127.0.0.1:7780")
     assert StatusAddress().urls() == "http://127.0.0.1:7780"
     for each in (only, other, usual):
+        each.close()
+
+
+def test_files_of_workers_are_read_whatever_clusters_run(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`shoal logs --log-dir` asks a cluster only for the host of a member without files."""
+    clusters = [cluster_at(page) for page in ("127.0.0.1:41000", "127.0.0.1:42000")]
+    kept = WorkerLog(log_path(folder, "digits", "w0"))
+    kept.write("a line")
+    kept.close()
+    arguments = ["logs", "digits", "--log-dir", str(folder)]
+    assert main(arguments) == 0
+    assert capsys.readouterr().out == "a line\n"
+    assert main([*arguments, "w1"]) == 1
+    assert "no output of member w1 of job digits is kept on this host" in capsys.readouterr().err
+    for each in clusters:
         each.close()
 
 
