@@ -88,8 +88,11 @@ def parse(arguments: Sequence[str]) -> Callable[[], int]:
     config = read_config(arguments, commands)
     if config is None:
         return lambda: 0 if arguments else BAD_ARGUMENTS
+    needs_cluster = getattr(config, "needs_cluster", True)
     for options in (each for each in vars(config).values() if isinstance(each, TlsOptions)):
-        addresses = (*getattr(config, "coordinators", ()), *options.addresses)
+        addresses: Sequence[str] = ()
+        if needs_cluster:  # to look for it may raise
+            addresses = (*getattr(config, "coordinators", ()), *options.addresses)
         files = options.files or identity.files_at(addresses, *options.roles)
         if files is not None:
             identity.use(files)

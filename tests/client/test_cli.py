@@ -130,6 +130,10 @@ def test_the_list_of_commands_imports_no_command() -> None:
         (["coordinator", "--etcd", "nowhere"], "--etcd: bad etcd endpoint"),
         (["coordinator", "--etcd-password-file", "/none"], "password file cannot be read"),
         (["up", "--prefix", "team"], "bad --prefix; saw 'team'; expected names of letters"),
+        (
+            ["up", "--insecure", "--http-tokens", "tokens"],
+            "--insecure contradicts --http-tokens; saw both",
+        ),
         (["up", "--ps", "-1"], "bad --ps; saw -1; expected 0 or more"),
         (["up", "--http-port", "99999"], "bad --http-port; saw 99999; expected 0 to 65535"),
         (["rm", "a b"], "bad name of a job"),

@@ -116,7 +116,9 @@ def clean(case: Case) -> None:
     """Three workers on two hosts train to the end; a silent host is left out."""
     case.start(f"a,b:2,{SILENT}", "--ps", "0")
     case.await_steps(3)
-    keys = [path for name in "ab" for path in (case.hosts.root / name / "tmp").glob("shoal-run-*")]
+    keys = [
+        path for name in "ab" for path in (case.hosts.root / name / "tmp").glob("shoal-run-*/certs")
+    ]
     assert len(keys) == 2, keys
     for folder in keys:
         assert sorted(each.name for each in folder.iterdir()) == [

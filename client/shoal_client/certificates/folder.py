@@ -5,7 +5,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from pathlib import Path
 
@@ -103,12 +103,19 @@ class CertificateFolder:
         self._check_private()
         return self._authority().issue(holder)
 
-    def renew(self) -> list[Path]:
+    def renew(self, valid: timedelta | None = None, hosts: Sequence[str] = ()) -> list[Path]:
         """Issue every certificate again, with a new key and the same duration; return the files.
-        Raises InvalidSpec; a pair that cannot be written stays as it is."""
+        Certificates of `init` get its `valid` and `hosts`, if given. Raises InvalidSpec; a pair
+        that cannot be written stays as it is."""
         self._check_private()
         authority, done = self._authority(), []
-        for path, holder in self._holders():
+        for path, renewed in self._holders():
+            holder, role = renewed, renewed.caller.role
+            if renewed.caller == Caller(role, role.value):
+                named = hosts if role is CertificateRole.COORDINATOR else ()
+                holder = replace(
+                    renewed, valid=valid or renewed.valid, hosts=named or renewed.hosts
+                )
             _write_pair(path, authority.issue(holder))
             done.append(path)
         return done

@@ -70,10 +70,10 @@ def accept_loss(config: AcceptLossConfig) -> int:
     check_reachable(config.coordinators, ANSWER_WITHIN_S)
     with closing(Coordinators(config.coordinators)) as coordinators:
 
-        def ask(dry_run: bool) -> AcceptLossReply:
+        def ask(shard_ids: Sequence[int], *, dry_run: bool) -> AcceptLossReply:
             request = AcceptLossRequest(
                 job=config.job,
-                shard_ids=config.shards,
+                shard_ids=shard_ids,
                 by=_me(),
                 dry_run=dry_run,
                 samples=_SAMPLES[config.samples],
@@ -82,12 +82,16 @@ def accept_loss(config: AcceptLossConfig) -> int:
                 lambda channel: ShardsStub(channel).AcceptLoss, request, timeout_s=ANSWER_WITHIN_S
             )
 
-        planned = ask(True)
-        lost = [shard for shard in planned.shards if not shard.before]
-        is_clear = planned.samples != SAMPLES_AFTER_LOSS_UNSAID
-        if lost and is_clear and not config.yes:
-            _confirm(config.job, lost, _samples_in_words(planned))
-        reply = ask(False)
+        shard_ids = config.shards
+        if not config.yes:
+            planned = ask(shard_ids, dry_run=True)
+            lost = [shard for shard in planned.shards if not shard.before]
+            is_clear = planned.samples != SAMPLES_AFTER_LOSS_UNSAID
+            if lost and is_clear:
+                _confirm(config.job, lost, _samples_in_words(planned))
+            # None but those shown: further shards may be lost by now.
+            shard_ids = [shard.shard_id for shard in planned.shards]
+        reply = ask(shard_ids, dry_run=False)
     for shard in reply.shards:
         at = _local(shard.accepted_unix_s)
         again = ", in an earlier call" if shard.before else ""

@@ -7,14 +7,14 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from shoal_client.connection.addresses import CoordinatorAddresses, only_cluster
+from shoal_client.connection.addresses import USUAL_PAGE, CoordinatorAddresses, usual_cluster
 from shoal_client.connection.coordinators import Coordinators
 from shoal_client.host.reports import check_reachable
 from shoal_proto.tls.options import TlsOptions
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.membership_pb2_grpc import MembershipStub
 
-DEFAULT_URL = "http://127.0.0.1:7780"
+DEFAULT_URL = f"http://{USUAL_PAGE}"
 ASK_WITHIN_S = 10.0
 """Time limit of a call. If the leader hangs, no answer comes until it has a successor."""
 
@@ -24,8 +24,9 @@ HttpUrl = Annotated[
         env_var="SHOAL_HTTP",
         metavar="URL,...",
         help="Base URL of the coordinator's status page; with several coordinators, one for each."
-        " By default the coordinator is asked for it if --coordinator is given; otherwise it is"
-        " http://127.0.0.1:7780, or the page of your only cluster on this machine.",
+        " By default the coordinator is asked for it if --coordinator is given; otherwise it is the"
+        " page of your cluster on this machine: the only one, or the one at a usual port; without a"
+        f" cluster {DEFAULT_URL}.",
     ),
 ]
 
@@ -53,9 +54,8 @@ class StatusAddress(TlsOptions):
 
 
 def _usual_urls() -> str:
-    """URLs of the page of this user's only cluster; DEFAULT_URL if a cluster has it, or none runs.
-    Raises InvalidSpec for several clusters."""
-    found = only_cluster(DEFAULT_URL.removeprefix("http://"), "--http URL or $SHOAL_HTTP")
+    """URLs of the page of `usual_cluster`; DEFAULT_URL without one. Raises InvalidSpec."""
+    found = usual_cluster("--http URL or $SHOAL_HTTP")
     return DEFAULT_URL if found is None else ",".join(f"http://{page}" for page in found.pages)
 
 

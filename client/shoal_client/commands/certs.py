@@ -54,11 +54,12 @@ class CertsConfig:
     ] = ()
     """issue, init: names and addresses at which browsers reach the coordinator. Shoal's own
     processes need none. Can be repeated."""
-    valid_h: Annotated[float, Parameter(metavar="HOURS")] = DEFAULT_VALID.total_seconds() / 3600
-    """issue, init: hours for which certificates are valid. Renewed certificates are valid for the
-    same time."""
+    valid_h: Annotated[float | None, Parameter(metavar="HOURS")] = None
+    """issue, init: hours for which certificates are valid, by default 24. Renewed certificates are
+    valid for the same time."""
     if_absent: bool = False
-    """init: if there is an authority already, renew its certificates instead of refusing."""
+    """init: if there is an authority already, renew its certificates instead of refusing. Those
+    that init makes get --host and --valid-h, if given."""
     every_h: Annotated[float, Parameter(metavar="HOURS")] = 0.0
     """renew: keep running, and renew again after this many hours; a minute later if that failed. 0:
     renew once."""
@@ -70,6 +71,7 @@ class CertsConfig:
                 seen=f"{self.action} {self.role}".rstrip(),
                 expected=f"shoal certs issue ROLE, with one of {_ROLES}",
             )
+        self._check_action()
         if self.role and self.role not in {role.value for role in CertificateRole}:
             raise InvalidSpec("no such role", seen=repr(self.role), expected=f"one of {_ROLES}")
         if self.job and self.role != CertificateRole.WORKER.value:
@@ -89,7 +91,7 @@ class CertsConfig:
         for option, name in (("--name", self.name), ("--job", self.job)):
             if name and not is_name(name):
                 raise InvalidSpec(f"bad {option}", seen=repr(name), expected=NAME_RULE)
-        if not 0 < self.valid_h <= MAX_VALID_H:
+        if self.valid_h is not None and not 0 < self.valid_h <= MAX_VALID_H:
             raise InvalidSpec(
                 "bad --valid-h",
                 seen=f"{self.valid_h:g}",
@@ -98,14 +100,31 @@ class CertsConfig:
         if not self.every_h >= 0:
             raise InvalidSpec("bad --every-h", seen=f"{self.every_h:g}", expected="0 or more")
 
+    def _check_action(self) -> None:
+        given = {
+            "--name": (bool(self.name), ("issue",)),
+            "--host": (bool(self.hosts), ("issue", "init")),
+            "--valid-h": (self.valid_h is not None, ("issue", "init")),
+            "--if-absent": (self.if_absent, ("init",)),
+            "--every-h": (bool(self.every_h), ("renew",)),
+        }
+        for option, (is_given, actions) in given.items():
+            if is_given and self.action not in actions:
+                raise InvalidSpec(
+                    f"{option} is only for {' and '.join(actions)}",
+                    seen=f"shoal certs {self.action} {option}",
+                    expected=f"shoal certs {self.action} without it",
+                )
+
 
 def certs(config: CertsConfig) -> int:
     """Make, renew or show certificates. Raises InvalidSpec."""
     folder = CertificateFolder(config.folder)
-    valid = timedelta(hours=config.valid_h)
+    given = None if config.valid_h is None else timedelta(hours=config.valid_h)
+    valid = given or DEFAULT_VALID
     match config.action:
         case "init" if config.if_absent and folder.has_authority:
-            _renew(folder)
+            _report_renewed(folder, folder.renew(given, config.hosts))
         case "init":
             folder.init(valid, config.hosts)
             print(
@@ -120,10 +139,10 @@ def certs(config: CertsConfig) -> int:
             path = folder.issue(CertificateHolder(caller=caller, hosts=config.hosts, valid=valid))
             print(f"{path} and {path.with_suffix('.key')}: {caller}, valid for {valid}")
         case "renew":
-            _renew(folder)
+            _report_renewed(folder, folder.renew())
             if config.every_h:
                 keep_renewed(
-                    lambda: _renew(folder),
+                    lambda: _report_renewed(folder, folder.renew()),
                     timedelta(hours=config.every_h),
                     wait=time.sleep,
                     say=_report,
@@ -133,8 +152,7 @@ def certs(config: CertsConfig) -> int:
     return 0
 
 
-def _renew(folder: CertificateFolder) -> None:
-    done = folder.renew()
+def _report_renewed(folder: CertificateFolder, done: Sequence[Path]) -> None:
     # A message that cannot be printed is no failed renewal: `keep_renewed` would issue all again.
     with suppress(OSError):
         print(f"{folder.path}: renewed {', '.join(path.name for path in done)}", flush=True)

@@ -69,6 +69,11 @@ class LogsConfig:
             raise InvalidSpec("bad -n", seen=str(self.number), expected="0 or more")
 
     @property
+    def needs_cluster(self) -> bool:
+        """False if the command succeeds without the address of a cluster."""
+        return self.directory is None
+
+    @property
     def job(self) -> str:
         return self.of_job or self.name
 

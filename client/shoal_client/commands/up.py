@@ -21,7 +21,7 @@ from shoal_client.host.reports import check_reachable
 from shoal_client.host.stop_orders import StopOrders, next_of
 from shoal_client.local.access import LocalTls
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
-from shoal_client.local.directory import temporary_directory
+from shoal_client.local.directory import given_directory, temporary_directory
 from shoal_client.local.keeper import RestartPolicy
 from shoal_client.local.options import ClusterOptions
 from shoal_client.remote.control_plane import (
@@ -100,10 +100,14 @@ class UpConfig:
                 raise InvalidSpec(f"bad {option}", seen=str(port), expected="0 to 65535")
         check_prefix(self.prefix)
         self._check_hosts()
-        if self.tls and self.cluster.insecure:
-            raise InvalidSpec(
-                "--insecure contradicts --tls", seen="both", expected="one of them, or neither"
-            )
+        with_tls = {"--tls": self.tls, "--http-tokens": self.http_tokens is not None}
+        for option, is_given in with_tls.items():
+            if is_given and self.cluster.insecure:
+                raise InvalidSpec(
+                    f"--insecure contradicts {option}",
+                    seen="both",
+                    expected="one of them, or neither",
+                )
         if self.num_coordinators < 1:
             raise InvalidSpec(
                 "bad --coordinators", seen=str(self.num_coordinators), expected="1 or more"
@@ -157,8 +161,10 @@ def up(config: UpConfig) -> int:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, interrupt)
         try:
-            directory = config.directory or Path(
+            directory = (
                 stack.enter_context(temporary_directory("shoal-up-"))
+                if config.directory is None
+                else given_directory(config.directory)
             )
             if config.etcd:
                 _check_listens(config.etcd)

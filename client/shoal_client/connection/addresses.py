@@ -11,6 +11,7 @@ from shoal_proto.tls import local_clusters
 from shoal_proto.tls.local_clusters import LocalClusterRecord
 
 USUAL_COORDINATOR = "127.0.0.1:7700"
+USUAL_PAGE = "127.0.0.1:7780"
 
 
 def parse_coordinators(text: str) -> tuple[str, ...]:
@@ -44,33 +45,35 @@ CoordinatorAddresses = Annotated[
 UsualCoordinators = Annotated[
     CoordinatorAddresses,
     Parameter(
-        help=f"Addresses of the coordinators. By default {USUAL_COORDINATOR}, or your only cluster"
-        " on this machine."
+        help="Addresses of the coordinators. By default those of your cluster on this machine: the"
+        f" only one, or the one at a usual port; without a cluster {USUAL_COORDINATOR}."
     ),
 ]
 """Empty if not given: `usual_coordinators` then returns the addresses."""
 
 
 def usual_coordinators() -> tuple[str, ...]:
-    """Return the coordinators of this user's only cluster; the usual address if a cluster has it,
-    or none runs. Raises InvalidSpec for several clusters."""
-    found = only_cluster(USUAL_COORDINATOR, "--coordinator HOST:PORT or $SHOAL_COORDINATOR")
+    """Return the coordinators of `usual_cluster`; USUAL_COORDINATOR without one. Raises
+    InvalidSpec."""
+    found = usual_cluster("--coordinator HOST:PORT or $SHOAL_COORDINATOR")
     if found is None:
         return (USUAL_COORDINATOR,)
     return tuple(each for each in found.addresses if each not in found.pages)
 
 
-def only_cluster(usual: str, option: str) -> LocalClusterRecord | None:
-    """Return this user's only cluster; None if there is none, or one has the usual address. Raises
-    InvalidSpec, which names `option`, for several clusters."""
+def usual_cluster(option: str) -> LocalClusterRecord | None:
+    """Return this user's cluster with a usual address, else the only one; None if none runs. Raises
+    InvalidSpec, which names `option`, if several clusters come into question."""
     running = [each for each in local_clusters.running() if each.pages]
-    if not running or any(usual in each.addresses for each in running):
-        return None
-    if len(running) > 1:
+    # The same cluster for a coordinator's address and a page's: one command shows what another
+    # changes.
+    usual = [each for each in running if {USUAL_COORDINATOR, USUAL_PAGE} & {*each.addresses}]
+    found = usual or running
+    if len(found) > 1:
         raise InvalidSpec(
             "you have several clusters on this machine",
-            seen=" and ".join(",".join(each.addresses) for each in running),
+            seen=" and ".join(",".join(each.addresses) for each in found),
             expected="the address of one",
             fix=f"Give it with {option}.",
         )
-    return running[0]
+    return found[0] if found else None

@@ -32,8 +32,8 @@ class LocalTls:
 
 class LocalAccess:
     """Access to a local cluster. The folder `given` has certificates for all parts, for etcd only
-    with `has_etcd`. `make` fills the folder `made`, which this user's commands find. Without a
-    folder no part uses TLS."""
+    with `has_etcd`. `make` fills the folder `made`. Without a folder no part uses TLS. This user's
+    commands find the cluster, unless a folder is given."""
 
     def __init__(
         self,
@@ -46,6 +46,7 @@ class LocalAccess:
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.certificates = given or made
+        self._is_found = given is None
         self._made = made
         self._with_etcd = given if has_etcd else made
         self._http_tokens = http_tokens
@@ -58,12 +59,13 @@ class LocalAccess:
         self._renewing: threading.Thread | None = None
 
     def make(self) -> None:
-        """Make or renew the certificates, and keep them renewed until `close`. Raises
-        InvalidSpec."""
-        if self._made is None:
+        """Make or renew the certificates; keep them and the announcement renewed until `close`.
+        Raises InvalidSpec."""
+        if not self._is_found:
             return
-        _make(CertificateFolder(self._made), _shoal_holders())
-        _make(CertificateFolder(self._made / ETCD_CERTIFICATES), etcd_holders())
+        if self._made is not None:
+            _make(CertificateFolder(self._made), _shoal_holders())
+            _make(CertificateFolder(self._made / ETCD_CERTIFICATES), etcd_holders())
         self._renewing = threading.Thread(
             target=keep_renewed,
             args=(self._renew, RENEW_EVERY),
@@ -76,7 +78,7 @@ class LocalAccess:
     def announce(self, addresses: Sequence[str], pages: Sequence[str], etcd: Sequence[str]) -> None:
         """Let this user's commands find the cluster and its certificates. Raises InvalidSpec or
         OSError."""
-        if self._made is not None:
+        if self._is_found:
             record = LocalClusterRecord(
                 addresses=[*addresses, *pages], pages=pages, etcd=etcd, certificates=self._made
             )
@@ -117,9 +119,9 @@ class LocalAccess:
             self._announcement = None
 
     def _renew(self) -> None:
-        assert self._made is not None
-        for folder in (self._made, self._made / ETCD_CERTIFICATES):
-            CertificateFolder(folder).renew()
+        if self._made is not None:
+            for folder in (self._made, self._made / ETCD_CERTIFICATES):
+                CertificateFolder(folder).renew()
         if self._announcement is not None:
             self._announcement.touch()
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 
 from shoal_client.local.access import CERTIFICATES, LocalAccess, LocalTls
+from shoal_client.local.directory import keep_logs_at_end
 from shoal_client.local.etcd import (
     ETCD,
     EtcdAddresses,
@@ -314,6 +315,7 @@ class LocalCluster:
 
     def _give_up(self, name: str, reason: str) -> None:
         path = self._log_path(name)
+        keep_logs_at_end(self._config.directory)
         message = f"{reason}. The end of its log, {path}:\n{last_lines(path)}"
         with self._lock:
             first, self._given_up = not self._given_up, self._given_up or message

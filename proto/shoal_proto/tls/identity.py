@@ -86,9 +86,10 @@ def in_folder(folder: Path, *roles: CertificateRole) -> TlsFiles:
 
 def files_at(addresses: Iterable[str], *roles: CertificateRole) -> TlsFiles | None:
     """Return the files for this user's cluster at one of the addresses; None if there is no such
-    cluster. Raises InvalidSpec."""
+    cluster, or it does not use TLS. Raises InvalidSpec."""
     found = local_clusters.find(addresses)
-    return None if found is None else in_folder(found.certificates, *roles)
+    folder = None if found is None else found.certificates
+    return None if folder is None else in_folder(folder, *roles)
 
 
 def from_environment(
@@ -97,8 +98,8 @@ def from_environment(
     """Return a worker's files: SHOAL_TLS_CA, SHOAL_TLS_CERT and SHOAL_TLS_KEY, or those in the
     folder SHOAL_TLS.
 
-    Without these variables, returns the files of a local cluster at one of the addresses, None if
-    there is no such cluster. Raises InvalidSpec.
+    Without these variables, returns the files of a local cluster at one of the addresses, if there
+    is one with TLS, else None. Raises InvalidSpec.
     """
     variables = os.environ if environment is None else environment
     ca, cert, key = (Path(text) if (text := variables.get(name)) else None for name in VARIABLES)

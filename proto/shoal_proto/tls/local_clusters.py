@@ -1,5 +1,5 @@
-"""Records of the clusters that this user runs on this machine, by which their certificates are
-found.
+"""Records of the clusters that this user runs on this machine, by which they and their certificates
+are found.
 
 Each cluster has a file in a private folder, locked while the cluster is up. The folder is below
 /tmp if possible: job schedulers and test runners set TMPDIR anew for every process.
@@ -35,8 +35,8 @@ class LocalClusterRecord:
     pages: Sequence[str] = ()
     """host:port of the pages only."""
     etcd: Sequence[str] = ()
-    certificates: Path
-    """Folder with a certificate for each role."""
+    certificates: Path | None
+    """Folder with a certificate for each role; None: the cluster does not use TLS."""
 
 
 class Announcement:
@@ -93,7 +93,7 @@ def _running() -> Iterator[LocalClusterRecord]:
                 addresses=content["addresses"],
                 pages=content.get("pages", ()),
                 etcd=content["etcd"],
-                certificates=Path(content["certificates"]),
+                certificates=Path(folder) if (folder := content["certificates"]) else None,
             )
             network = content["network"]
         except FileNotFoundError:
@@ -111,7 +111,7 @@ def _as_json(record: LocalClusterRecord) -> Mapping[str, object]:
         "addresses": [_local(each) or each for each in record.addresses],
         "pages": [_local(each) or each for each in record.pages],
         "etcd": [_local(each) or each for each in record.etcd],
-        "certificates": str(record.certificates.resolve()),
+        "certificates": str(record.certificates.resolve()) if record.certificates else None,
         "network": _network(),
     }
 

@@ -122,6 +122,11 @@ def test_a_worker_may_be_bound_to_a_job(tmp_path: Path) -> None:
         (("issue", "viewer", "--valid-h", "0"), "bad --valid-h"),
         (("issue", "viewer", "--valid-h", "nan"), "bad --valid-h"),
         (("renew", "--every-h", "-1"), "bad --every-h"),
+        (("renew", "--host", "page"), "--host is only for issue and init"),
+        (("renew", "--valid-h", "720"), "--valid-h is only for issue and init"),
+        (("init", "--name", "w"), "--name is only for issue"),
+        (("show", "--if-absent"), "--if-absent is only for init"),
+        (("init", "--every-h", "8"), "--every-h is only for renew"),
     ],
 )
 def test_bad_arguments_are_refused(
@@ -157,6 +162,31 @@ def test_renewed_certificates_are_for_the_same_holders(
     assert certs(folder, "show") == 0
     shown = capsys.readouterr().out
     assert "w.crt: worker w of job j; until" in shown and "operator.crt" in shown
+
+
+def test_a_repeated_init_names_the_hosts_that_are_given(tmp_path: Path) -> None:
+    """A requeued job has another first node. Without options certificates stay as they are, and so
+    do those of `issue`."""
+    folder = tmp_path / "certs"
+    certs(folder, "init", "--host", "node-1")
+    certs(folder, "issue", "coordinator", "--name", "page", "--host", "page.example")
+
+    def reissued(*options: str) -> dict[str, tuple[list[str], timedelta]]:
+        assert certs(folder, "init", "--if-absent", *options) == 0
+        found = (holder_of(read((folder / f"{n}.crt").read_bytes())) for n in names)
+        return {each.caller.name: ([*each.hosts], each.valid) for each in found if each is not None}
+
+    names = ("coordinator", "page", "worker")
+    day = timedelta(hours=24)
+    others = {"page": (["page.example"], day), "worker": ([], day)}
+    assert reissued("--host", "node-2") == {"coordinator": (["node-2"], day), **others}
+    assert reissued() == {"coordinator": (["node-2"], day), **others}
+    two = timedelta(hours=2)
+    assert reissued("--valid-h", "2") == {
+        "coordinator": (["node-2"], two),
+        "page": others["page"],
+        "worker": ([], two),
+    }
 
 
 def test_a_pair_that_cannot_be_written_stays_as_it_is(tmp_path: Path) -> None:

@@ -14,9 +14,13 @@ from support.clusters.status_world import World
 from shoal_client.cli import installed_commands, main, parse, read_config
 from shoal_client.commands.address import StatusAddress
 from shoal_client.commands.weights import weights
+from shoal_client.connection.addresses import usual_coordinators
+from shoal_client.local.access import LocalAccess
+from shoal_client.local.worker_logs import WorkerLog, log_path
 from shoal_proto.errors import InvalidSpec, Unavailable, UnknownJob, UnknownMember
-from shoal_proto.tls import local_clusters
+from shoal_proto.tls import identity, local_clusters
 from shoal_proto.tls.local_clusters import Announcement, LocalClusterRecord
+from shoal_proto.tls.names import CertificateRole
 
 
 @pytest.fixture
@@ -216,7 +220,56 @@ def test_the_status_address_is_that_of_the_only_cluster(folder: Path) -> None:
     other = cluster_at("127.0.0.1:42000")
     with pytest.raises(InvalidSpec, match=r"several clusters (?=.*41000)(?=.*42000).*--http URL"):
         StatusAddress().urls()
+    with pytest.raises(InvalidSpec, match="several clusters"):
+        parse(["logs", "digits"])
     usual = cluster_at("127.0.0.1:7780")
     assert StatusAddress().urls() == "http://127.0.0.1:7780"
     for each in (only, other, usual):
+        each.close()
+
+
+def test_files_of_workers_are_read_whatever_clusters_run(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`shoal logs --log-dir` asks a cluster only for the host of a member without files."""
+    clusters = [cluster_at(page) for page in ("127.0.0.1:41000", "127.0.0.1:42000")]
+    kept = WorkerLog(log_path(folder, "digits", "w0"))
+    kept.write("a line")
+    kept.close()
+    arguments = ["logs", "digits", "--log-dir", str(folder)]
+    assert main(arguments) == 0
+    assert capsys.readouterr().out == "a line\n"
+    assert main([*arguments, "w1"]) == 1
+    assert "no output of member w1 of job digits is kept on this host" in capsys.readouterr().err
+    for each in clusters:
+        each.close()
+
+
+def test_a_cluster_without_tls_is_found_as_well(folder: Path) -> None:
+    """A run's cluster at other addresses does not get the commands for it."""
+    of_a_run = cluster_at("127.0.0.1:41000", coordinators=["127.0.0.1:41001"])
+    insecure = LocalAccess({})
+    insecure.make()
+    insecure.announce(["127.0.0.1:7700"], ["http://127.0.0.1:7780"], etcd=())
+    try:
+        assert usual_coordinators() == ("127.0.0.1:7700",)
+        assert StatusAddress().urls() == "http://127.0.0.1:7780"
+        assert identity.files_at(["127.0.0.1:7700"], CertificateRole.OPERATOR) is None
+    finally:
+        insecure.close()
+    assert usual_coordinators() == ("127.0.0.1:41001",)
+    of_a_run.close()
+
+
+def test_page_and_coordinator_are_those_of_one_cluster(folder: Path) -> None:
+    """A cluster with either usual address is preferred for both."""
+    first = cluster_at("127.0.0.1:8000", coordinators=["127.0.0.1:7700"])
+    further = cluster_at("127.0.0.1:42000", coordinators=["127.0.0.1:42001"])
+    assert StatusAddress().urls() == "http://127.0.0.1:8000"
+    assert usual_coordinators() == ("127.0.0.1:7700",)
+    another = cluster_at("127.0.0.1:7780", coordinators=["127.0.0.1:41001"])
+    for address in (StatusAddress().urls, usual_coordinators):
+        with pytest.raises(InvalidSpec, match=r"several clusters (?=.*8000)(?=.*41001)(?!.*42000)"):
+            address()
+    for each in (first, further, another):
         each.close()

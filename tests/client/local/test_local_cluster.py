@@ -5,8 +5,10 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from support.network import http
 from shoal_client.commands.status import StatusClient
 from shoal_client.host.reports import check_reachable
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
+from shoal_client.local.directory import temporary_directory
 from shoal_client.local.keeper import RestartPolicy
 from shoal_client.local.options import ClusterOptions
 from shoal_client.membership.member import Member
@@ -139,25 +142,32 @@ def jobs_at(url: str) -> list[str]:
 
 
 @pytest.mark.long
-def test_a_cluster_whose_etcd_cannot_start_is_given_up(tmp_path: Path) -> None:
-    """etcd's data is damaged. The reason names etcd and its log, and is reported to callbacks that
-    are set before or after. The other parts wait for etcd, and end with the cluster."""
+def test_a_cluster_whose_etcd_cannot_start_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """etcd's data is damaged. The reason names etcd and its log, which is kept, and is reported to
+    callbacks that are set before or after. The other parts wait for etcd, and end with the
+    cluster."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     ended: queue.SimpleQueue[str] = queue.SimpleQueue()
     policy = RestartPolicy(max_failures=2, first_pause_s=0.01)
-    config = LocalClusterConfig(directory=tmp_path, num_parameter_servers=0, restart=policy)
-    with LocalCluster(config) as cluster:
+    with ExitStack() as stack:
+        directory = stack.enter_context(temporary_directory("shoal-up-"))
+        config = LocalClusterConfig(directory=directory, num_parameter_servers=0, restart=policy)
+        cluster = stack.enter_context(LocalCluster(config))
         cluster.call_on_failure(ended.put)
-        for path in (tmp_path / "etcd" / "etcd.etcd").rglob("*.wal"):
+        for path in (directory / "etcd" / "etcd.etcd").rglob("*.wal"):
             path.write_bytes(b"no log at all")
         for process in cluster.processes.values():
             process.send_signal(signal.SIGKILL)
         reason = ended.get(timeout=DEADLINE_S)
         assert reason.startswith("etcd cannot stay up: it did not come up again")
-        assert str(tmp_path / "etcd" / "etcd.log") in reason
+        assert str(directory / "etcd" / "etcd.log") in reason
         assert cluster.failure_reason == reason
         cluster.call_on_failure(ended.put)
         assert ended.get(timeout=DEADLINE_S) == reason
     assert cluster.processes == {}
+    assert (directory / "etcd" / "etcd.log").exists()
 
 
 @pytest.mark.long

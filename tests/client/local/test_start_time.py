@@ -1,6 +1,7 @@
 """The time limit for a part's start, and the files of a cluster that did not start."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,12 @@ from pathlib import Path
 import pytest
 
 from shoal_client.local import directory as directories
-from shoal_client.local.directory import remove_left_over, temporary_directory
+from shoal_client.local.directory import (
+    given_directory,
+    keep_logs_at_end,
+    remove_left_over,
+    temporary_directory,
+)
 from shoal_client.local.start_time import MOST_S, StartTime, cpu_s
 from shoal_proto.errors import Unavailable
 
@@ -46,19 +52,49 @@ def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_files_of_a_killed_command_are_removed_by_the_next(parent: Path) -> None:
-    """Directories of a running command and of other programs stay."""
-    killed = [parent / f"shoal-{command}-dead" for command in ("up", "host", "demo")]
-    others, young = parent / "shop-up-1", parent / "shoal-run-new"
-    for each in (*killed, others, young):
-        (each / "certs").mkdir(parents=True)
-        (each / "certs" / "ca.key").write_text("secret")
-    with temporary_directory("shoal-up-") as running:
-        for each in (*killed, others, running):
-            os.utime(each, (1, 1))
-        with temporary_directory("shoal-run-"):
-            assert not any(each.exists() for each in killed)
-            assert running.exists() and others.exists() and young.exists()
+    """The directory of a running command stays."""
+    killed = [_left_by_a_kill(f"shoal-{command}-") for command in ("up", "host", "demo")]
+    with temporary_directory("shoal-up-") as running, temporary_directory("shoal-run-"):
+        assert not any(each.exists() for each in killed)
+        assert running.exists()
     assert not running.exists()
+
+
+def test_a_directory_that_the_user_has_named_is_never_removed(parent: Path) -> None:
+    """`shoal up --dir` holds no lock on it, also if it has the name of a temporary directory, or
+    was one."""
+    named, taken_over = parent / "shoal-up-data", _left_by_a_kill("shoal-up-")
+    (named / "certs").mkdir(parents=True)
+    assert given_directory(named) == named
+    assert given_directory(taken_over) == taken_over
+    for each in (named, taken_over):
+        os.utime(each, (1, 1))
+    with temporary_directory("shoal-run-"):
+        assert (named / "certs").exists()
+        assert (taken_over / "certs" / "ca.key").exists()
+
+
+def _left_by_a_kill(prefix: str) -> Path:
+    """Run a command that is killed while it uses its temporary directory."""
+    command = f"""
+import os, pathlib, signal
+from shoal_client.local.directory import temporary_directory
+with temporary_directory({prefix!r}) as made:
+    print(made, flush=True)
+    (made / "certs").mkdir()
+    (made / "certs" / "ca.key").write_text("secret")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    environment = {**os.environ, "TMPDIR": str(directories.tempfile.gettempdir())}
+    ended = subprocess.run(
+        [sys.executable, "-c", command],
+        check=False,
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert ended.returncode == -signal.SIGKILL
+    return Path(ended.stdout.strip())
 
 
 def test_only_the_logs_of_a_failed_start_are_kept_for_a_day(parent: Path) -> None:
@@ -77,6 +113,19 @@ def test_only_the_logs_of_a_failed_start_are_kept_for_a_day(parent: Path) -> Non
     assert made.exists()
     remove_left_over(parent, begun_s + directories.KEPT_S + LATER_S)
     assert not made.exists()
+
+
+def test_the_logs_of_a_cluster_that_is_given_up_are_kept(parent: Path) -> None:
+    """The cluster still writes logs when it asks for that."""
+    with temporary_directory("shoal-up-") as made:
+        keep_logs_at_end(made)
+        (made / "etcd.log").write_text("no log at all")
+        (made / "wal").write_text("data")
+    assert {path.name for path in made.iterdir()} == {"etcd.log", directories.KEPT_LOGS}
+    named = parent / "data"
+    named.mkdir()
+    keep_logs_at_end(named)
+    assert list(named.iterdir()) == []
 
 
 def test_a_cluster_that_ends_well_leaves_no_file(parent: Path) -> None:

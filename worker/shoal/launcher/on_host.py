@@ -23,6 +23,7 @@ from types import FrameType
 from shoal.launcher.hosts import num_workers_of
 from shoal.launcher.output import discard
 from shoal_client.cli import main as run_command
+from shoal_client.local.access import CERTIFICATES
 from shoal_client.local.directory import temporary_directory
 from shoal_client.remote.ssh import MARK
 from shoal_proto.tls.identity import FOLDER_VARIABLE
@@ -90,8 +91,9 @@ def main(arguments: Sequence[str]) -> int:
     os.environ.update(order.environment)
     signal.signal(signal.SIGTERM, _leave)
     threading.Thread(target=_relay, args=(orders,), name="shoal-orders", daemon=True).start()
-    with temporary_directory("shoal-run-") as folder:
+    with temporary_directory("shoal-run-") as temporary:
         if order.files:
+            folder = temporary / CERTIFICATES
             _write(folder, order.files)
             os.environ[FOLDER_VARIABLE] = str(folder)
         code = run_command(order.arguments)
@@ -107,7 +109,7 @@ def _problem(directory: str, script: Sequence[str]) -> str:
 
 
 def _write(folder: Path, files: Mapping[str, str]) -> None:
-    """Write into the folder, which has mode 700."""
+    folder.mkdir(mode=0o700)
     for name, text in files.items():
         descriptor = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w") as file:
