@@ -424,10 +424,13 @@ class Registry:
         """Allow members to join a job that is over. Raises what `find` and `JobActor.retry`
         raise."""
         actor = self.find(job)
-        await actor.retry("an operator lets members join again", from_scratch=from_scratch)
-        task = self._tasks.get(job)
-        if (task is None or task.done()) and self._actors.get(job) is actor:
-            self._run(actor)
+        try:
+            await actor.retry("an operator lets members join again", from_scratch=from_scratch)
+        finally:
+            # Also if the call is cancelled: the job is no longer over then, and needs its timers.
+            task = self._tasks.get(job)
+            if (task is None or task.done()) and self._actors.get(job) is actor:
+                self._run(actor)
         return actor
 
     async def declare_lost(self, job: str, who: MemberProcess, reason: str) -> None:
