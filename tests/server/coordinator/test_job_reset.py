@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import grpc.aio
 import pytest
 from support.clusters.coordinator_world import Served, served
-from support.clusters.hooked_store import Transaction, UnreliableStore
+from support.clusters.hooked_store import HookedStore, Transaction, UnreliableStore
 from support.processes.served_process import awaited
 
 from shoal_client.commands.jobs import check_not_finished, reset_job
@@ -101,6 +101,48 @@ async def test_a_job_whose_state_is_lost_starts_over(new_leader: bool) -> None:
         assert await asyncio.to_thread(reset_job, [world.address], "j")
         again = await world.training("a", "b")
         assert {member.token.generation for member in again} == {3}
+
+
+class HaltingStore(HookedStore):
+    """A store that makes so many writes of a job's loss, and never answers the next."""
+
+    def __init__(self, num_writes: int) -> None:
+        super().__init__()
+        self._left = num_writes
+        self._is_lost = False
+        self.has_halted = asyncio.Event()
+
+    async def before(self, transaction: Transaction) -> None:
+        state = keys.job_state("j")
+        puts = transaction.puts
+        self._is_lost |= any(each.key == state and b'"lost"' in each.value for each in puts)
+        if not self._is_lost or self.has_halted.is_set():
+            return
+        if not self._left:
+            self.has_halted.set()
+            await asyncio.Event().wait()
+        self._left -= 1
+
+
+@pytest.mark.parametrize("num_writes", [1, 2])
+async def test_a_job_starts_over_whose_leader_ended_while_it_wrote_the_loss(
+    num_writes: int,
+) -> None:
+    """The members that the leader had yet to expel do not count as live ones."""
+    store = HaltingStore(num_writes)
+    async with served(store) as world:
+        for member in await world.training("a", "b"):
+            await asyncio.to_thread(member.leave, completed=False, reason="killed")
+        await world.joined("c", desired=1)
+        async with asyncio.timeout(20):
+            await store.has_halted.wait()
+        await world.coordinator.step_down()
+        assert "members/j/c" in await names(store)
+        await world.coordinator.lead(())
+        with pytest.raises(StateLost):
+            await asyncio.to_thread(check_not_finished, [world.address], "j")
+        assert await asyncio.to_thread(reset_job, [world.address], "j")
+        assert await names(store) == {"resets/j"}
 
 
 async def test_the_next_run_has_no_steps_of_the_last() -> None:

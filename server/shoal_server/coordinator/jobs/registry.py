@@ -122,7 +122,7 @@ class Registry:
         """Read every job that has members, and call `prepare` for each; of other jobs, only the
         state record.
 
-        Deletes keys of members without a job. Raises what the store raises.
+        Deletes stray keys of members. Raises what the store raises.
         """
         survey = await self._dependencies.stored.survey()
         for name, why in survey.quarantined.items():
