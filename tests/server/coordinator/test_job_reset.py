@@ -13,6 +13,7 @@ from shoal_client.commands.jobs import check_not_finished, reset_job
 from shoal_client.membership import calls as membership_calls
 from shoal_client.membership.member_session import MemberSession
 from shoal_proto.errors import Fenced, JobFinished, JobInUse, ShoalError, StateLost, Unavailable
+from shoal_proto.health import CourseFigures
 from shoal_proto.protocol import OWN_PROTOCOLS
 from shoal_proto.status import from_detail, from_rpc_error
 from shoal_proto.v1 import membership_pb2 as pb
@@ -159,6 +160,31 @@ async def test_the_next_run_has_no_steps_of_the_last() -> None:
         assert board.last_loss("j") is None
         assert board.health("j", "a", "p") is None
         assert len(board.events("j")) >= num_events > 0
+
+
+@pytest.mark.parametrize("from_scratch", [False, True])
+async def test_a_job_that_is_retried_from_scratch_has_no_steps_of_before(
+    from_scratch: bool,
+) -> None:
+    """The steps, losses, logged values and charts of a job that goes on are kept."""
+    store = MemoryStore()
+    async with served(store) as world:
+        (member,) = await world.training("a")
+        await asyncio.to_thread(member.leave, completed=False, reason="killed")
+        board, registry = world.coordinator.board, world.coordinator.registry
+        course = CourseFigures(logged={"accuracy": (60, 0.9)})
+        health = HealthView(public_id="p", received_unix_s=1.0, step=60, loss=1.5, course=course)
+        board.report("j", "a", health)
+        await registry.find("j").stop("enough")
+        await store.put(keys.history("j"), b"charts")
+        await registry.retry("j", from_scratch=from_scratch)
+        assert (await store.get(keys.history("j")) is None) == from_scratch
+        again = CourseFigures(logged={"accuracy": (3, 0.1)})
+        later = HealthView(public_id="q", received_unix_s=2.0, step=3, loss=2.5, course=again)
+        board.report("j", "a", later)
+        assert board.highest_step("j") == (3 if from_scratch else 60)
+        newest = (3, 0.1) if from_scratch else (60, 0.9)
+        assert board.logged("j").newest_values() == {"accuracy": newest}
 
 
 async def test_a_reset_of_an_unknown_job_does_nothing() -> None:
