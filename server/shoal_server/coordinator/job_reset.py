@@ -85,8 +85,10 @@ class JobReset:
             held = (await self._store.range(keys.job_prefix(job))).items
             members = (await self._store.range(keys.members(job))).items
             names = [each.key.removeprefix(keys.members(job)) for each in members]
-            check_unused(job, names, is_quarantined=job in self._registry.quarantined)
-            existed = bool(held) or actor is not None
+            is_quarantined = job in self._registry.quarantined
+            check_unused(job, names, is_quarantined=is_quarantined)
+            # A job may be quarantined for its record of earlier runs alone, which is replaced.
+            existed = bool(held) or actor is not None or is_quarantined
             had_weights = await self._weights.clear(job, forgets_numbers=forgets_processes)
             if not existed:
                 # A plain script may have published under this name.

@@ -12,7 +12,15 @@ from support.processes.served_process import awaited
 from shoal_client.commands.jobs import check_not_finished, reset_job
 from shoal_client.membership import calls as membership_calls
 from shoal_client.membership.member_session import MemberSession
-from shoal_proto.errors import Fenced, JobFinished, JobInUse, ShoalError, StateLost, Unavailable
+from shoal_proto.errors import (
+    Fenced,
+    JobFinished,
+    JobInUse,
+    JobQuarantined,
+    ShoalError,
+    StateLost,
+    Unavailable,
+)
 from shoal_proto.health import CourseFigures
 from shoal_proto.protocol import OWN_PROTOCOLS
 from shoal_proto.status import from_detail, from_rpc_error
@@ -228,6 +236,18 @@ async def test_a_quarantined_job_with_members_is_repaired_before_its_reset() -> 
         await asyncio.to_thread(awaited, lambda: not actor.job.members, 20.0, "they are lost")
         assert await asyncio.to_thread(reset_job, [world.address], "j")
         assert await names(store) == {"resets/j"}
+
+
+async def test_a_removal_replaces_an_unreadable_record_of_earlier_runs() -> None:
+    """The name is free then, for the next leader too."""
+    store = MemoryStore()
+    await store.put(keys.reset("j"), b"{garbage")
+    async with served(store) as world:
+        with pytest.raises(JobQuarantined):
+            await asyncio.to_thread(check_not_finished, [world.address], "j")
+        assert await asyncio.to_thread(reset_job, [world.address], "j")
+    async with served(store) as world:
+        await world.training("a")
 
 
 @pytest.mark.parametrize("new_leader", [False, True])
