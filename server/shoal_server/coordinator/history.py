@@ -48,8 +48,8 @@ class HistoryKeeper:
         self._taken_up: set[str] = set()
         """Jobs whose stored history has been read."""
         self._dropped: set[str] = set()
-        """Those of them that the board has dropped since: if they are retried, their history is
-        read again."""
+        """Jobs among these that the board has dropped since. If one is retried, its history is read
+        again."""
         self._kept: dict[str, bytes] = {}
         """History in etcd, by job."""
 

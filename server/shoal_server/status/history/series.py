@@ -14,9 +14,9 @@ FIRST_INTERVAL_S = 1.0
 AHEAD = 60
 """Intervals by which a point may be ahead of the clock."""
 MAX_POINTS_AHEAD = 8
-"""If no more points are further ahead, the clock was wrong when they were made, and they are
-dropped: else all readings would join the newest of them until its time. If more are, the clock may
-be wrong now."""
+"""Number of points further ahead that are dropped: the clock was wrong for a moment when they were
+made, and all readings up to their time would join the newest of them. If there are more, the clock
+may be wrong now."""
 
 
 @dataclass(frozen=True, kw_only=True)
