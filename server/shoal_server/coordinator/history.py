@@ -47,6 +47,9 @@ class HistoryKeeper:
         self._board = board
         self._taken_up: set[str] = set()
         """Jobs whose stored history has been read."""
+        self._dropped: set[str] = set()
+        """Jobs among these that the board has dropped since. If one is retried, its history is read
+        again."""
         self._kept: dict[str, bytes] = {}
         """History in etcd, by job."""
 
@@ -78,13 +81,20 @@ class HistoryKeeper:
         """Write each changed history of at most MAX_BYTES; forget removed jobs. Logs failures."""
         gone = {job for job in self._taken_up if self._registry.is_free(job)}
         self._taken_up -= gone
+        self._dropped -= gone
         self._kept = {job: value for job, value in self._kept.items() if job not in gone}
         await gather_bounded(self._keep_one, self._registry.actors(), AT_ONCE)
 
     async def take_up(self) -> None:
-        """Read the history of new jobs."""
-        new = [a for a in self._registry.actors() if a.job.spec.job not in self._taken_up]
+        """Read the history of new jobs, and of jobs that are on the board again."""
+        self._dropped |= {job for job in self._taken_up if self._board.history(job) is None}
+        new = [a for a in self._registry.actors() if self._is_new(a.job.spec.job)]
         await gather_bounded(self._take_up_one, new, AT_ONCE)
+
+    def _is_new(self, job: str) -> bool:
+        if job in self._dropped:
+            return self._board.history(job) is not None
+        return job not in self._taken_up
 
     async def _take_up_one(self, actor: JobActor) -> None:
         job = actor.job.spec.job
@@ -94,6 +104,7 @@ class HistoryKeeper:
             log.debug("history_not_read", job=job, reason=str(error))
             return
         self._taken_up.add(job)
+        self._dropped.discard(job)
         if stored is None:
             return
         try:
@@ -122,7 +133,8 @@ class HistoryKeeper:
         job = actor.job.spec.job
         known = self._board.history(job)
         is_over = actor.job.phase in OVER and actor.job.tally.is_cleared
-        if known is None or is_over or job not in self._taken_up:
+        is_continued = job in self._taken_up and job not in self._dropped
+        if known is None or is_over or not is_continued:
             return
         reports, series = known
         gone_steps, steps_by_process = self._board.steps_to_keep(job)

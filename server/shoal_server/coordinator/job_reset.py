@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import structlog
 
-from shoal_proto.errors import InternalError
+from shoal_proto.errors import InternalError, RetryError, ShoalError
 from shoal_server.coordinator.jobs.outputs import OutputsService
 from shoal_server.coordinator.jobs.registry import Registry
 from shoal_server.coordinator.persistence.durable import DurableJobs
@@ -84,8 +84,10 @@ class JobReset:
             held = (await self._store.range(keys.job_prefix(job))).items
             members = (await self._store.range(keys.members(job))).items
             names = [each.key.removeprefix(keys.members(job)) for each in members]
-            check_unused(job, names, is_quarantined=job in self._registry.quarantined)
-            existed = bool(held) or actor is not None
+            is_quarantined = job in self._registry.quarantined
+            check_unused(job, names, is_quarantined=is_quarantined)
+            # A job may be quarantined for its record of earlier runs alone, which is replaced.
+            existed = bool(held) or actor is not None or is_quarantined
             had_weights = await self._weights.clear(job, forgets_numbers=forgets_processes)
             if not existed:
                 # A plain script may have published under this name.
@@ -110,15 +112,18 @@ class JobReset:
 
     async def forget_runs(self, before_unix_s: float) -> None:
         """Delete the record of earlier runs of each unused name that was last reset before
-        `before_unix_s`.
+        `before_unix_s`, and what is left of the series that these runs published: the next run
+        numbers its generations from 1.
 
         Raises Unavailable while etcd cannot be reached, and NotLeader.
         """
         known = self._registry.earlier_runs
         old = [
             earlier
-            for name, earlier in known.items()
-            if 0 < earlier.ended_unix_s < before_unix_s and self._registry.is_free(name)
+            for name, earlier in list(known.items())
+            if 0 < earlier.ended_unix_s < before_unix_s
+            and self._registry.is_free(name)
+            and await self._forget_series(name)
         ]
         for start in range(0, len(old), FORGOTTEN_AT_ONCE):
             part = old[start : start + FORGOTTEN_AT_ONCE]
@@ -127,6 +132,19 @@ class JobReset:
             for each in part:
                 if known.get(each.job) is each:
                     del known[each.job]
+
+    async def _forget_series(self, job: str) -> bool:
+        if not self._weights.series_of(job):
+            return True
+        try:
+            async with self._registry.block_and_forget(job):
+                await self._weights.clear(job, forgets_numbers=True, of_scripts=False)
+        except RetryError:
+            raise
+        except ShoalError as error:
+            log.warning("series_not_forgotten", job=job, reason=str(error))
+            return False
+        return True
 
 
 def _newest_generation(job: str, held: Sequence[KeyValue]) -> int:

@@ -37,6 +37,7 @@ class Term:
     def begin(self, conditions: Sequence[Compare]) -> None:
         """`conditions`: they must hold in etcd for each write."""
         self._conditions = conditions
+        self.why_deposed = ""
         self.deposed.clear()
 
     def end(self) -> None:
@@ -64,7 +65,7 @@ class LeaderStore:
         on_deposed: Callable[[str], object],
     ) -> None:
         """`leadership`: conditions of leading; raises NotLeader outside of a term. `on_deposed`:
-        called with the reason when a condition fails."""
+        called with the reason when a condition of the present term fails."""
         self._store = store
         self._leadership = leadership
         self._on_deposed = on_deposed
@@ -109,7 +110,7 @@ class LeaderStore:
         seen = result.reads[len(otherwise) :]
         for compare, items in zip(leadership, seen, strict=True):
             if not holds(compare, items[0] if items else None):
-                raise self._report_deposed()
+                raise self._no_longer_leads(leadership)
         return TransactionResult(False, result.revision, result.reads[: len(otherwise)])
 
     async def confirm(self) -> None:
@@ -129,9 +130,9 @@ class LeaderStore:
         leadership = self._leadership()
         leader_gets = [Get(each.key) for each in leadership]
         if not (await self._store.transact(leadership, leader_gets, leader_gets)).succeeded:
-            raise self._report_deposed()
+            raise self._no_longer_leads(leadership)
 
-    def _report_deposed(self) -> NotLeader:
+    def _no_longer_leads(self, failed: Sequence[Compare]) -> NotLeader:
         error = NotLeader(
             "this coordinator no longer leads",
             seen="no leader's key in etcd, or another coordinator's",
@@ -139,5 +140,13 @@ class LeaderStore:
             fix="Ask another coordinator.",
         )
         log.warning("transaction_refused", reason=str(error))
-        self._on_deposed(str(error))
+        if self._are_current(failed):
+            self._on_deposed(str(error))
         return error
+
+    def _are_current(self, conditions: Sequence[Compare]) -> bool:
+        """False if the conditions are those of an earlier term, in which the call began."""
+        try:
+            return self._leadership() == conditions
+        except NotLeader:
+            return False

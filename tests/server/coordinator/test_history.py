@@ -23,6 +23,7 @@ from shoal_server.coordinator.kept_history import read
 from shoal_server.core.limits import Limits
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import Delete, Put
+from shoal_server.status import board as board_module
 from shoal_server.status.reading import StatusQueries
 from shoal_server.status.views import HealthView
 
@@ -253,6 +254,34 @@ async def test_a_removed_job_is_forgotten() -> None:
         await own.take_up()
         found = world.coordinator.board.history("j")
         assert found is not None and found[1].view().step == (1, 2)
+
+
+async def test_a_retried_job_that_the_board_had_dropped_keeps_its_charts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The board drops ended jobs if there are many; a retry makes a new one for the job."""
+    monkeypatch.setattr(board_module, "MAX_JOBS", 1)
+    store = MemoryStore()
+    async with served(store) as world:
+        (member,) = await world.training("a")
+        begun_s = world.coordinator.registry.find("j").job.tally.begun_s
+        await store.transact((), [Put(keys.history("j"), kept(begun_unix_s=begun_s))])
+        own, board = keeper(world), world.coordinator.board
+        await own.take_up()
+        await asyncio.to_thread(member.leave, completed=False, reason="killed")
+        await world.coordinator.registry.find("j").stop("enough")
+        board.event("other", "job_finished", "all is done")
+        assert board.history("j") is None
+        await own.take_up()
+        await own.keep()
+        await world.coordinator.registry.retry("j", from_scratch=False)
+        await own.keep()
+        await own.take_up()
+        await own.keep()
+        found = board.history("j")
+        assert found is not None and found[1].view().step == (1, 2)
+        stored = await store.get(keys.history("j"))
+        assert stored is not None and read(stored.value).series.step == (1, 2)
 
 
 async def test_a_slow_etcd_does_not_delay_further_readings(

@@ -6,14 +6,23 @@ from collections.abc import Sequence
 import grpc.aio
 import pytest
 from support.clusters.coordinator_world import Served, served
-from support.clusters.hooked_store import Transaction, UnreliableStore
+from support.clusters.hooked_store import HookedStore, Transaction, UnreliableStore
 from support.clusters.memory_store import MemoryStore
 from support.processes.served_process import awaited
 
 from shoal_client.commands.jobs import check_not_finished, reset_job
 from shoal_client.membership import calls as membership_calls
 from shoal_client.membership.member_session import MemberSession
-from shoal_proto.errors import Fenced, JobFinished, JobInUse, ShoalError, StateLost, Unavailable
+from shoal_proto.errors import (
+    Fenced,
+    JobFinished,
+    JobInUse,
+    JobQuarantined,
+    ShoalError,
+    StateLost,
+    Unavailable,
+)
+from shoal_proto.health import CourseFigures
 from shoal_proto.protocol import OWN_PROTOCOLS
 from shoal_proto.status import from_detail, from_rpc_error
 from shoal_proto.v1 import membership_pb2 as pb
@@ -103,6 +112,48 @@ async def test_a_job_whose_state_is_lost_starts_over(new_leader: bool) -> None:
         assert {member.token.generation for member in again} == {3}
 
 
+class HaltingStore(HookedStore):
+    """A store that makes so many writes of a job's loss, and never answers the next."""
+
+    def __init__(self, num_writes: int) -> None:
+        super().__init__()
+        self._left = num_writes
+        self._is_lost = False
+        self.has_halted = asyncio.Event()
+
+    async def before(self, transaction: Transaction) -> None:
+        state = keys.job_state("j")
+        puts = transaction.puts
+        self._is_lost |= any(each.key == state and b'"lost"' in each.value for each in puts)
+        if not self._is_lost or self.has_halted.is_set():
+            return
+        if not self._left:
+            self.has_halted.set()
+            await asyncio.Event().wait()
+        self._left -= 1
+
+
+@pytest.mark.parametrize("num_writes", [1, 2])
+async def test_a_job_starts_over_whose_leader_ended_while_it_wrote_the_loss(
+    num_writes: int,
+) -> None:
+    """The members that the leader had yet to expel do not count as live ones."""
+    store = HaltingStore(num_writes)
+    async with served(store) as world:
+        for member in await world.training("a", "b"):
+            await asyncio.to_thread(member.leave, completed=False, reason="killed")
+        await world.joined("c", desired=1)
+        async with asyncio.timeout(20):
+            await store.has_halted.wait()
+        await world.coordinator.step_down()
+        assert "members/j/c" in await names(store)
+        await world.coordinator.lead(())
+        with pytest.raises(StateLost):
+            await asyncio.to_thread(check_not_finished, [world.address], "j")
+        assert await asyncio.to_thread(reset_job, [world.address], "j")
+        assert await names(store) == {"resets/j"}
+
+
 async def test_the_next_run_has_no_steps_of_the_last() -> None:
     """Steps and loss are gone; the events are kept."""
     async with served(MemoryStore()) as world:
@@ -117,6 +168,31 @@ async def test_the_next_run_has_no_steps_of_the_last() -> None:
         assert board.last_loss("j") is None
         assert board.health("j", "a", "p") is None
         assert len(board.events("j")) >= num_events > 0
+
+
+@pytest.mark.parametrize("from_scratch", [False, True])
+async def test_a_job_that_is_retried_from_scratch_has_no_steps_of_before(
+    from_scratch: bool,
+) -> None:
+    """The steps, losses, logged values and charts of a job that goes on are kept."""
+    store = MemoryStore()
+    async with served(store) as world:
+        (member,) = await world.training("a")
+        await asyncio.to_thread(member.leave, completed=False, reason="killed")
+        board, registry = world.coordinator.board, world.coordinator.registry
+        course = CourseFigures(logged={"accuracy": (60, 0.9)})
+        health = HealthView(public_id="p", received_unix_s=1.0, step=60, loss=1.5, course=course)
+        board.report("j", "a", health)
+        await registry.find("j").stop("enough")
+        await store.put(keys.history("j"), b"charts")
+        await registry.retry("j", from_scratch=from_scratch)
+        assert (await store.get(keys.history("j")) is None) == from_scratch
+        again = CourseFigures(logged={"accuracy": (3, 0.1)})
+        later = HealthView(public_id="q", received_unix_s=2.0, step=3, loss=2.5, course=again)
+        board.report("j", "a", later)
+        assert board.highest_step("j") == (3 if from_scratch else 60)
+        newest = (3, 0.1) if from_scratch else (60, 0.9)
+        assert board.logged("j").newest_values() == {"accuracy": newest}
 
 
 async def test_a_reset_of_an_unknown_job_does_nothing() -> None:
@@ -160,6 +236,18 @@ async def test_a_quarantined_job_with_members_is_repaired_before_its_reset() -> 
         await asyncio.to_thread(awaited, lambda: not actor.job.members, 20.0, "they are lost")
         assert await asyncio.to_thread(reset_job, [world.address], "j")
         assert await names(store) == {"resets/j"}
+
+
+async def test_a_removal_replaces_an_unreadable_record_of_earlier_runs() -> None:
+    """The name is free then, for the next leader too."""
+    store = MemoryStore()
+    await store.put(keys.reset("j"), b"{garbage")
+    async with served(store) as world:
+        with pytest.raises(JobQuarantined):
+            await asyncio.to_thread(check_not_finished, [world.address], "j")
+        assert await asyncio.to_thread(reset_job, [world.address], "j")
+    async with served(store) as world:
+        await world.training("a")
 
 
 @pytest.mark.parametrize("new_leader", [False, True])

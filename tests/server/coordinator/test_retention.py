@@ -19,10 +19,12 @@ from shoal_server.coordinator.jobs.job_actor import JobActor
 from shoal_server.coordinator.retention import Retention
 from shoal_server.coordinator.retention_policy import DAY_S, HOUR_S, RetentionPolicy
 from shoal_server.core.membership.phases import Phase
+from shoal_server.core.publications.records import Publisher, SeriesHead
 from shoal_server.core.retention import RetentionLimits
 from shoal_server.core.samples.requests import LedgerCounts
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import Delete, Put, value_is
+from shoal_server.etcd.records.series import encode_head
 from shoal_server.status.reading import StatusQueries
 from shoal_server.status.views import HealthView, JobSummary
 
@@ -188,6 +190,23 @@ async def test_the_record_of_earlier_runs_is_removed_in_time() -> None:
         await world.coordinator.resetting.reset("j")
         await sweeper.after(0.0)
         assert await names(store) == set()
+
+
+async def test_the_series_of_earlier_runs_are_removed_with_their_record() -> None:
+    """The next run begins at generation 1, and is not taken for one before the series' publisher.
+    A plain script's series stays."""
+    store = MemoryStore()
+    by_a_run, by_a_script = Publisher(generation=9), Publisher(script="p")
+    for name, publisher in (("j/policy", by_a_run), ("j/own", by_a_script)):
+        head = SeriesHead(number=3, epoch=1, publisher=publisher)
+        await store.put(keys.series_head(name), encode_head(head))
+    async with served(store) as world:
+        await leave(await world.training("a"), completed=True)
+        await world.coordinator.resetting.reset("j")
+        series = {f"series/{each}/head" for each in ("j/policy", "j/own")}
+        assert await names(store) == {"resets/j", *series}
+        await Sweeper(world).after(31 * DAY_S)
+        assert await names(store) == {"series/j/own/head"}
 
 
 async def test_the_result_of_a_job_is_written_with_its_end() -> None:

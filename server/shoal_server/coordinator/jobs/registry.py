@@ -37,6 +37,7 @@ from shoal_server.core.job.job import Job
 from shoal_server.core.limits import Limits
 from shoal_server.core.membership import events
 from shoal_server.core.processes import MemberProcess
+from shoal_server.etcd import keys
 from shoal_server.etcd.api import Delete
 from shoal_server.etcd.repeat import until_answered
 from shoal_server.serving.tasks import gather_bounded, run_until_done
@@ -122,7 +123,7 @@ class Registry:
         """Read every job that has members, and call `prepare` for each; of other jobs, only the
         state record.
 
-        Deletes keys of members without a job. Raises what the store raises.
+        Deletes stray keys of members. Raises what the store raises.
         """
         survey = await self._dependencies.stored.survey()
         for name, why in survey.quarantined.items():
@@ -421,13 +422,19 @@ class Registry:
         await actor.end()
 
     async def retry(self, job: str, *, from_scratch: bool) -> JobActor:
-        """Allow members to join a job that is over. Raises what `find` and `JobActor.retry`
-        raise."""
+        """Allow members to join a job that is over; with `from_scratch`, without its reports and
+        charts. Raises what `find`, `JobActor.retry` and the store raise."""
         actor = self.find(job)
-        await actor.retry("an operator lets members join again", from_scratch=from_scratch)
-        task = self._tasks.get(job)
-        if (task is None or task.done()) and self._actors.get(job) is actor:
-            self._run(actor)
+        try:
+            await actor.retry("an operator lets members join again", from_scratch=from_scratch)
+            if from_scratch:
+                self._dependencies.board.reset_reports(job)
+                await self._dependencies.jobs.apply([Delete(keys.history(job))])
+        finally:
+            # Also if the call is cancelled: the job is no longer over then, and needs its timers.
+            task = self._tasks.get(job)
+            if (task is None or task.done()) and self._actors.get(job) is actor:
+                self._run(actor)
         return actor
 
     async def declare_lost(self, job: str, who: MemberProcess, reason: str) -> None:

@@ -58,7 +58,8 @@ class JobSurvey:
     """Jobs with members."""
     quarantined: Mapping[str, JobQuarantined]
     strays: Sequence[str]
-    """Keys of members without a job."""
+    """Keys of members without a job, or of a job that is over: an earlier leader ended before it
+    expelled them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,12 +133,13 @@ class StoredJobs:
             except (UnreadableRecord, ShoalError) as error:
                 failed[name] = unreadable(name, keys.job_state(name), error)
         owners = {key: _job_of_member(key) for key in in_members}
-        known = states.keys() | failed.keys()
+        unfinished = {n for n, each in states.items() if not each.finished and each.lost is None}
+        has_members = unfinished | failed.keys()
         return JobSurvey(
             states=states,
             attended=frozenset(job for job in owners.values() if job),
             quarantined=failed,
-            strays=[key for key, job in owners.items() if job and job not in known],
+            strays=[key for key, job in owners.items() if job and job not in has_members],
         )
 
     @staticmethod

@@ -122,6 +122,12 @@ class SeriesActor:
         """True if no call or watch waits, and no work is in progress."""
         return self.series.is_idle and not self._calls and not self.num_watchers
 
+    @property
+    def is_removed(self) -> bool:
+        """True if all published versions are gone, and nobody uses the series."""
+        head = self.series.head
+        return head.number > 0 and not head.kept and self.is_idle
+
     def view_for_readers(self) -> pb.SeriesView:
         """View for watchers, made once for each change."""
         if self._view is None:

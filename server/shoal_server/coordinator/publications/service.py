@@ -135,10 +135,11 @@ class WeightSeriesService(WeightSeriesServicer):
         """Series of a job, by name."""
         return [each for each in self.series() if messages.job_of(each.series.name) == job]
 
-    async def clear(self, job: str, *, forgets_numbers: bool) -> bool:
+    async def clear(self, job: str, *, forgets_numbers: bool, of_scripts: bool = True) -> bool:
         """Drop all versions of a job that is removed or started over; True if there were any.
 
-        Later versions continue the numbers, unless `forgets_numbers`. Unreadable series stay.
+        Later versions continue the numbers, unless `forgets_numbers`. Unreadable series stay; so do
+        series that plain scripts publish, unless `of_scripts`.
         Raises Unavailable while etcd cannot be reached, NotLeader, and the error with which a
         series ends meanwhile; some versions may then be gone.
         """
@@ -147,6 +148,8 @@ class WeightSeriesService(WeightSeriesServicer):
             async with asyncio.timeout(CLEARED_WITHIN_S):
                 for each in self.series_of(job):
                     actor = await self._find(each.series.name)
+                    if actor.series.head.publisher.script and not of_scripts:
+                        continue
                     had_any = had_any or bool(actor.series.head.kept)
                     await self._clear(actor, forgets_numbers=forgets_numbers)
         except TimeoutError:
@@ -159,9 +162,11 @@ class WeightSeriesService(WeightSeriesServicer):
     async def _clear(self, actor: SeriesActor, *, forgets_numbers: bool) -> None:
         name = actor.series.name
         await actor.submit_request(lambda call: ClearRequested(call=call))
-        if forgets_numbers and self._actors.pop(name, None) is not None:
-            actor.end(UnknownSeries(f"series {name} was removed with its job"))
+        if forgets_numbers and self._actors.get(name) is actor:
+            # Before the actor goes: if this fails, the next call must find the series.
             await actor.writer.delete_records()
+            actor.end(UnknownSeries(f"series {name} was removed with its job"))
+            self._actors.pop(name, None)
 
     def _servers_changed(self) -> None:
         for actor in self._actors.values():
@@ -215,10 +220,12 @@ class WeightSeriesService(WeightSeriesServicer):
         return actor
 
     async def _opened(self, name: str) -> SeriesActor:
-        if name not in self._actors and len(self._actors) >= MAX_SERIES:
+        # A removed series keeps only its numbers.
+        num_series = sum(not each.is_removed for each in self._actors.values())
+        if name not in self._actors and num_series >= MAX_SERIES:
             raise Overloaded(
                 "this cluster already has the maximum number of series",
-                seen=f"{len(self._actors)} series",
+                seen=f"{num_series} series",
                 expected=f"fewer than {MAX_SERIES}",
                 fix="`shoal rm JOB` removes the series of a job.",
             )

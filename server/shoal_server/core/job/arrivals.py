@@ -50,6 +50,10 @@ def joined(job: JobState, event: MemberJoined, now_s: float) -> None:
     known = job.members.get(event.member_id)
     if known is not None and known.incarnation == event.incarnation:
         job.table.note_stream_back(known)
+        if job.record is not None:
+            # If etcd was restored to an earlier time, the member may be in a generation that is
+            # missing there: it is over, and the next one has a higher number.
+            job.last_generation = max(job.last_generation, event.generation)
         _repeat_notices(job, known, event.generation, now_s)
         return
     if reason := job.stop_reason:

@@ -7,6 +7,7 @@ from shoal_server.core.generations.roster import Conflict, GenerationRoster, Ver
 from shoal_server.core.job import endings
 from shoal_server.core.job.job_state import JobState
 from shoal_server.core.membership import refusals
+from shoal_server.core.membership.changes import MAX_LINE, shortened
 from shoal_server.core.membership.events import OutcomeNotice, RosterAnswered, WriteGeneration
 from shoal_server.core.membership.member import MemberState, names_of
 from shoal_server.core.membership.phases import Trigger
@@ -52,16 +53,19 @@ def _exclude_unreachable(job: JobState, agreement: Agreement, now_s: float) -> N
     """Commit if all cut pairs train already; else abort, and exclude members."""
     members = job.members_of(agreement.roster)
     newest_last = sorted(members, key=lambda m: (not m.is_in(job.previous), m.joined_s))
-    names, running = [m.member_id for m in newest_last], job.running
+    order, running = [m.member_id for m in newest_last], job.running
     staying = {m.member_id for m in members if job.stays(m)}
     trainers = {m.member_id for m in members if m.is_in(running)}
     excluded = members_to_exclude(
-        agreement.unreachable, newest_last=names, kept=staying
-    ) or members_to_exclude(agreement.unreachable, newest_last=names, kept=trainers)
+        agreement.unreachable, newest_last=order, kept=staying
+    ) or members_to_exclude(agreement.unreachable, newest_last=order, kept=trainers)
     if not excluded:
         _commit_if_there_is_state(job, agreement, now_s)
         return
-    endings.abort(job, f"unreachable: {'; '.join(excluded.values())}", now_s)
+    names = names_of([job.members[name] for name in excluded])
+    errors = "; ".join(excluded.values())
+    # Bounded, since the reason is sent to all members and stored.
+    endings.abort(job, shortened(f"unreachable: {names}: {errors}", MAX_LINE), now_s)
     job.tries.num_excluded += len(excluded)
     for name, seen in excluded.items():
         endings.refuse(

@@ -11,6 +11,12 @@ from shoal_server.status.history.thinned import ThinnedCurve
 
 MAX_RANKS = 8
 FIRST_INTERVAL_S = 1.0
+AHEAD = 60
+"""Intervals by which a point may be ahead of the clock."""
+MAX_POINTS_AHEAD = 8
+"""Number of points further ahead that are dropped: the clock was wrong for a moment when they were
+made, and all readings up to their time would join the newest of them. If there are more, the clock
+may be wrong now."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +107,9 @@ class Series:
 
     def add(self, reading: Reading, unix_s: float) -> None:
         """Add a reading to the current interval."""
-        self._curve.point_at(int(unix_s // FIRST_INTERVAL_S)).add(reading)
+        position = int(unix_s // FIRST_INTERVAL_S)
+        self._curve.drop_few_after(position + AHEAD, MAX_POINTS_AHEAD)
+        self._curve.point_at(position).add(reading)
 
     def view(self, last_s: float = 0.0) -> SeriesView:
         """View of all intervals that have values; or, in shorter intervals, of the newest `last_s`

@@ -6,6 +6,7 @@ level moves to the next level, where it joins the other half of its interval.
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from typing import Generic, Protocol, Self, TypeVar
 
 LEVEL_POINTS = 64
@@ -72,6 +73,21 @@ class ThinnedCurve(Generic[P]):
                 else:
                     coarser.append(oldest)
             level += 1
+
+    def drop_few_after(self, position: int, most: int) -> None:
+        """Drop the points that begin after the position, unless there are more than `most`."""
+        levels_of_points = list(islice(self._after(position), most + 1))
+        if len(levels_of_points) <= most:
+            for points in levels_of_points:
+                points.pop()
+
+    def _after(self, position: int) -> Iterator[deque[P]]:
+        """Yield the level of each point that begins after the position."""
+        for level, points in self._filled():
+            for point in reversed(points):
+                if point.number << level <= position:
+                    break
+                yield points
 
     def points(self) -> Iterator[tuple[int, P]]:
         """Yield all points with their levels, the oldest first."""

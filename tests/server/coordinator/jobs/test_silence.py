@@ -2,7 +2,9 @@
 
 import asyncio
 
+import pytest
 from support.clusters.coordinator_world import served
+from support.clusters.hooked_store import HookedStore, Transaction
 from support.clusters.memory_store import MemoryStore
 
 from shoal_proto.incarnation import new_incarnation
@@ -41,3 +43,46 @@ async def test_a_silent_member_is_found_while_events_of_another_never_end() -> N
         (lost,) = [e for e in world.coordinator.board.events("j") if e.kind == "member_removed"]
         assert lost.reason.startswith("silent: no heartbeat for ")
         assert f"{LIMITS.lease_s:g} s are allowed" in lost.reason
+
+
+class HeldStore(HookedStore):
+    """A store whose transactions wait while `is_open` is not set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_open, self.has_begun = asyncio.Event(), asyncio.Event()
+        self.is_open.set()
+
+    async def before(self, transaction: Transaction) -> None:
+        self.has_begun.set()
+        await self.is_open.wait()
+
+
+async def test_a_silent_member_is_found_after_a_retry_that_was_cancelled() -> None:
+    """The call may end before etcd answers (Ctrl-C, a timeout); members may join all the same."""
+    limits = Limits(heartbeat_s=0.05, join_s=2.0)
+    store = HeldStore()
+    async with served(store, limits) as world:
+        registry = world.coordinator.registry
+        actor = registry.find_or_create(SPEC)
+        await actor.stop("enough")
+        # Lets the timers of the ended job end.
+        await actor.wait_durable(WITHIN_S)
+        store.is_open.clear()
+        store.has_begun.clear()
+        retry = asyncio.create_task(registry.retry("j", from_scratch=False))
+        await store.has_begun.wait()
+        retry.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await retry
+        store.is_open.set()
+        incarnation = new_incarnation()
+        stream = actor.open_stream("silent", incarnation)
+        info = MemberInfo(host="h", address="127.0.0.1")
+        await actor.submit(
+            MemberJoined(member_id="silent", incarnation=incarnation, spec=SPEC, info=info)
+        )
+        async with asyncio.timeout(WITHIN_S):
+            while await stream.notices.get() is not None:
+                pass
+        assert not actor.job.members

@@ -747,6 +747,34 @@ async def test_clearing_a_job_keeps_or_forgets_its_version_numbers(world: WorldW
         )
 
 
+async def test_a_series_whose_removal_fails_is_removed_by_the_next(
+    world: WorldWithServers,
+) -> None:
+    """The deletion of the records is lost, or only etcd's answer to it."""
+    for lost in ("request", "answer"):
+        async with world.leading() as client:
+            await client.begin(member())
+            world.store.loses = [lost]
+            with pytest.raises(Unavailable):
+                await client.service.clear("rl", forgets_numbers=True)
+            await client.service.clear("rl", forgets_numbers=True)
+            assert await world.store.keys(keys.SERIES) == ()
+            assert client.service.series() == []
+
+
+async def test_removed_series_leave_room_for_others(
+    world: WorldWithServers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The numbers of a removed series are kept, and do not count as a series."""
+    monkeypatch.setattr(service_module, "MAX_SERIES", 1)
+    async with world.leading() as client:
+        await world.published(client, 1)
+        with pytest.raises(Overloaded, match="`shoal rm JOB` removes the series of a job"):
+            await client.begin(script("p"), series="other/policy")
+        await client.service.clear("rl", forgets_numbers=False)
+        assert (await client.begin(script("p"), series="other/policy")).epoch == 1
+
+
 async def test_invalid_requests_are_refused_with_the_reason(world: WorldWithServers) -> None:
     async with world.leading(call_wait_s=0.1) as client:
         with pytest.raises(InvalidSpec, match="bad name of a series"):

@@ -58,6 +58,22 @@ def test_a_member_behind_a_firewall_is_refused_and_the_others_train() -> None:
     assert "unreachable" in w.written[1][0].reason
 
 
+def test_the_reason_stays_short_however_many_members_are_unreachable() -> None:
+    """All members get the reason, and etcd stores it: it names the first of the excluded members,
+    and their number."""
+    names = [f"w{number:02}" for number in range(40)]
+    w = World(JobSpec(job="j", min_members=1, max_members=40, desired_members=40))
+    for name in names:
+        w.join(name)
+    w.cut = {(one, other) for one in names[:20] for other in names[20:]}
+    w.run(2.0)
+    assert w.roster() == names[:20]
+    reason = w.written[1][0].reason
+    assert reason.startswith("unreachable: w20, w21, ")
+    assert "w29 and 10 more: w00 could not reach w" in reason
+    assert len(reason) <= 600
+
+
 def test_a_joiner_that_cannot_be_reached_stops_no_member() -> None:
     """Members check this before they stop: the old generation runs on."""
     w = world("a", "b")

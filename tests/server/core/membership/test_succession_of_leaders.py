@@ -1,7 +1,7 @@
 """New leaders, and calls that arrive late: a generation that trains continues."""
 
 import pytest
-from support.members.job_world import digest_of
+from support.members.job_world import digest_of, training
 
 from shoal_proto.incarnation import new_incarnation
 from shoal_server.core.generations.roster import (
@@ -323,3 +323,35 @@ def test_a_member_outside_the_newest_roster_gets_the_break_of_its_generation() -
         if isinstance(each, events.SendNotice) and isinstance(each.notice, events.BreakNotice)
     ]
     assert broken == [3]
+
+
+def test_members_of_a_generation_that_a_restored_etcd_does_not_have_go_on() -> None:
+    """The backup is of generation 1: members stop, report their step, and form a generation above
+    the one that they were in."""
+    w = training("a", "b", "c")
+    saved_members = tuple(
+        MemberState(**w.process_of(each), info=MemberInfo(host="h"), joined_s=0.0)
+        for each in w.members.values()
+    )
+    w.kill("c", seen_by_launcher=True)
+    w.run(2.0)
+    assert w.job.last_generation == 2
+    w.train(9)
+    limits = w.job.limits
+    saved = SavedJob(
+        last_generation=Generation(1),
+        record=w.written[1][0],
+        before=None,
+        members=saved_members,
+        finished=False,
+        reason="",
+    )
+    w.job = restored(w.job.spec, saved, limits=limits, digest_of=digest_of, now_s=w.now_s)
+    for name in "ab":
+        w.attend_again(name)
+    w.run(w.now_s + limits.collective_s + limits.longest_bring_up_s)
+    assert sorted(w.members) == ["a", "b"], "a member was refused"
+    assert w.is_running(), w.job.reason
+    assert w.roster() == ["a", "b"]
+    assert w.job.running is not None
+    assert (w.job.running.generation, w.job.running.step) == (3, 9)

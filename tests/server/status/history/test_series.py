@@ -133,3 +133,29 @@ def test_a_reading_of_a_clock_that_was_set_back_is_kept() -> None:
     series.add(reading(1), 100.0)
     series.add(reading(2), 40.0)
     assert series.view().step == (2,)
+
+
+@pytest.mark.parametrize("is_restored", [False, True])
+def test_readings_of_a_clock_that_was_ahead_for_a_moment_are_dropped(is_restored: bool) -> None:
+    """The chart goes on, and does not wait until that time has come."""
+    series = filled(500)
+    for second in (1, 2):
+        series.add(reading(500), 1_003_600.0 + second)
+    if is_restored:
+        series, kept = Series(), series.view()
+        series.restore(kept)
+    for second in range(500, 700):
+        series.add(reading(second), 1_000_000.0 + second)
+    view = series.view()
+    assert view.unix_s[-1] + view.interval_s == 1_000_700.0
+    assert set(view.step) >= {499, 699}
+    assert series.view(60.0).step[-1] == 699
+
+
+def test_readings_of_a_clock_that_is_far_behind_cost_no_points() -> None:
+    """The coordinator may have begun with a clock that is not set yet."""
+    series = filled(500)
+    before = series.view()
+    series.add(reading(500), 0.0)
+    view = series.view()
+    assert (view.unix_s, view.step[:-1]) == (before.unix_s, before.step[:-1])
