@@ -8,6 +8,7 @@ Each child leads its own process group: Ctrl-C in the terminal reaches only the 
 a child also kills the child's children.
 """
 
+import errno
 import os
 import queue
 import signal
@@ -252,9 +253,15 @@ class Supervisor:
             if log is not None:
                 log.close()
         process = Process(command, popen)
+        try:
+            self._follow(process, popen)
+        except RuntimeError as error:
+            # The kernel refuses a thread, and nothing else would notice the child's end.
+            process.kill()
+            popen.wait()
+            raise OSError(errno.EAGAIN, f"no thread to watch it: {error}") from error
         with self._lock:
             self._processes.append(process)
-        self._follow(process, popen)
         return process
 
     def _follow(self, process: Process, popen: subprocess.Popen[bytes]) -> None:

@@ -1,10 +1,12 @@
 """Child processes: none outlives its parent, and every end is noticed."""
 
+import errno
 import os
 import queue
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -144,6 +146,26 @@ def test_a_missing_command_has_exit_code_127(supervisor: Supervisor, tmp_path: P
     )
     assert process.wait(DEADLINE_S) == 127
     assert "/no/such/command" in log_path.read_text()
+
+
+def test_a_child_that_no_thread_could_watch_is_refused(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error is that of a process that the kernel refuses, and no child is left."""
+    start = threading.Thread.start
+
+    def refusing(thread: threading.Thread) -> None:
+        if thread.name.startswith("shoal-watch"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refusing)
+    with pytest.raises(OSError, match="can't start new thread") as refused:
+        supervisor.spawn(python(FOREVER, sink=lambda line: None))
+    assert refused.value.errno == errno.EAGAIN
+    assert supervisor.running == []
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
 
 
 def test_close_ends_all_children_and_refuses_new_ones() -> None:

@@ -4,6 +4,8 @@ The coordinator is a gRPC server that receives reports and keeps no jobs.
 """
 
 import ctypes
+import errno
+import itertools
 import os
 import queue
 import re
@@ -24,8 +26,13 @@ import pytest
 from support.processes import commands
 from support.processes.commands import is_alive, read_until
 
+from shoal.launcher import worker_slots
+from shoal.launcher.launcher import Launcher
+from shoal.launcher.run_config import RunConfig
 from shoal.membership.join_config import admission_s
 from shoal_client.cli import installed_commands, read_config
+from shoal_client.host.stop_orders import StopOrders
+from shoal_client.local.process import ChildCommand, Process, Supervisor
 from shoal_proto.errors import (
     Fenced,
     InvalidSpec,
@@ -35,6 +42,7 @@ from shoal_proto.errors import (
     ProposalConflict,
     ShoalError,
     StateLost,
+    Unavailable,
     UnknownJob,
 )
 from shoal_proto.status import to_detail, to_status
@@ -281,6 +289,86 @@ def test_restarts_are_bounded(shoal_run: Run, book: ExitBook) -> None:
     reports = [book.reports.get(timeout=DEADLINE_S) for _ in range(3)]
     assert len({report.member_id for report in reports}) == 1
     assert len({report.pid for report in reports}) == 3
+
+
+def refuse_spawns(monkeypatch: pytest.MonkeyPatch, *refused: int) -> None:
+    """Have the kernel refuse these of the launcher's processes, counted from 1."""
+    numbers, spawn = itertools.count(1), Supervisor.spawn
+
+    def refusing(supervisor: Supervisor, command: ChildCommand) -> Process:
+        if next(numbers) in refused:
+            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        return spawn(supervisor, command)
+
+    monkeypatch.setattr(Supervisor, "spawn", refusing)
+
+
+def launcher_here(tmp_path: Path, coordinator: str, script: str, num_workers: int) -> Launcher:
+    """A launcher of this process, of workers w-0, w-1, ..."""
+    path = tmp_path / "script.py"
+    path.write_text(script)
+    config = RunConfig(
+        script=[str(path)],
+        job="j",
+        num_workers=num_workers,
+        coordinators=(coordinator,),
+        environment={**os.environ, "SHOAL_MEMBER_ID": "w"},
+    )
+    return Launcher(config, StopOrders())
+
+
+def test_a_restart_that_the_kernel_refuses_is_tried_again(
+    coordinator: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """The other worker goes on meanwhile, and ends once the first has been started again."""
+    monkeypatch.setattr(worker_slots, "PASSING_PAUSE_S", 0.05)
+    refuse_spawns(monkeypatch, 3)
+    os.mkfifo(tmp_path / "again")
+    script = f"""
+import os, pathlib, signal
+first, again = (pathlib.Path({str(tmp_path)!r}) / name for name in ("first", "again"))
+if os.environ["SHOAL_MEMBER_ID"] == "w-1":
+    again.read_text()
+elif not first.exists():
+    first.touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+else:
+    again.write_text("here")
+"""
+    code = launcher_here(tmp_path, coordinator, script, 2).run()
+    said = capfd.readouterr().err
+    assert code == 0, said
+    reason = os.strerror(errno.EAGAIN)
+    assert f"w-0 could not be started ({reason}); started again in 0.05 s (restart 2 of 3)" in said
+
+
+def test_refused_restarts_are_bounded(
+    coordinator: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(worker_slots, "PASSING_PAUSE_S", 0.01)
+    refuse_spawns(monkeypatch, 2, 3, 4)
+    script = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    code = launcher_here(tmp_path, coordinator, script, 1).run()
+    assert code == os.EX_TEMPFAIL
+    assert capfd.readouterr().err.count("w could not be started") == 3
+
+
+def test_a_run_whose_workers_the_kernel_refuses_does_not_begin(
+    coordinator: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error names the limits. The worker that was started is ended."""
+    refuse_spawns(monkeypatch, 2)
+    launcher = launcher_here(tmp_path, coordinator, "import signal; signal.pause()", 2)
+    with pytest.raises(Unavailable, match=r"w-1 cannot be started; saw Resource .*ulimit -u"):
+        launcher.run()
+    assert launcher.slots[0].process is not None
+    assert launcher.slots[0].process.exit_code == -signal.SIGTERM
 
 
 @pytest.mark.long
