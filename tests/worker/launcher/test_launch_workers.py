@@ -716,6 +716,17 @@ def joins():
     return slot
 def show(text):
     print(text, os.getpid(), flush=True)
+def lend_lifeline():
+    # The kernel frees the lifeline of a process that is only traced: another holds it instead.
+    life, worker, (reads, writes) = joins().lifeline, os.getpid(), os.pipe()
+    if os.fork() == 0:
+        os.setsid()
+        life.hold()
+        life._holder = worker
+        show("lends")
+        os.write(writes, b"!")
+        signal.pause()
+    os.read(reads, 1)
 def deaf():
     signal.signal(signal.SIGTERM, lambda *_: None)
     show("deaf")
@@ -905,10 +916,14 @@ def test_a_worker_that_starts_is_ended_with_its_stopped_job(
 def test_a_launcher_ends_though_a_worker_hangs_in_the_kernel(
     shoal_run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SIGKILL does not end the worker; the launcher ends all the same, and names the process."""
+    """SIGKILL does not end the worker, which keeps its lifeline; the launcher ends all the same,
+    and names the process."""
     monkeypatch.setenv("SHOAL_MEMBER_ID", "w")
     any_tracer = "import ctypes; ctypes.CDLL(None).prctl(0x59616d61, ctypes.c_ulong(-1))\n"
-    process = shoal_run(any_tracer + JOINS + "deaf()", "-n", "1", "--grace-s", "0.5")
+    process = shoal_run(
+        any_tracer + JOINS + "lend_lifeline()\ndeaf()", "-n", "1", "--grace-s", "0.5"
+    )
+    lender = int(read_until(process, "lends ")[-1].split()[-1])
     pid = int(read_until(process, "deaf ")[-1].split()[-1])
     # The launcher sees the end of a traced process only once its tracer has seen it.
     libc = ctypes.CDLL(None, use_errno=True)
@@ -918,6 +933,7 @@ def test_a_launcher_ends_though_a_worker_hangs_in_the_kernel(
         code, output = finish(process)
     finally:
         os.waitpid(pid, 0)
+        os.kill(lender, signal.SIGKILL)
     assert code == 128 + signal.SIGTERM, output
     assert f"w (pid {pid}) hangs in the kernel and does not end on SIGKILL" in output
 

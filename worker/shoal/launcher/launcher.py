@@ -365,7 +365,8 @@ class Launcher:
         for slot in self._worker_ends.left_behind(ends=bool(over) or self._is_ending):
             assert slot.process is not None
             supervisor.leave(slot.process)
-            slot.process = None
+            # Its thread may wait for the lifeline as long as the process hangs.
+            slot.process = slot.watch = None
             slot.exits.append(Exit(code=-signal.SIGKILL, ending=MembershipEnding.UNKNOWN))
             self._ended.append(slot.exits[-1])
 
@@ -473,12 +474,13 @@ class Launcher:
 
     @contextmanager
     def _lifelines(self) -> Iterator[None]:
-        """Close the watches before the board is removed."""
+        """Close the watches, except those of workers that hang in the kernel: they do not end."""
         try:
             yield
         finally:
             for slot in self.slots:
-                if slot.watch is not None:
+                hangs = slot.process is not None and slot.process.exit_code is None
+                if slot.watch is not None and not hangs:
                     slot.watch.close()
 
     @contextmanager
