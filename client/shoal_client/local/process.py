@@ -176,6 +176,9 @@ class Supervisor:
         self._processes: list[Process] = []
 
     def __enter__(self) -> "Supervisor":
+        # A parent may have left SIGCHLD ignored: the kernel then keeps no exit code of a child.
+        if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self._forker.start()
         return self
 

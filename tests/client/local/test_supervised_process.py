@@ -68,6 +68,16 @@ def test_lines_and_exit_code_are_reported(
     assert (process.exit_code, lines) == (7, ["a", "b", "c"])
 
 
+def test_an_exit_is_noticed_though_sigchld_was_ignored() -> None:
+    """A shell with `trap '' CHLD` starts its commands so."""
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        with Supervisor(grace_s=0.1) as supervisor:
+            assert supervisor.spawn(python("raise SystemExit(7)")).wait(DEADLINE_S) == 7
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
 def test_death_by_signal_is_reported_at_once(
     supervisor: Supervisor, exits: queue.SimpleQueue[Process]
 ) -> None:
