@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -143,6 +144,14 @@ class Process:
             self._popen.wait()
         self._exited.set()
         on_exit(self)
+        self._reap_orphans()
+
+    def _reap_orphans(self) -> None:
+        """Reap the rest of the killed group. Its processes are this process' children only if this
+        is process 1, as in a container: no other process would reap them."""
+        with suppress(ChildProcessError):
+            while True:
+                os.waitpid(-self.pid, 0)
 
 
 def _pump(stream: IO[bytes], sink: Callable[[str], None]) -> None:

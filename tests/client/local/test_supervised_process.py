@@ -207,6 +207,38 @@ with Supervisor() as supervisor:
 """
 
 
+ADOPTER = """
+import queue, sys, time
+from pathlib import Path
+from shoal_client.local.leftovers import adopt_orphans
+from shoal_client.local.process import ChildCommand, Supervisor
+
+adopt_orphans()
+lines = queue.SimpleQueue()
+code = "import subprocess as s, os; print(s.Popen(['sleep', '600']).pid, flush=True); os.abort()"
+with Supervisor() as supervisor:
+    supervisor.spawn(
+        ChildCommand(name="child", arguments=(sys.executable, "-c", code), sink=lines.put)
+    )
+    orphan, deadline_s = Path("/proc", lines.get(timeout=20)), time.monotonic() + 20
+    while orphan.exists():
+        assert time.monotonic() < deadline_s, (orphan / "stat").read_text()
+        time.sleep(0.01)
+"""
+
+
+def test_orphans_of_a_child_are_reaped() -> None:
+    """The parent adopts orphans, as process 1 of a container does, and leaves no zombie."""
+    done = subprocess.run(
+        [sys.executable, "-c", ADOPTER],
+        capture_output=True,
+        text=True,
+        timeout=2 * DEADLINE_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_no_child_survives_a_killed_parent() -> None:
     """SIGKILL of the parent ends the child, even if the thread that started it has ended before."""
     parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True)
