@@ -389,8 +389,8 @@ class WeightSeriesService(WeightSeriesServicer):
     # --- from readers ---
 
     async def _found_for_reader(self, name: str) -> SeriesActor:
-        """As `_find`, but Unavailable while etcd denies access: that refusal is of the coordinator,
-        and may end."""
+        """Actor of a series. Raises what `_find` raises, and Unavailable while etcd denies access:
+        that refusal is of the coordinator, and may end."""
         try:
             return await self._find(name)
         except AccessDenied as error:
@@ -473,7 +473,8 @@ class WeightSeriesService(WeightSeriesServicer):
 
 
 def _check_lives_for_reader(actor: SeriesActor) -> None:
-    """As `check_lives`, but Unavailable if a write was refused: the series is read again."""
+    """Raise what `check_lives` raises, and Unavailable if a write was refused: the series is read
+    again."""
     if actor.ended is None or isinstance(actor.ended, NotLeader | UnknownSeries):
         actor.check_lives()
         return
