@@ -4,18 +4,27 @@ import ctypes
 import gc
 import mmap
 import os
+import resource
 import signal
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
 
 from shoal_proto import CHUNK_BYTES, bulk
 from shoal_proto.bulk import FrameKind
-from shoal_proto.errors import ChecksumMismatch, InternalError, MalformedMessage, Unavailable
+from shoal_proto.errors import (
+    ChecksumMismatch,
+    InternalError,
+    MalformedMessage,
+    Overloaded,
+    Unavailable,
+)
 from shoal_proto.segments import sealed
+from shoal_proto.segments.descriptors import lacks_descriptor, receive_into
 from shoal_proto.segments.digests import (
     DIGEST_BYTES,
     check_chunk,
@@ -55,6 +64,32 @@ def test_a_segment_has_the_written_bytes_and_their_digest(num_bytes: int) -> Non
     assert segment.num_bytes == num_bytes
     assert segment.chunk_digests == chunk_digests(data)
     assert segment.digest == root_digest(chunk_digests(data))
+
+
+@contextmanager
+def no_further_file() -> Iterator[None]:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+@pytest.mark.parametrize("opened", ["new", "duplicate", "received"])
+def test_a_segment_without_a_descriptor_is_refused_with_the_limit(opened: str) -> None:
+    """The kernel drops a received descriptor without an error."""
+    sender, receiver = socket.socketpair()
+    with sender, receiver, closing(segment_of(b"abc")) as segment:
+        socket.send_fds(sender, [b"!"], [segment.descriptor])
+        with no_further_file(), pytest.raises(Overloaded, match=r"limit is 0; .*ulimit") as error:
+            if opened == "new":
+                SegmentWriter(3)
+            elif opened == "duplicate":
+                segment.duplicate()
+            else:
+                receive_into(receiver, memoryview(bytearray(1)))
+    assert lacks_descriptor(error.value)
 
 
 def test_digests_of_chunks_of_another_segment_are_refused() -> None:

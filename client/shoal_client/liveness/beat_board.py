@@ -309,7 +309,7 @@ class BeatBoard:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._memory.close()
+        # Unmapped with its last reference: the watch of a process that hangs still has one.
         os.close(self._descriptor)
 
     def address(self, index: int) -> str:

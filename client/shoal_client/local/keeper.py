@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from shoal_client.local.process import Process
+from shoal_client.local.process import KILLED_S, Process
 from shoal_proto.errors import InvalidSpec, ShoalError, Unavailable
 from shoal_proto.exit_codes import describe_exit
 
@@ -82,8 +82,9 @@ class Keeper:
         self._released.set()
 
     def join(self) -> None:
-        """Wait for the thread; call it once the part was released and has ended."""
-        self._thread.join()
+        """Wait for the thread; call it once the part was released and has ended. A part that hangs
+        in the kernel is waited for until KILLED_S have passed."""
+        self._thread.join(KILLED_S)
 
     def _keep(self) -> None:
         name, failures, serves_since_s, logged = self._process.name, 0, time.monotonic(), ""

@@ -8,6 +8,7 @@ Each child leads its own process group: Ctrl-C in the terminal reaches only the 
 a child also kills the child's children.
 """
 
+import errno
 import os
 import queue
 import signal
@@ -17,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -142,6 +144,14 @@ class Process:
             self._popen.wait()
         self._exited.set()
         on_exit(self)
+        self._reap_orphans()
+
+    def _reap_orphans(self) -> None:
+        """Reap the rest of the killed group. Its processes are this process' children only if this
+        is process 1, as in a container: no other process would reap them."""
+        with suppress(ChildProcessError):
+            while True:
+                os.waitpid(-self.pid, 0)
 
 
 def _pump(stream: IO[bytes], sink: Callable[[str], None]) -> None:
@@ -175,6 +185,9 @@ class Supervisor:
         self._processes: list[Process] = []
 
     def __enter__(self) -> "Supervisor":
+        # A parent may have left SIGCHLD ignored: the kernel then keeps no exit code of a child.
+        if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self._forker.start()
         return self
 
@@ -252,9 +265,15 @@ class Supervisor:
             if log is not None:
                 log.close()
         process = Process(command, popen)
+        try:
+            self._follow(process, popen)
+        except RuntimeError as error:
+            # The kernel refuses a thread, and nothing else would notice the child's end.
+            process.kill()
+            popen.wait()
+            raise OSError(errno.EAGAIN, f"no thread to watch it: {error}") from error
         with self._lock:
             self._processes.append(process)
-        self._follow(process, popen)
         return process
 
     def _follow(self, process: Process, popen: subprocess.Popen[bytes]) -> None:

@@ -15,7 +15,7 @@ from shoal_client.weights.leases import InstalledVersion, ReaderLeases
 from shoal_client.weights.relay import Relay
 from shoal_client.weights.stores import RelaySource, WeightStores
 from shoal_client.weights.watch import SeriesWatch
-from shoal_proto import CHUNK_BYTES
+from shoal_proto import CHUNK_BYTES, descriptor_limit
 from shoal_proto.back_off import BackOff
 from shoal_proto.dtypes import ITEM_BYTES
 from shoal_proto.errors import (
@@ -25,6 +25,7 @@ from shoal_proto.errors import (
     RetryError,
     VersionGone,
 )
+from shoal_proto.segments.descriptors import lacks_descriptor
 from shoal_proto.segments.digests import check_root
 from shoal_proto.segments.reused import ReusedMemory, ReusedSegment
 from shoal_proto.segments.sealed import Segment, SegmentWriter
@@ -83,6 +84,8 @@ class SeriesReader:
         """`reader`: its name in `shoal status`. `may_be_local`: see `WeightStores`.
         `apply_difference`: None to fetch only whole segments. `relay_at`: address at which this
         reader serves other relays; None: it is not a relay."""
+        # Each segment of a version takes a descriptor, and each segment of the base another.
+        descriptor_limit.raise_limit()
         self.series = series
         self._coordinators = Coordinators(coordinators)
         self._reports = Coordinators(coordinators)
@@ -193,7 +196,8 @@ class SeriesReader:
 
         Raises VersionGone if the version is dropped meanwhile, a RetryError if it cannot be leased
         within CALL_S, the RetryError or CorruptError of the last attempt after `timeout_s`,
-        refusals at once, and InvalidSpec for `ranges` in a relay."""
+        refusals, and Overloaded without a descriptor for each segment, at once, and InvalidSpec for
+        `ranges` in a relay."""
         give_up_s = time.monotonic() + timeout_s
         indices = range(len(record.segments)) if segments is None else segments
         if self._relay is not None and ranges:
@@ -420,9 +424,9 @@ class SeriesReader:
                     found = self._stores.fetch(holders, staged, give_up_s - time.monotonic())
                     self.fetched_bytes += staged.received_bytes
                     return found
-                except (RetryError, CorruptError):
+                except (RetryError, CorruptError) as error:
                     self._leases.check(record.number)
-                    if time.monotonic() >= give_up_s:
+                    if time.monotonic() >= give_up_s or lacks_descriptor(error):
                         raise
                 # A lost server is replaced in the record.
                 view = self._watch.wait_change(view, back_off.pause_s(chance()))

@@ -1,20 +1,59 @@
-"""Descriptors received over a Unix socket. See unix(7), SCM_RIGHTS."""
+"""Descriptors of memory files: their limit, and descriptors received over a Unix socket. See
+unix(7), SCM_RIGHTS."""
 
 import array
+import errno
+import os
 import socket
 
+from shoal_proto.descriptor_limit import limit
+from shoal_proto.errors import Overloaded, ShoalError
+
 _ONE = socket.CMSG_SPACE(array.array("i").itemsize)
+_RESOURCE = "resource"
 
 
 def receive_into(connected: socket.socket, space: memoryview) -> tuple[int, list[int]]:
     """Receive bytes into `space`; return their number, 0 at the end, and their descriptors, usually
     one.
 
-    The caller must close the descriptors. Raises OSError.
+    The caller must close the descriptors. Raises OSError, and Overloaded if the kernel has dropped
+    the descriptor, as this process can open no further file.
     """
-    count, ancillary, _, _ = connected.recvmsg_into([space], _ONE, socket.MSG_CMSG_CLOEXEC)
+    count, ancillary, flags, _ = connected.recvmsg_into([space], _ONE, socket.MSG_CMSG_CLOEXEC)
     found = array.array("i")
     for level, kind, data in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             found.frombytes(data[: len(data) - len(data) % found.itemsize])
+    if flags & socket.MSG_CTRUNC and not found:
+        raise no_descriptor()
     return count, list(found)
+
+
+def duplicate(descriptor: int) -> int:
+    """Return another descriptor of the same file. Raises Overloaded as `no_descriptor` says."""
+    try:
+        return os.dup(descriptor)
+    except OSError as error:
+        raise no_descriptor() from error
+
+
+def is_out_of_descriptors(error: Exception) -> bool:
+    """True for the system's error that this process, or the host, can open no further file."""
+    return isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
+
+
+def no_descriptor() -> Overloaded:
+    """Return the error of a process, or a host, that can open no further file."""
+    return Overloaded(
+        "this process cannot open a file for a segment of published weights",
+        seen=f"{os.strerror(errno.EMFILE)}: the limit is {limit()}",
+        expected="a descriptor for each segment of a version, and of the version before it",
+        fix="Raise the limit, with `ulimit -n` or LimitNOFILE of systemd.",
+        details={_RESOURCE: "descriptors"},
+    )
+
+
+def lacks_descriptor(error: ShoalError) -> bool:
+    """True if a process could open no further file."""
+    return error.details.get(_RESOURCE) == "descriptors"

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Iterator
 from queue import Empty, SimpleQueue
 
+from shoal_proto.segments.descriptors import duplicate
 from shoal_proto.segments.digests import chunk_digests
 from shoal_proto.segments.mapped import Window
 from shoal_proto.segments.sealed import Segment, SegmentWriter
@@ -111,7 +112,7 @@ class ReusedSegment(Segment):
     def duplicate(self) -> Segment:
         assert self._window is not None, "closed"
         return ReusedSegment(
-            os.dup(self.descriptor), self._window, self.chunk_digests, is_whole=self.is_whole
+            duplicate(self.descriptor), self._window, self.chunk_digests, is_whole=self.is_whole
         )
 
     def sealed_copy(self) -> Segment:
@@ -152,7 +153,7 @@ class _ReusingWriter(SegmentWriter):
         if of_chunks is None:
             of_chunks = chunk_digests(self._buffer)
         pages.is_touched = pages.is_touched or is_whole
-        descriptor = os.dup(pages.descriptor)
+        descriptor = duplicate(pages.descriptor)
         self.close()
         return ReusedSegment(descriptor, window, of_chunks, is_whole=is_whole)
 

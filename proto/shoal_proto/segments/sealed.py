@@ -12,6 +12,7 @@ import time
 import weakref
 
 from shoal_proto.errors import InternalError, MalformedMessage, Overloaded
+from shoal_proto.segments.descriptors import duplicate, is_out_of_descriptors, no_descriptor
 from shoal_proto.segments.digests import chunk_digests, root_digest
 from shoal_proto.segments.mapped import (
     HUGE_FROM_BYTES,
@@ -82,8 +83,9 @@ class Segment:
         return segment
 
     def duplicate(self) -> "Segment":
-        """Return another segment over the same memory, to be closed separately."""
-        descriptor = os.dup(self.descriptor)
+        """Return another segment over the same memory, to be closed separately. Raises Overloaded
+        without a descriptor for it."""
+        descriptor = duplicate(self.descriptor)
         return Segment(descriptor, self.num_bytes, self.chunk_digests, is_whole=self.is_whole)
 
     def view(self) -> memoryview:
@@ -233,7 +235,7 @@ class SegmentWriter:
         kernel does not seal the file.
         """
         self._unmap()
-        descriptor = os.dup(self._descriptor)
+        descriptor = duplicate(self._descriptor)
         self._close()
         try:
             _seal(descriptor)
@@ -279,6 +281,8 @@ def _seal(descriptor: int) -> None:
 
 
 def _no_memory(num_bytes: int, error: Exception) -> Overloaded:
+    if is_out_of_descriptors(error):
+        return no_descriptor()
     return Overloaded(
         "no memory for a segment of published weights",
         seen=str(error),

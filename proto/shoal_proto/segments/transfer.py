@@ -25,7 +25,7 @@ from shoal_proto.errors import (
     ShoalError,
     Unavailable,
 )
-from shoal_proto.segments.descriptors import receive_into
+from shoal_proto.segments.descriptors import is_out_of_descriptors, no_descriptor, receive_into
 from shoal_proto.segments.digests import check_chunk, check_root, chunks_of, num_chunks
 from shoal_proto.segments.sealed import Segment, SegmentWriter
 from shoal_proto.status import from_detail
@@ -176,8 +176,8 @@ class SegmentConnection:
         name: str = SERVER_NAME,
         chunk_within_s: float | None = None,
     ) -> "SegmentConnection":
-        """Connect to the server that made the offer. Raises Unavailable, or ChecksumMismatch for a
-        damaged answer.
+        """Connect to the server that made the offer. Raises Unavailable, ChecksumMismatch for a
+        damaged answer, or Overloaded if this process can open no further file.
 
         `address`: host:port of its gRPC service. `name`: the name that its TLS certificate must
         have. `may_be_local`: False to use TCP on this host too. `chunk_within_s`: for a relay, the
@@ -199,6 +199,8 @@ class SegmentConnection:
                 connected.close()
                 raise
         except (OSError, MalformedMessage) as error:
+            if is_out_of_descriptors(error):
+                raise no_descriptor() from error
             raise Unavailable(
                 f"no bulk connection to the parameter server or relay at {address}",
                 seen=repr(error),

@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack, suppress
 import structlog
 from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 
+from shoal_proto import descriptor_limit
 from shoal_proto.addresses import join_address, split_address
 from shoal_proto.errors import ShoalError
 from shoal_proto.tls import identity
@@ -22,7 +23,6 @@ from shoal_server.etcd.api import KeyValueStore
 from shoal_server.etcd.election import Election, Leadership
 from shoal_server.etcd.leader_key import Leader, LeaderCandidate
 from shoal_server.etcd.remote.client import opened
-from shoal_server.serving.admission import descriptors
 from shoal_server.serving.admission.calls import CallCounts
 from shoal_server.serving.listening import (
     StopRequest,
@@ -56,7 +56,7 @@ async def serve(config: CoordinatorConfig) -> None:
     InvalidSpec for the file of tokens, and AccessDenied from etcd.
     """
     stop = StopRequest()
-    descriptors.raise_limit()
+    descriptor_limit.raise_limit()
     async with AsyncExitStack() as stack:
         calls, durations = CallCounts(config.admission.calls), call_durations()
         server = new_server(durations, calls, config.admission.calls)

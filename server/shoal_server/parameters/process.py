@@ -19,6 +19,7 @@ import structlog
 import torch
 from prometheus_client.metrics_core import Metric
 
+from shoal_proto import descriptor_limit
 from shoal_proto.addresses import split_address
 from shoal_proto.errors import RetryError
 from shoal_proto.incarnation import new_incarnation
@@ -60,7 +61,6 @@ from shoal_server.parameters.weights.records import SeriesRecords
 from shoal_server.parameters.weights.servicer import WeightsServicer
 from shoal_server.parameters.weights.upkeep import WeightUpkeep
 from shoal_server.serving import tasks
-from shoal_server.serving.admission import descriptors
 from shoal_server.serving.admission.calls import CallCounts
 from shoal_server.serving.durations import Durations
 from shoal_server.serving.listening import (
@@ -114,7 +114,7 @@ async def serve(config: ParameterServerConfig, stop: asyncio.Event | None = None
     """
     # Shards are worked on in parallel; threads within a kernel would compete with that.
     torch.set_num_threads(1)
-    descriptors.raise_limit()
+    descriptor_limit.raise_limit()
     _keep_freed_memory()
     # Gradients stay in the immutable bytes in which they arrived; kernels do not write to them.
     warnings.filterwarnings("ignore", message="The given buffer is not writable")

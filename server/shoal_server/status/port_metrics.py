@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from shoal_server.serving.admission import descriptors
+from shoal_proto import descriptor_limit
 from shoal_server.serving.admission.calls import CallCounts
 from shoal_server.status.http.bounds import HttpBounds
 
@@ -22,7 +22,7 @@ class PortMetrics:
         yield GaugeMetricFamily(
             "shoal_coordinator_descriptors_number",
             "File descriptors that this process may have.",
-            value=descriptors.limit(),
+            value=descriptor_limit.limit(),
         )
         yield from self._calls()
         yield from self._http()

@@ -6,10 +6,12 @@ import os
 import queue
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 
 import pytest
 
+from shoal_client.local import keeper
 from shoal_client.local.keeper import Keeper, NotStarted, RestartPolicy
 from shoal_client.local.process import ChildCommand, Process, Supervisor
 from shoal_proto.errors import InvalidSpec, Unavailable
@@ -171,6 +173,20 @@ def test_a_released_part_is_not_started_again(supervisor: Supervisor) -> None:
     part.end()
     assert part.failures == []
     assert part.says.empty()
+
+
+def test_a_part_that_hangs_in_the_kernel_is_not_waited_for(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGKILL does not end the part within its time."""
+    part = Part(supervisor, AT_ONCE)
+    monkeypatch.setattr(keeper, "KILLED_S", 0.05)
+    part.keeper.release()
+    joining = threading.Thread(target=part.keeper.join, daemon=True)
+    joining.start()
+    joining.join(DEADLINE_S / 10)
+    assert not joining.is_alive()
+    part.end()
 
 
 def test_pauses_double_until_the_part_is_given_up() -> None:

@@ -1,10 +1,12 @@
 """Child processes: none outlives its parent, and every end is noticed."""
 
+import errno
 import os
 import queue
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -64,6 +66,16 @@ def test_lines_and_exit_code_are_reported(
     assert exits.get(timeout=DEADLINE_S) is process
     process.drain(DEADLINE_S)
     assert (process.exit_code, lines) == (7, ["a", "b", "c"])
+
+
+def test_an_exit_is_noticed_though_sigchld_was_ignored() -> None:
+    """A shell with `trap '' CHLD` starts its commands so."""
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        with Supervisor(grace_s=0.1) as supervisor:
+            assert supervisor.spawn(python("raise SystemExit(7)")).wait(DEADLINE_S) == 7
+    finally:
+        signal.signal(signal.SIGCHLD, before)
 
 
 def test_death_by_signal_is_reported_at_once(
@@ -146,6 +158,26 @@ def test_a_missing_command_has_exit_code_127(supervisor: Supervisor, tmp_path: P
     assert "/no/such/command" in log_path.read_text()
 
 
+def test_a_child_that_no_thread_could_watch_is_refused(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error is that of a process that the kernel refuses, and no child is left."""
+    start = threading.Thread.start
+
+    def refusing(thread: threading.Thread) -> None:
+        if thread.name.startswith("shoal-watch"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refusing)
+    with pytest.raises(OSError, match="can't start new thread") as refused:
+        supervisor.spawn(python(FOREVER, sink=lambda line: None))
+    assert refused.value.errno == errno.EAGAIN
+    assert supervisor.running == []
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+
+
 def test_close_ends_all_children_and_refuses_new_ones() -> None:
     with Supervisor(grace_s=1.0) as supervisor:
         children = [supervisor.spawn(python(FOREVER, sink=lambda line: None)) for _ in range(3)]
@@ -173,6 +205,38 @@ with Supervisor() as supervisor:
     print(child.pid, flush=True)
     child.wait()
 """
+
+
+ADOPTER = """
+import queue, sys, time
+from pathlib import Path
+from shoal_client.local.leftovers import adopt_orphans
+from shoal_client.local.process import ChildCommand, Supervisor
+
+adopt_orphans()
+lines = queue.SimpleQueue()
+code = "import subprocess as s, os; print(s.Popen(['sleep', '600']).pid, flush=True); os.abort()"
+with Supervisor() as supervisor:
+    supervisor.spawn(
+        ChildCommand(name="child", arguments=(sys.executable, "-c", code), sink=lines.put)
+    )
+    orphan, deadline_s = Path("/proc", lines.get(timeout=20)), time.monotonic() + 20
+    while orphan.exists():
+        assert time.monotonic() < deadline_s, (orphan / "stat").read_text()
+        time.sleep(0.01)
+"""
+
+
+def test_orphans_of_a_child_are_reaped() -> None:
+    """The parent adopts orphans, as process 1 of a container does, and leaves no zombie."""
+    done = subprocess.run(
+        [sys.executable, "-c", ADOPTER],
+        capture_output=True,
+        text=True,
+        timeout=2 * DEADLINE_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_no_child_survives_a_killed_parent() -> None:

@@ -1,10 +1,12 @@
 """Versions of a series, published and read while real parts are killed and restarted."""
 
+import itertools
 import os
+import resource
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +22,7 @@ from shoal_difference import codec
 from shoal_proto import CHUNK_BYTES
 from shoal_proto.errors import (
     DeadlineExceeded,
+    Overloaded,
     Regressed,
     SeriesHeld,
     ShoalError,
@@ -46,6 +49,43 @@ def script(cluster: ParameterCluster) -> Iterator[Script]:
 def reader(cluster: ParameterCluster) -> Iterator[SeriesReader]:
     with closing(SeriesReader([cluster.coordinator.grpc], SERIES, "reader-1")) as reader:
         yield reader
+
+
+@contextmanager
+def few_files(num_further: int) -> Iterator[None]:
+    """Have the soft limit allow this process so many further files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = {int(each.name) for each in Path("/proc/self/fd").iterdir()}
+    free = (number for number in itertools.count() if number not in used)
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (next(itertools.islice(free, num_further, None)), hard)
+    )
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("may_be_local", [False, True], ids=["chunks", "descriptors"])
+def test_a_version_of_more_segments_than_the_soft_limit_of_files_is_read(
+    cluster: ParameterCluster, may_be_local: bool
+) -> None:
+    """The reader raises the limit. If it can raise it no further, it names the limit at once."""
+    parts = [os.urandom(10) for _ in range(16)]
+    with closing(Script(cluster, len(parts))) as script:
+        record = script.publish(*parts)
+        addresses = [cluster.coordinator.grpc]
+        with (
+            few_files(8),
+            closing(SeriesReader(addresses, SERIES, "r", may_be_local=may_be_local)) as reader,
+        ):
+            fetched = reader.fetch(record)
+            assert contents(fetched) == parts
+            begun_s = time.monotonic()
+            with few_files(0), pytest.raises(Overloaded, match="ulimit -n"):
+                fetched += reader.fetch(record)
+            assert time.monotonic() - begun_s < LIMIT_S
 
 
 @pytest.mark.long

@@ -15,6 +15,7 @@ from google.protobuf.empty_pb2 import Empty
 from support.clusters.coordinator_world import served
 from support.clusters.memory_store import MemoryStore
 
+from shoal_proto import descriptor_limit
 from shoal_proto.errors import InternalError, InvalidSpec, Overloaded
 from shoal_proto.status import from_rpc_error
 from shoal_proto.v1 import membership_pb2 as pb
@@ -203,7 +204,7 @@ def test_limits_of_zero_are_refused(kind: type[CallLimits | HttpLimits]) -> None
 def test_connections_leave_descriptors_for_the_process_itself() -> None:
     """gRPC and HTTP together have at most the descriptors that are not reserved, for any
     setting."""
-    limit = descriptors.limit()
+    limit = descriptor_limit.limit()
     options = dict(CallLimits(max_connections=2**30).channel_options)
     of_grpc = options["grpc.max_allowed_incoming_connections"]
     of_http = HttpLimits(http_connections=2**30).most_connections

@@ -4,6 +4,8 @@ The coordinator is a gRPC server that receives reports and keeps no jobs.
 """
 
 import ctypes
+import errno
+import itertools
 import os
 import queue
 import re
@@ -24,8 +26,13 @@ import pytest
 from support.processes import commands
 from support.processes.commands import is_alive, read_until
 
+from shoal.launcher import worker_slots
+from shoal.launcher.launcher import Launcher
+from shoal.launcher.run_config import RunConfig
 from shoal.membership.join_config import admission_s
 from shoal_client.cli import installed_commands, read_config
+from shoal_client.host.stop_orders import StopOrders
+from shoal_client.local.process import ChildCommand, Process, Supervisor
 from shoal_proto.errors import (
     Fenced,
     InvalidSpec,
@@ -35,6 +42,7 @@ from shoal_proto.errors import (
     ProposalConflict,
     ShoalError,
     StateLost,
+    Unavailable,
     UnknownJob,
 )
 from shoal_proto.status import to_detail, to_status
@@ -274,6 +282,86 @@ def test_restarts_are_bounded(shoal_run: Run, book: ExitBook) -> None:
     reports = [book.reports.get(timeout=DEADLINE_S) for _ in range(3)]
     assert len({report.member_id for report in reports}) == 1
     assert len({report.pid for report in reports}) == 3
+
+
+def refuse_spawns(monkeypatch: pytest.MonkeyPatch, *refused: int) -> None:
+    """Have the kernel refuse these of the launcher's processes, counted from 1."""
+    numbers, spawn = itertools.count(1), Supervisor.spawn
+
+    def refusing(supervisor: Supervisor, command: ChildCommand) -> Process:
+        if next(numbers) in refused:
+            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        return spawn(supervisor, command)
+
+    monkeypatch.setattr(Supervisor, "spawn", refusing)
+
+
+def launcher_here(tmp_path: Path, coordinator: str, script: str, num_workers: int) -> Launcher:
+    """A launcher of this process, of workers w-0, w-1, ..."""
+    path = tmp_path / "script.py"
+    path.write_text(script)
+    config = RunConfig(
+        script=[str(path)],
+        job="j",
+        num_workers=num_workers,
+        coordinators=(coordinator,),
+        environment={**os.environ, "SHOAL_MEMBER_ID": "w"},
+    )
+    return Launcher(config, StopOrders())
+
+
+def test_a_restart_that_the_kernel_refuses_is_tried_again(
+    coordinator: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """The other worker goes on meanwhile, and ends once the first has been started again."""
+    monkeypatch.setattr(worker_slots, "PASSING_PAUSE_S", 0.05)
+    refuse_spawns(monkeypatch, 3)
+    os.mkfifo(tmp_path / "again")
+    script = f"""
+import os, pathlib, signal
+first, again = (pathlib.Path({str(tmp_path)!r}) / name for name in ("first", "again"))
+if os.environ["SHOAL_MEMBER_ID"] == "w-1":
+    again.read_text()
+elif not first.exists():
+    first.touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+else:
+    again.write_text("here")
+"""
+    code = launcher_here(tmp_path, coordinator, script, 2).run()
+    said = capfd.readouterr().err
+    assert code == 0, said
+    reason = os.strerror(errno.EAGAIN)
+    assert f"w-0 could not be started ({reason}); started again in 0.05 s (restart 2 of 3)" in said
+
+
+def test_refused_restarts_are_bounded(
+    coordinator: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(worker_slots, "PASSING_PAUSE_S", 0.01)
+    refuse_spawns(monkeypatch, 2, 3, 4)
+    script = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    code = launcher_here(tmp_path, coordinator, script, 1).run()
+    assert code == os.EX_TEMPFAIL
+    assert capfd.readouterr().err.count("w could not be started") == 3
+
+
+def test_a_run_whose_workers_the_kernel_refuses_does_not_begin(
+    coordinator: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error names the limits. The worker that was started is ended."""
+    refuse_spawns(monkeypatch, 2)
+    launcher = launcher_here(tmp_path, coordinator, "import signal; signal.pause()", 2)
+    with pytest.raises(Unavailable, match=r"w-1 cannot be started; saw Resource .*ulimit -u"):
+        launcher.run()
+    assert launcher.slots[0].process is not None
+    assert launcher.slots[0].process.exit_code == -signal.SIGTERM
 
 
 @pytest.mark.long
@@ -621,6 +709,17 @@ def joins():
     return slot
 def show(text):
     print(text, os.getpid(), flush=True)
+def lend_lifeline():
+    # The kernel frees the lifeline of a process that is only traced: another holds it instead.
+    life, worker, (reads, writes) = joins().lifeline, os.getpid(), os.pipe()
+    if os.fork() == 0:
+        os.setsid()
+        life.hold()
+        life._holder = worker
+        show("lends")
+        os.write(writes, b"!")
+        signal.pause()
+    os.read(reads, 1)
 def deaf():
     signal.signal(signal.SIGTERM, lambda *_: None)
     show("deaf")
@@ -810,10 +909,14 @@ def test_a_worker_that_starts_is_ended_with_its_stopped_job(
 def test_a_launcher_ends_though_a_worker_hangs_in_the_kernel(
     shoal_run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SIGKILL does not end the worker; the launcher ends all the same, and names the process."""
+    """SIGKILL does not end the worker, which keeps its lifeline; the launcher ends all the same,
+    and names the process."""
     monkeypatch.setenv("SHOAL_MEMBER_ID", "w")
     any_tracer = "import ctypes; ctypes.CDLL(None).prctl(0x59616d61, ctypes.c_ulong(-1))\n"
-    process = shoal_run(any_tracer + JOINS + "deaf()", "-n", "1", "--grace-s", "0.5")
+    process = shoal_run(
+        any_tracer + JOINS + "lend_lifeline()\ndeaf()", "-n", "1", "--grace-s", "0.5"
+    )
+    lender = int(read_until(process, "lends ")[-1].split()[-1])
     pid = int(read_until(process, "deaf ")[-1].split()[-1])
     # The launcher sees the end of a traced process only once its tracer has seen it.
     libc = ctypes.CDLL(None, use_errno=True)
@@ -823,6 +926,7 @@ def test_a_launcher_ends_though_a_worker_hangs_in_the_kernel(
         code, output = finish(process)
     finally:
         os.waitpid(pid, 0)
+        os.kill(lender, signal.SIGKILL)
     assert code == 128 + signal.SIGTERM, output
     assert f"w (pid {pid}) hangs in the kernel and does not end on SIGKILL" in output
 

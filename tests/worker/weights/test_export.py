@@ -71,6 +71,27 @@ def test_large_models_are_cut_into_files(tmp_path: Path, monkeypatch: pytest.Mon
     assert names == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
 
 
+class MeasuredTensor(Tensor):
+    """A tensor that counts how often its size is asked for."""
+
+    num_measured = 0
+
+    @property
+    def nbytes(self) -> int:
+        MeasuredTensor.num_measured += 1
+        return super().nbytes
+
+
+def test_the_work_of_cutting_is_linear_in_the_number_of_tensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [weights] = published()
+    tensors = {str(n): torch.zeros(1).as_subclass(MeasuredTensor) for n in range(2000)}
+    monkeypatch.setattr(weights, "items", tensors.items)
+    export(weights, tmp_path / "model")
+    assert MeasuredTensor.num_measured <= 4 * len(tensors)
+
+
 def test_a_version_is_exported_once_and_another_does_not_take_its_directory(
     tmp_path: Path,
 ) -> None:

@@ -14,6 +14,7 @@ worker, and one that hit a time limit, is restarted whatever its error code.
 """
 
 import math
+import os
 import queue
 import signal
 import socket
@@ -21,7 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,6 +41,7 @@ from shoal_client.liveness.lifeline import ExitWatch
 from shoal_client.local.directory import temporary_directory
 from shoal_client.local.process import ChildCommand, Process, Supervisor
 from shoal_client.local.worker_logs import WorkerLog, log_path, log_root
+from shoal_proto.errors import Unavailable
 from shoal_proto.secrets import LAUNCH_VARIABLE, job_secret
 from shoal_proto.v1.membership_pb2 import ReportExitRequest, ReportHaltRequest
 from shoal_proto.v1.outputs_pb2 import OutputOwner, ServeOutputRequest
@@ -116,7 +118,7 @@ class Launcher:
             Supervisor(on_exit=self._exited, on_stop=self._halted, grace_s=0.5) as supervisor,
         ):
             for slot in self.slots:
-                self._start(slot, supervisor, board)
+                self._start_first(slot, supervisor, board)
             say(_started_text(len(self.slots)))
             while not all(slot.is_over for slot in self.slots):
                 event = self._next_event()
@@ -169,7 +171,27 @@ class Launcher:
                 self._ended.append(slot.exits[-1])
             elif time.monotonic() >= slot.start_at_s:
                 slot.start_at_s = None
-                self._start(slot, supervisor, board)
+                self._start_again(slot, supervisor, board)
+
+    def _start_first(self, slot: WorkerSlot, supervisor: Supervisor, board: BeatBoard) -> None:
+        try:
+            self._start(slot, supervisor, board)
+        except OSError as error:
+            raise Unavailable(
+                f"{slot.member_id} cannot be started",
+                seen=error.strerror or str(error),
+                expected=f"processes and threads for {len(self.slots)} workers",
+                fix="Start fewer workers (-n), or raise the limit (ulimit -u, or pids of the"
+                " container).",
+            ) from error
+
+    def _start_again(self, slot: WorkerSlot, supervisor: Supervisor, board: BeatBoard) -> None:
+        try:
+            self._start(slot, supervisor, board)
+        except OSError as error:
+            # The other workers train on. A start that the kernel refuses counts as a restart.
+            slot.exits.append(Exit(code=os.EX_TEMPFAIL, ending=MembershipEnding.PASSING))
+            self._on_ended(slot, f"could not be started ({error.strerror or error})")
 
     def _start(self, slot: WorkerSlot, supervisor: Supervisor, board: BeatBoard) -> None:
         board.slots[slot.index].clear()
@@ -188,7 +210,9 @@ class Launcher:
         )
         process, life = slot.process, board.slots[slot.index].lifeline
         self._beats.started(process.pid, board.slots[slot.index], self._config.job)
-        slot.watch = ExitWatch(life, process.pid, lambda code: self._report_exit(process, code))
+        # Without a thread for it, the exit is reported once the kernel has removed the process.
+        with suppress(RuntimeError):
+            slot.watch = ExitWatch(life, process.pid, lambda code: self._report_exit(process, code))
 
     # --- called on the threads that watch a worker, which see its events in order ---
 
@@ -241,29 +265,34 @@ class Launcher:
         if slot is None:
             return  # an abandoned process has ended after all
         code = process.exit_code
-        assert code is not None and slot.watch is not None
-        slot.watch.close()
-        slot.watch = None
+        assert code is not None
+        if slot.watch is not None:
+            slot.watch.close()
+            slot.watch = None
         self._reported.discard(process.pid)
         process.drain(OUTPUT_S)
         slot.has_joined |= board.slots[slot.index].has_joined(process.pid)
         slot.process, slot.halted, slot.killed_s, slot.lost_s = None, False, None, None
         slot.exits.append(Exit(code=code, ending=board.slots[slot.index].ending))
-        exited = slot.exits[-1]
         if code == 0 or (code == DRAINED and not self._worker_ends.were_signalled):
             # The answer says if the worker has finished the job, and if the job was stopped.
             self._reporter.flush()
+        self._on_ended(slot, str(slot.exits[-1]))
+
+    def _on_ended(self, slot: WorkerSlot, how: str) -> None:
+        """Plan the slot's next process, unless the newest exit was the last."""
+        exited = slot.exits[-1]
         if self._may_restart(slot):
             pause_s = slot.pause_s
             slot.start_at_s = time.monotonic() + pause_s
             again = f"started again in {pause_s:g} s" if pause_s else "started again"
             tries = f"restart {len(slot.exits)} of {self._config.restart.max_restarts}"
-            say(f"{slot.member_id} {exited}; {again} ({tries})")
+            say(f"{slot.member_id} {how}; {again} ({tries})")
             return
         self._ended.append(exited)
         is_shown = self._over and exited.code not in (0, DRAINED)
         over = f"; job {self._config.job} is {self._over}" if is_shown else ""
-        say(f"{slot.member_id} {exited}{over}")
+        say(f"{slot.member_id} {how}{over}")
         self._end_if_starved()
 
     def _may_restart(self, slot: WorkerSlot) -> bool:
@@ -336,7 +365,8 @@ class Launcher:
         for slot in self._worker_ends.left_behind(ends=bool(over) or self._is_ending):
             assert slot.process is not None
             supervisor.leave(slot.process)
-            slot.process = None
+            # Its thread may wait for the lifeline as long as the process hangs.
+            slot.process = slot.watch = None
             slot.exits.append(Exit(code=-signal.SIGKILL, ending=MembershipEnding.UNKNOWN))
             self._ended.append(slot.exits[-1])
 
@@ -444,12 +474,13 @@ class Launcher:
 
     @contextmanager
     def _lifelines(self) -> Iterator[None]:
-        """Close the watches before the board is removed."""
+        """Close the watches, except those of workers that hang in the kernel: they do not end."""
         try:
             yield
         finally:
             for slot in self.slots:
-                if slot.watch is not None:
+                hangs = slot.process is not None and slot.process.exit_code is None
+                if slot.watch is not None and not hangs:
                     slot.watch.close()
 
     @contextmanager

@@ -153,14 +153,17 @@ def _write_files(weights: Weights, directory: Path) -> None:
 def _files_of(weights: Weights) -> Iterator[dict[str, Tensor]]:
     written: set[int] = set()
     file: dict[str, Tensor] = {}
+    num_bytes = 0
     for name, tensor in weights.items():
         if id(tensor) in written:
             continue
         written.add(id(tensor))
-        if file and sum(each.nbytes for each in file.values()) + tensor.nbytes > FILE_BYTES:
+        size = tensor.nbytes
+        if file and num_bytes + size > FILE_BYTES:
             yield file
-            file = {}
+            file, num_bytes = {}, 0
         file[name] = tensor
+        num_bytes += size
     yield file
 
 

@@ -12,6 +12,7 @@ from functools import partial
 import structlog
 
 from shoal_proto.errors import (
+    AccessDenied,
     DeadlineExceeded,
     NotLeader,
     Overloaded,
@@ -394,10 +395,18 @@ class WeightSeriesService(WeightSeriesServicer):
 
     # --- from readers ---
 
+    async def _found_for_reader(self, name: str) -> SeriesActor:
+        """Actor of a series. Raises what `_find` raises, and Unavailable while etcd denies access:
+        that refusal is of the coordinator, and may end."""
+        try:
+            return await self._find(name)
+        except AccessDenied as error:
+            raise Unavailable(f"series {name} cannot be read", seen=str(error)) from error
+
     async def Watch(
         self, request: pb.WatchSeriesRequest, context: Context
     ) -> AsyncIterator[pb.SeriesView]:
-        actor = await self._find(request.series)
+        actor = await self._found_for_reader(request.series)
         if self._num_watchers >= MAX_WATCHERS:
             raise Overloaded("too many readers watch series", expected=f"{MAX_WATCHERS}")
         self._num_watchers += 1
@@ -405,7 +414,7 @@ class WeightSeriesService(WeightSeriesServicer):
         try:
             while True:
                 changed = actor.changed
-                actor.check_lives()
+                _check_lives_for_reader(actor)
                 yield actor.view_for_readers()
                 await changed.wait()
         finally:
@@ -414,7 +423,7 @@ class WeightSeriesService(WeightSeriesServicer):
 
     async def Report(self, request: pb.ReaderReport, context: Context) -> pb.ReaderReportReply:
         report = messages.report_from_pb(request)
-        actor = await self._find(request.series)
+        actor = await self._found_for_reader(request.series)
         try:
             leased, gone = actor.report(report)
             sources = actor.series.source_addresses(report.reader, self._clock())
@@ -468,6 +477,15 @@ class WeightSeriesService(WeightSeriesServicer):
         view = messages.view_of(actor.series, self._stores.addresses)
         view.readers.extend(messages.readers_of(actor.series, self._clock()))
         return view
+
+
+def _check_lives_for_reader(actor: SeriesActor) -> None:
+    """Raise what `check_lives` raises, and Unavailable if a write was refused: the series is read
+    again."""
+    if actor.ended is None or isinstance(actor.ended, NotLeader | UnknownSeries):
+        actor.check_lives()
+        return
+    raise Unavailable(f"series {actor.series.name} is read again from etcd", seen=str(actor.ended))
 
 
 def _rollback(to: int, call: Call) -> Event:

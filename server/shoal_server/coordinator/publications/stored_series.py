@@ -1,4 +1,5 @@
-"""Storage of a series in etcd: layouts first, then head and versions in one transaction.
+"""Storage of a series in etcd: layouts first, then head and versions in one transaction, then the
+removal of unused layouts.
 
 Each write compares the head's revision. No two heads are equal, so etcd's head shows if a write of
 unknown outcome took effect.
@@ -21,6 +22,9 @@ from shoal_server.etcd.records import series as records
 from shoal_server.etcd.repeat import until_answered
 
 log = structlog.get_logger(__name__)
+
+DELETES_A_TRANSACTION = 100
+"""etcd's limit is 128 operations."""
 
 
 class SeriesWriter:
@@ -55,9 +59,8 @@ class SeriesWriter:
         """
         used = {version.layout_digest.hex() for version in versions}
         head = Put(keys.series_head(self._name), records.encode_head(write.head))
-        # Locked until the outcome is known: the write may delete layouts.
+        # Locked until the outcome is known, and layouts are deleted.
         async with self._writing:
-            unused = self._layouts - used - {self._newest_layout}
             operations: list[Operation] = [
                 head,
                 *(
@@ -65,15 +68,27 @@ class SeriesWriter:
                     for v in write.put
                 ),
                 *(Delete(keys.series_version(self._name, number)) for number in write.drop),
-                *(Delete(keys.series_layouts(self._name, each), prefix=True) for each in unused),
             ]
             made_at = await self._written(head, operations)
             if made_at is None:
                 return False
             self._revision = made_at
-            self._layouts -= unused
-            self._whole_layouts -= unused
+            await self._delete_layouts(self._layouts - used - {self._newest_layout})
             return True
+
+    async def _delete_layouts(self, unused: set[str]) -> None:
+        """Delete layouts. What remains after an error is deleted after the next write."""
+        self._whole_layouts -= unused
+        left = sorted(unused)
+        while left:
+            some, left = left[:DELETES_A_TRANSACTION], left[DELETES_A_TRANSACTION:]
+            deletes = [Delete(keys.series_layouts(self._name, each), prefix=True) for each in some]
+            try:
+                await self._store.transact([], deletes)
+            except ShoalError as error:
+                log.warning("layouts_not_deleted", series=self._name, reason=str(error))
+                return
+            self._layouts.difference_update(some)
 
     async def _written(self, head: Put, operations: Sequence[Operation]) -> Revision | None:
         """Return the revision of the write, repeated if necessary; None if another coordinator has

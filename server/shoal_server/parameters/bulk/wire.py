@@ -89,7 +89,8 @@ class FrameConnection:
         """The descriptor of the next frame, which must be DESCRIPTOR. The caller must close it. Any
         other read would lose the descriptor. The other end sends one only on request.
 
-        Raises PeerHungUp, MalformedMessage or ChecksumMismatch.
+        Raises PeerHungUp, MalformedMessage, ChecksumMismatch, or Overloaded if this process can
+        open no further file.
         """
         descriptors: list[int] = []
         try:

@@ -69,6 +69,7 @@ class WeightUpkeep:
     async def work_for_ever(self) -> None:
         """Fetch, store and remove segments as needed; repeat after a pause if something failed."""
         pauses = BackOff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
+        self._wake.set()  # an error may have ended an earlier call before its work was done
         while True:
             await self._wake.wait()
             self._wake.clear()

@@ -9,6 +9,7 @@ from typing import Any
 
 import structlog
 
+from shoal_proto import descriptor_limit
 from shoal_server.serving.admission import descriptors
 
 log = structlog.get_logger(__name__)
@@ -46,7 +47,7 @@ class ConnectionCounts:
     def refusal(self, connected: socket.socket, peer: str) -> str:
         """Reason to refuse this connection; empty to accept it. A refusal is counted."""
         if descriptors.is_reserved(connected.fileno()):
-            return self._refused("descriptors", descriptors.limit() - descriptors.RESERVED)
+            return self._refused("descriptors", descriptor_limit.limit() - descriptors.RESERVED)
         if self.num_open >= self._most:
             return self._refused("connections", self._most)
         if self._by_peer[peer] >= self._most_per_peer:

@@ -1,31 +1,8 @@
-"""File descriptors: how many this process may have, and which it reserves for its own work, such as
-the connection to etcd."""
+"""File descriptors that this process reserves for its own work, such as the connection to etcd."""
 
-import resource
-
-import structlog
-
-log = structlog.get_logger(__name__)
+from shoal_proto.descriptor_limit import limit
 
 RESERVED = 128
-MOST = 1 << 20
-"""Bound beyond which the kernel's tables cost more than connections are worth."""
-
-
-def raise_limit() -> int:
-    """Raise the soft limit to the hard limit, at most MOST; return `limit()`."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MOST if hard == resource.RLIM_INFINITY else min(hard, MOST)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-        log.info("descriptors_raised", before=soft, now=wanted)
-    return limit()
-
-
-def limit() -> int:
-    """Maximum number of descriptors of this process, up to MOST."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return MOST if soft == resource.RLIM_INFINITY else min(soft, MOST)
 
 
 def descriptors_for_callers(share: float) -> int:

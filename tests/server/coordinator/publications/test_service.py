@@ -5,7 +5,7 @@ import hashlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import grpc
 import grpc.aio
@@ -14,10 +14,13 @@ from support.clusters.hooked_store import HookedStore, Transaction, answer_lost
 from support.clusters.segment_stores import SegmentStore
 
 from shoal_client.cli import parse
+from shoal_client.connection.coordinators import Coordinators
 from shoal_client.weights import publisher as publisher_module
 from shoal_client.weights.publisher import SeriesPublisher
 from shoal_client.weights.stores import WeightStores
+from shoal_client.weights.watch import SeriesWatch
 from shoal_proto.errors import (
+    AccessDenied,
     DeadlineExceeded,
     Fenced,
     InternalError,
@@ -387,6 +390,31 @@ async def test_a_series_that_ended_is_read_again_and_stays_listed(
         await until(is_read_again)
         assert await client.service.clear("rl", forgets_numbers=True)
         assert await world.store.keys(keys.SERIES) == ()
+
+
+async def test_a_reader_outlasts_the_end_of_a_series_that_is_read_again(
+    world: WorldWithServers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So it does if etcd denies the coordinator access for a while."""
+    is_denied = asyncio.Event()
+
+    async def deny(prefix: str) -> NoReturn:
+        is_denied.set()
+        raise AccessDenied("etcd denies access")
+
+    async with world.leading() as client:
+        with (
+            closing(Coordinators([client.address])) as coordinators,
+            closing(SeriesWatch(coordinators, SERIES)) as watch,
+            monkeypatch.context() as patch,
+        ):
+            await asyncio.to_thread(watch.newest, -1, 10.0)
+            patch.setattr(world.store, "range", deny)
+            await refused_write(world, client, monkeypatch)
+            await asyncio.wait_for(is_denied.wait(), 10.0)
+            patch.undo()
+            assert (await client.contribute(world.put(part(3)))).number == 2
+            assert (await asyncio.to_thread(watch.newest, 1, 10.0)).head == 2
 
 
 async def test_servers_are_asked_although_one_leaves_the_mirror(world: WorldWithServers) -> None:

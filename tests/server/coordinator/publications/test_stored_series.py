@@ -3,23 +3,24 @@
 import os
 
 import pytest
-from support.clusters.hooked_store import UnreliableStore
+from support.clusters.hooked_store import HookedStore, Transaction, UnreliableStore
 
-from shoal_proto.errors import Unavailable
+from shoal_proto.errors import RefusedError, Unavailable
 from shoal_server.coordinator.publications.stored_series import SeriesWriter, read_one
+from shoal_server.core.publications.limits import MAX_KEEP, MAX_PINS
 from shoal_server.core.publications.protocol import WriteSeries
 from shoal_server.core.publications.records import PublishedSegment, PublishedVersion, SeriesHead
 from shoal_server.etcd import keys
-from shoal_server.etcd.api import Revision
+from shoal_server.etcd.api import Delete, Revision
 from shoal_server.etcd.leader_store import LeaderStore
 from shoal_server.etcd.records.deflated_chunks import CHUNK_BYTES, digest_of
 
 SERIES = "rl/policy"
 
 
-def version(layout_digest: bytes) -> PublishedVersion:
+def version(layout_digest: bytes, number: int = 1) -> PublishedVersion:
     return PublishedVersion(
-        number=1,
+        number=number,
         epoch=1,
         publication=1,
         step=10,
@@ -53,3 +54,47 @@ async def test_a_layout_of_which_a_leader_has_put_one_chunk_is_put_whole_by_the_
     _, successor = await read_one(store, SERIES)
     digest = await successor.keep_layout(layout)
     assert await successor.read_layout(digest) == layout
+
+
+MAX_OPERATIONS = 128
+"""etcd's default limit, of a transaction."""
+
+
+class BoundedStore(HookedStore):
+    async def before(self, transaction: Transaction) -> None:
+        if len(transaction.then) > MAX_OPERATIONS:
+            raise RefusedError("too many operations in txn request")
+
+
+async def test_many_versions_with_different_layouts_are_dropped_at_once() -> None:
+    """The versions are the most that are kept and pinned."""
+    memory = BoundedStore()
+    store = LeaderStore(memory, lambda: (), lambda reason: None)
+    writer, numbers = SeriesWriter(store, SERIES, Revision(0)), range(1, MAX_KEEP + MAX_PINS + 1)
+    kept: list[PublishedVersion] = []
+    for number in numbers:
+        kept.append(version(await writer.keep_layout(b"layout %d" % number), number))
+        head = SeriesHead(number=number, epoch=1, kept=tuple(each.number for each in kept))
+        assert await writer.write(WriteSeries(head=head, put=(kept[-1],)), kept)
+    head = SeriesHead(number=len(kept), epoch=2)
+    assert await writer.write(WriteSeries(head=head, drop=tuple(numbers)), [])
+    # The newest layout stays for the next version.
+    assert len(await store.keys(keys.series_layouts(SERIES))) == 1
+
+
+async def test_a_layout_that_could_not_be_deleted_is_deleted_later() -> None:
+    """The write succeeds all the same. The layout is stored anew if a version uses it again."""
+    memory = UnreliableStore(
+        lambda transaction: any(isinstance(each, Delete) for each in transaction.then)
+    )
+    store = LeaderStore(memory, lambda: (), lambda reason: None)
+    writer, head = SeriesWriter(store, SERIES, Revision(0)), SeriesHead(epoch=1)
+    first = await writer.keep_layout(b"first")
+    await writer.keep_layout(b"second")
+    memory.fails = "after"
+    assert await writer.write(WriteSeries(head=head), [])
+    memory.fails = ""
+    assert await writer.keep_layout(b"first") == first
+    assert await writer.read_layout(first) == b"first"
+    assert await writer.write(WriteSeries(head=SeriesHead(epoch=2)), [])
+    assert len(await store.keys(keys.series_layouts(SERIES))) == 1
