@@ -53,7 +53,8 @@ cluster() {
     local peers="http://127.0.0.1:$((PORT + 2))" clients="http://127.0.0.1:$((PORT + 1))" i
     part etcd etcd --name shoal --data-dir "$FOLDER/etcd" \
         --listen-client-urls "$clients" --advertise-client-urls "$clients" \
-        --listen-peer-urls "$peers" --initial-advertise-peer-urls "$peers" --initial-cluster "shoal=$peers"
+        --listen-peer-urls "$peers" --initial-advertise-peer-urls "$peers" --initial-cluster "shoal=$peers" \
+        --auto-compaction-mode periodic --auto-compaction-retention 1h
     part coordinator shoal coordinator --etcd "127.0.0.1:$((PORT + 1))" --bind 0.0.0.0 \
         --listen "$PORT" --http "$((PORT + 3))" --advertise "$SHOAL_COORDINATOR"
     await_leader

@@ -107,6 +107,19 @@ def test_a_node_gets_the_etcd_of_its_machine(
     assert installed in lines
 
 
+def test_every_etcd_compacts_its_history() -> None:
+    """Without compaction etcd's database grows until its quota refuses writes."""
+    deploy = Path(__file__).parents[2]
+    tracked = [path for path in (deploy / "deploy").rglob("*") if path.is_file()]
+    etcds = [
+        path
+        for path in (*tracked, deploy / "docker-compose.yml")
+        if b"--listen-client-urls" in path.read_bytes()
+    ]
+    assert len(etcds) >= 5
+    assert [path for path in etcds if b"--auto-compaction-retention" not in path.read_bytes()] == []
+
+
 def test_shellcheck_accepts_the_script() -> None:
     program = shutil.which("shellcheck")
     if program is None:

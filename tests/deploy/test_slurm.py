@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from shoal_client.local.etcd import find_etcd
+from shoal_proto.errors import UnknownJob
 from shoal_server.coordinator.snapshots.taking import no_shards_error
 
 SCRIPT = Path(__file__).parents[2] / "deploy" / "slurm" / "shoal.sbatch"
@@ -46,7 +47,7 @@ STAND_INS = {
         exec /bin/sleep 60 ;;
     # A parameter server has SIGTERM blocked, and ends at SIGINT.
     ps*) exec python3 -c 'import signal; signal.signal(2, exit); signal.pause()' ;;
-    wait*) [[ ! -e $TMPDIR/away ]] && exit $TRAINING ;;
+    wait*) [[ ! -e $TMPDIR/away ]] && echo "$WAIT_SAYS" && exit $TRAINING ;;
     snapshot*) echo "$@" >> "$TMPDIR/snapshots"
         if (($(wc -l < "$TMPDIR/snapshots") <= FAILURES)); then echo "$SAYS" && exit 1; fi ;;
     # After the training the coordinator is away until it is asked for the third time.
@@ -161,8 +162,21 @@ def test_a_drained_job_is_requeued_once_its_parameters_are_saved(
         assert done.returncode == 1 and "is not saved" in done.stderr
 
 
+def test_a_notice_before_any_member_has_joined_requeues_the_job(tmp_path: Path) -> None:
+    error = str(UnknownJob("there is no job 'slurm-7'"))
+    says = f"{error} [UnknownJob]"
+    done = run_with_stand_ins(tmp_path, 143, 1, failures=99, error=says, wait_says=says)
+    assert (tmp_path / "requeued").exists(), done.stdout + done.stderr
+
+
 def run_with_stand_ins(
-    tmp_path: Path, launchers: int, training: int, failures: int = 0, error: str = ""
+    tmp_path: Path,
+    launchers: int,
+    training: int,
+    failures: int = 0,
+    error: str = "",
+    *,
+    wait_says: str = "",
 ) -> subprocess.CompletedProcess[str]:
     programs = tmp_path / "bin"
     programs.mkdir()
@@ -179,6 +193,7 @@ def run_with_stand_ins(
         "TRAINING": str(training),
         "FAILURES": str(failures),
         "SAYS": error,
+        "WAIT_SAYS": wait_says,
     }
     return subprocess.run(
         ["bash", SCRIPT, "train.py"],
