@@ -72,6 +72,15 @@ async def test_a_slow_member_is_marked(world: World, server: StatusServer, page:
     await expect(rows.nth(3)).to_contain_text("slow")
 
 
+async def test_the_page_opens_with_a_job_that_runs(
+    world: World, server: StatusServer, page: Page
+) -> None:
+    """A failed job before it in the list is not over as a finished one is, but does not run."""
+    world.put(status_world.job("a-failed", phase="failed", reason="no", members=()))
+    await page.goto(server.url)
+    await expect(page.get_by_role("heading", level=1)).to_have_text("digits")
+
+
 async def test_many_jobs_can_be_filtered(world: World, server: StatusServer, page: Page) -> None:
     """The filter matches words of names and states, and stays while the page is updated."""
     for number in range(200):

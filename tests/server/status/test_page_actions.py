@@ -1,5 +1,6 @@
 """Actions on the page in a real browser, the dialog of a member, and screenshots."""
 
+import asyncio
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from PIL import Image, ImageChops, ImageFilter
-from playwright.async_api import Page, expect
+from playwright.async_api import Page, Route, expect
 from support.clusters import status_world
 from support.clusters.status_world import World
 
@@ -87,6 +88,27 @@ async def test_a_refused_action_is_shown_with_its_error(world: World, page: Page
         outcome = page.locator("#ask-outcome")
         await expect(outcome).to_contain_text("no place for snapshots of digits")
         await expect(outcome).to_contain_text("expected --snapshot-url")
+
+
+async def test_a_late_answer_leaves_another_question_open(world: World, page: Page) -> None:
+    world.shards_of["digits"] = status_world.shards()
+    async with acting(world) as (url, _):
+        answered = asyncio.Event()
+
+        async def later(route: Route) -> None:
+            await answered.wait()
+            await route.continue_()
+
+        await page.route("**/snapshot", later)
+        await page.goto(f"{url}/?job=digits")
+        await page.get_by_role("button", name="Take a snapshot").click()
+        await page.get_by_role("button", name="Yes").click()
+        await page.keyboard.press("Escape")
+        await page.get_by_role("button", name="Stop the job").click()
+        answered.set()
+        await expect(page.locator("#done")).to_contain_text("no place for snapshots of digits")
+        await expect(page.get_by_role("dialog", name="Stop digits?")).to_be_visible()
+        await expect(page.locator("#ask-outcome")).to_have_text("")
 
 
 async def test_a_members_dialog_has_its_host_and_a_drain_button(world: World, page: Page) -> None:

@@ -47,13 +47,20 @@ async function act() {
     headers: question.reason ? { "Content-Type": "application/json" } : {},
     body: question.reason ? JSON.stringify({ reason }) : undefined,
   });
+  const isShown = asking.act === question;
   if (answer.ok) {
-    dialog.close();
+    if (isShown) dialog.close();
     document.getElementById("done").textContent = `${question.title.replace("?", "")}: ${question.done}`;
     return;
   }
   const error = await answer.json();
-  outcome.textContent = [error.what, error.seen && `saw ${error.seen}`, error.expected && `expected ${error.expected}`, error.fix].filter(Boolean).join("; ");
+  const text = [error.what, error.seen && `saw ${error.seen}`, error.expected && `expected ${error.expected}`, error.fix].filter(Boolean).join("; ");
+  // The reader may be at another question by now.
+  if (!isShown) {
+    document.getElementById("done").textContent = `${question.title.replace("?", "")}: ${text}`;
+    return;
+  }
+  outcome.textContent = text;
   document.getElementById("ask-yes").disabled = false;
 }
 

@@ -46,7 +46,14 @@ async function newOutput(path) {
 
 async function earlierOutput() {
   const { path } = output;
-  const found = await askedOutput(path, `?before=${output.before}`);
+  const button = document.getElementById("output-earlier");
+  button.disabled = true; // a second click would show the same lines again
+  let found;
+  try {
+    found = await askedOutput(path, `?before=${output.before}`);
+  } finally {
+    button.disabled = false;
+  }
   if (!found) return;
   output.before = found.before;
   const pre = document.getElementById("output");

@@ -559,8 +559,9 @@ function received(message) {
   page.received_ms = Date.now();
   page.lost_since = null;
   if (!page.wanted && state.jobs.length) {
-    // Nothing was chosen: show what runs, or else the first.
-    const job = state.jobs.find((j) => j.phase !== "finished") || state.jobs[0];
+    // Nothing was chosen: show what runs, or else a job that may go on, or else the first.
+    const job = state.jobs.find((j) => j.shown_state === "running")
+      || state.jobs.find((j) => !OVER.has(j.shown_state)) || state.jobs[0];
     select(job.job, false);
   }
   connection("live", "Live");
