@@ -13,6 +13,7 @@ from importlib import import_module
 from importlib.metadata import entry_points, version
 from typing import Any
 
+import structlog
 from cyclopts import App, Parameter
 from cyclopts.exceptions import (
     CycloptsError,
@@ -114,14 +115,17 @@ def read_config(arguments: Sequence[str], commands: Mapping[str, Command]) -> An
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return the exit code: 1 after a ShoalError or if stdout was closed, 2 for
-    bad arguments, 130 after Ctrl-C, else what the command returns."""
+    """Run one command and return the exit code: 1 after a ShoalError, an error of a file, or if
+    stdout was closed, 2 for bad arguments, 130 after Ctrl-C, else what the command returns."""
     # gRPC's C core prints texts for its own developers.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     # At exit the garbage collector would visit all objects twice, for 80 ms of CPU.
     atexit.register(gc.freeze)
     given = sys.argv[1:] if arguments is None else arguments
     _forget_empty_variables()
+    if not structlog.is_configured():
+        # stdout is for what the command prints: JSON, or lines of workers.
+        structlog.configure(logger_factory=lambda *_: structlog.PrintLogger(sys.stderr))
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Lines of workers may have characters that the terminal's encoding lacks.
         sys.stdout.reconfigure(errors="replace")
@@ -155,6 +159,11 @@ def _carry_out(given: Sequence[str]) -> int:
     except ShoalError as error:
         message = printable(str(error), lines=True)
         print(f"shoal: {message} [{type(error).__name__}]", file=sys.stderr)
+        return FAILED
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"shoal: {printable(str(error))}", file=sys.stderr)
         return FAILED
     except KeyboardInterrupt:
         return INTERRUPTED

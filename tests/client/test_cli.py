@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, get_args, get_origin, get_type_hints
 
 import pytest
+import structlog
 from cyclopts import Parameter
 from support.processes.load import unhurried
 
@@ -299,6 +300,49 @@ def test_a_pipe_that_is_not_stdout_is_no_closed_output(monkeypatch: pytest.Monke
     monkeypatch.setattr(cli, "parse", lambda given: run)
     with pytest.raises(BrokenPipeError, match="a socket"):
         main(["status"])
+
+
+def test_a_file_that_cannot_be_used_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An error of the system names its file, and needs no traceback."""
+
+    def run() -> int:
+        raise PermissionError(errno.EACCES, "Permission denied", "/root/x")
+
+    monkeypatch.setattr(cli, "parse", lambda given: run)
+    assert main(["status"]) == 1
+    assert capsys.readouterr() == ("", "shoal: [Errno 13] Permission denied: '/root/x'\n")
+
+
+def test_certificates_that_cannot_be_read_are_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`Path.exists` raises an error for a path in a directory that is closed to this user."""
+
+    def refused(path: Path, **_: object) -> bool:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "exists", refused)
+    assert main(["status", "--tls", "/closed", "--http", "https://127.0.0.1:1"]) == 2
+    assert "the folder of the certificates cannot be read" in capsys.readouterr().err
+
+
+def test_log_lines_go_to_stderr(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Commands print JSON and lines of workers on stdout."""
+
+    def run() -> int:
+        print("{}")
+        structlog.get_logger().info("certificate_reloaded")
+        return 0
+
+    monkeypatch.setattr(cli, "parse", lambda given: run)
+    structlog.reset_defaults()
+    assert main(["status"]) == 0
+    shown = capsys.readouterr()
+    assert shown.out == "{}\n" and "certificate_reloaded" in shown.err
 
 
 def test_an_interrupt_ends_a_command_that_is_still_being_imported(

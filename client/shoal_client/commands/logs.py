@@ -197,25 +197,29 @@ def _from_files(config: LogsConfig, root: Path) -> int:
             fix="Run the command there, or without --log-dir.",
         )
     number = _number(config, found)
+    if config.follow and len(found) > 1:
+        raise InvalidSpec("files of several members cannot be followed", expected="one MEMBER")
     for path in found:
         newest: deque[str] = deque(maxlen=number)
-        for each in (older(path), path):
-            if each.exists():
-                newest.extend(plain_lines(each.read_bytes()))
+        if (before := older(path)).exists():
+            newest.extend(plain_lines(before.read_bytes()))
+        with path.open("rb") as file:
+            inode, shown = os.fstat(file.fileno()).st_ino, file.read()
+        newest.extend(plain_lines(shown))
         _show(newest, path.stem if len(found) > 1 else "")
     if config.follow:
-        if len(found) > 1:
-            raise InvalidSpec("files of several members cannot be followed", expected="one MEMBER")
-        for data in _followed(found[0]):
+        for data in _followed(found[0], inode, len(shown)):
             _show(plain_lines(data), "")
     return 0
 
 
 def _files(config: LogsConfig, root: Path) -> list[Path]:
     directory = log_path(root, config.job, "any").parent
-    names = (
-        [config.member_id] if config.member_id else sorted(p.stem for p in directory.glob("*.log"))
-    )
+    if config.member_id:
+        names = [config.member_id]
+    else:  # `glob` would take a folder that cannot be read for an empty one
+        found = directory.iterdir() if directory.exists() else iter(())
+        names = sorted(path.stem for path in found if path.suffix == ".log")
     return [path for name in names if (path := log_path(root, config.job, name)).exists()]
 
 
@@ -236,9 +240,9 @@ def _where(config: LogsConfig) -> str:
     return f", which is {host}"
 
 
-def _followed(path: Path) -> Iterator[bytes]:
-    """Yield data appended after the call, also to a new file of the launcher."""
-    at, inode = path.stat().st_size, path.stat().st_ino
+def _followed(path: Path, inode: int, at: int) -> Iterator[bytes]:
+    """Yield data appended to the file `inode` after its first `at` bytes, and to later files of the
+    launcher."""
     while True:
         time.sleep(LOOK_EACH_S)
         try:

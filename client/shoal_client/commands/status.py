@@ -99,15 +99,25 @@ def _with_scheme(url: str) -> str:
 def _token() -> str:
     file = os.environ.get("SHOAL_TOKEN_FILE", "")
     if (token := os.environ.get("SHOAL_TOKEN", "")) or not file:
-        return token
+        return _checked(token, "$SHOAL_TOKEN")
     try:
-        return Path(file).read_text().strip()
-    except OSError as error:
+        return _checked(Path(file).read_text("utf-8-sig").strip(), "$SHOAL_TOKEN_FILE")
+    except (OSError, UnicodeError) as error:
         raise InvalidSpec(
             "the token in $SHOAL_TOKEN_FILE cannot be read",
             seen=str(error),
             expected="a file with a token of `shoal token create`",
         ) from error
+
+
+def _checked(token: str, source: str) -> str:
+    if not (token.isascii() and token.isprintable()):
+        raise InvalidSpec(
+            f"the token in {source} is not a token",
+            seen="characters that no token has",
+            expected="a token of `shoal token create`",
+        )
+    return token
 
 
 def _context() -> ssl.SSLContext | None:

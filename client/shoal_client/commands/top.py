@@ -1,5 +1,6 @@
 """`shoal top`: jobs and members on one screen that is refreshed."""
 
+import sys
 import time
 from dataclasses import dataclass, field
 from typing import Annotated
@@ -44,7 +45,7 @@ def top(config: TopConfig) -> int:
     """Show and refresh until Ctrl-C; print once with `once`, or if stdout is not a terminal."""
     console = Console(highlight=False)
     with StatusClient(config.address.urls()) as client:
-        if config.once or not console.is_terminal:
+        if config.once or not sys.stdout.isatty():
             console.print(_screen(client, config.job, console.size.height))
             return 0
         newest = _screen(client, config.job, console.size.height)

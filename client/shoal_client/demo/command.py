@@ -51,10 +51,18 @@ class DemoConfig:
     def __post_init__(self) -> None:
         if self.epochs < 1:
             raise InvalidSpec("bad --epochs", seen=str(self.epochs), expected="at least 1")
-        if self.json_file is not None and not self.json_file.absolute().parent.is_dir():
+        if self.json_file is not None and not _may_be_written(self.json_file.absolute()):
             raise InvalidSpec(
-                "bad --json", seen=str(self.json_file), expected="a file in a directory that exists"
+                "bad --json",
+                seen=str(self.json_file),
+                expected="a file that may be written, in a directory that exists",
             )
+
+
+def _may_be_written(file: Path) -> bool:
+    if file.is_dir() or not file.parent.is_dir():
+        return False
+    return os.access(file if file.exists() else file.parent, os.W_OK)
 
 
 def demo(config: DemoConfig) -> int:

@@ -73,7 +73,15 @@ def in_folder(folder: Path, *roles: CertificateRole) -> TlsFiles:
     InvalidSpec."""
     for role in roles:
         cert, key = folder / f"{role.value}.crt", folder / f"{role.value}.key"
-        if cert.exists() and key.exists():
+        try:
+            is_there = cert.exists() and key.exists()
+        except OSError as error:
+            raise InvalidSpec(
+                "the folder of the certificates cannot be read",
+                seen=str(error),
+                expected="a folder made by `shoal certs init` that this user may read",
+            ) from error
+        if is_there:
             return TlsFiles(ca=folder / CA_FILE, cert=cert, key=key)
     wanted = " or ".join(role.value for role in roles)
     raise InvalidSpec(

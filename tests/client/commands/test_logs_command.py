@@ -1,6 +1,7 @@
 """`shoal logs`: the output of workers, from their launchers or from files of this host."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -241,3 +242,26 @@ def test_a_log_that_cannot_be_written_is_a_problem_and_no_error(tmp_path: Path) 
     kept = WorkerLog(log_path(tmp_path, "digits", "w0"))
     kept.write("a line")
     assert "digits" in kept.problem
+
+
+def test_a_line_that_is_written_while_the_first_are_shown_is_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = WorkerLog(log_path(tmp_path, "digits", "w0"))
+    kept.write("first")
+    show, looks = logs._show, iter(range(1))
+
+    def writes_meanwhile(lines: Sequence[str], member: str) -> None:
+        show(lines, member)
+        if list(lines) == ["first"]:
+            kept.write("second")
+
+    def looks_once(seconds: float) -> None:
+        if next(looks, None) is None:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(logs, "_show", writes_meanwhile)
+    monkeypatch.setattr(logs, "time", SimpleNamespace(sleep=looks_once))
+    arguments = ["logs", "digits", "w0", "-f", "--log-dir", str(tmp_path)]
+    assert main(arguments) == INTERRUPTED
+    assert capsys.readouterr().out.splitlines() == ["first", "second"]

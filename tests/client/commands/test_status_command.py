@@ -5,6 +5,7 @@ import os
 import socket
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from support.clusters import status_world
@@ -296,3 +297,30 @@ def test_errors_have_no_control_characters(url: str, capsys: pytest.CaptureFixtu
     errors = capsys.readouterr().err
     assert "bad name of a job" in errors
     assert not {"\x1b", "\x07", "\u202e"} & set(errors)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"\xff\xfes\x00h\x00", "shoal_tök".encode()],
+    ids=["UTF-16", "umlaut"],
+)
+def test_a_file_without_a_token_is_refused_by_name(
+    tmp_path: Path,
+    content: bytes,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = tmp_path / "token"
+    file.write_bytes(content)
+    monkeypatch.setenv("SHOAL_TOKEN_FILE", str(file))
+    assert main(["status", "--http", "http://127.0.0.1:1"]) == 1
+    assert "the token in $SHOAL_TOKEN_FILE" in capsys.readouterr().err
+
+
+def test_a_token_may_follow_a_byte_order_mark(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "token"
+    file.write_bytes(b"\xef\xbb\xbfshoal_x\r\n")
+    monkeypatch.setenv("SHOAL_TOKEN_FILE", str(file))
+    assert main(["status", "--http", url]) == 0

@@ -1,5 +1,6 @@
 """`shoal top` as it refreshes its screen."""
 
+import sys
 from io import StringIO
 from types import SimpleNamespace
 
@@ -38,6 +39,7 @@ def test_an_error_is_shown_once_above_the_newest_table(
     jobs = StatusClient.jobs
     monkeypatch.setattr(StatusClient, "jobs", first_answer)
     monkeypatch.setattr(top, "Console", lambda **options: terminal)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     monkeypatch.setattr(top, "time", SimpleNamespace(sleep=meanwhile))
     with pytest.raises(KeyboardInterrupt):
         top.top(TopConfig(address=StatusAddress(http=url)))
@@ -45,3 +47,13 @@ def test_an_error_is_shown_once_above_the_newest_table(
     screens = [each for each in terminal.file.getvalue().split(HOME) if "jobs that have" in each]
     assert screens[-1].count("nobody leads") == 1
     assert "digits" in screens[-1]
+
+
+def test_output_to_a_pipe_is_printed_once(
+    world: World, url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also with FORCE_COLOR, which systems for continuous integration set."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setattr(top, "time", SimpleNamespace())
+    assert top.top(TopConfig(address=StatusAddress(http=url))) == 0
+    assert "digits" in capsys.readouterr().out

@@ -138,7 +138,7 @@ def _syntax_error(script: Path) -> str:
 def _log_from_level(config: RunConfig) -> None:
     name = "DEBUG" if config.output.verbose else config.environment.get("SHOAL_LOG_LEVEL", "INFO")
     level = logging.getLevelNamesMapping().get(name.upper())
-    if level is not None and not structlog.is_configured():
+    if level is not None:
         structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(level))
 
 
