@@ -16,7 +16,6 @@ from shoal.model.several import models_of
 from shoal.torch_private.fsdp import gathered_parameters
 from shoal.torch_private.modules import contents_of, parameter_table
 from shoal_proto.errors import InvalidSpec
-from shoal_proto.short_lists import short_list
 
 Kind = tuple[torch.dtype, torch.Size]
 
@@ -174,10 +173,11 @@ class TrainedParameters:
         )
 
     def _refusal(self, changed: list[str], step: int) -> InvalidSpec:
+        more = f" and {len(changed) - _MAX_NAMED} more" if len(changed) > _MAX_NAMED else ""
         frozen = self._trained[changed[0]]
         return InvalidSpec(
             "the trained parameters differ from those when the model was distributed",
-            seen=f"requires_grad of {short_list(changed, _MAX_NAMED)} set to {not frozen},"
+            seen=f"requires_grad of {', '.join(changed[:_MAX_NAMED])}{more} set to {not frozen},"
             f" after {step} committed steps",
             expected="requires_grad as it was at session.distribute, in each step",
             fix=TRAINED_LATER,

@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 
 from shoal.model.several import optimizers_of
 from shoal.state.registered.comparison import are_close
-from shoal_proto.short_lists import short_list
 
 Values = tuple[Mapping[str, Any], ...]
 
@@ -147,12 +146,16 @@ def _changed(step: int, versions: Mapping[str, Values]) -> str:
     return f"in step {step} {', '.join(words)}" if differing else ""
 
 
-def by_value(values: Mapping[str, Any]) -> str:
-    """Text of values with their holders, of which the first 8 are named."""
+def by_value(values: Mapping[str, Any], most: int = 8) -> str:
+    """Text of values with their holders, of which the first `most` are named."""
     holders: dict[str, list[str]] = {}
     for name, value in values.items():
         holders.setdefault(str(value), []).append(name)
-    return "; ".join(f"{value} by {short_list(names, 8)}" for value, names in holders.items())
+    parts = []
+    for value, names in holders.items():
+        more = f" and {len(names) - most} more" if len(names) > most else ""
+        parts.append(f"{value} by {', '.join(names[:most])}{more}")
+    return "; ".join(parts)
 
 
 def _is_immutable(value: object) -> bool:
