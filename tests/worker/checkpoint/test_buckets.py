@@ -169,6 +169,33 @@ def test_a_damaged_index_of_an_old_checkpoint_fails_no_later_one(place: str) -> 
     assert sorted(old.names()) == files
 
 
+def test_a_checkpoint_that_cannot_be_deleted_fails_nothing_and_keeps_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Files of a dead writer in it stay as well."""
+    place = f"memory://bucket/{secrets.token_hex(4)}"
+    with Checkpoints(place, every_steps=1, keep=4) as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.begin_write(at(step))
+    old = located(f"{place}/step-00000001")
+    assert isinstance(old, BucketPath)
+    (old / f"{'0' * 16}.begun").write_bytes(b"")
+    files = sorted(old.names())
+    remove = MemoryFileSystem.rm
+
+    def refusing(own: MemoryFileSystem, keys: list[str], **options: Any) -> None:
+        if any(key.startswith(old.key) for key in keys):
+            raise PermissionError("access denied")
+        remove(own, keys, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MemoryFileSystem, "rm", refusing)
+        with Checkpoints(place, every_steps=1, keep=1) as checkpoints:
+            checkpoints.begin_write(at(4))
+    assert sorted(complete(located(place))) == [1, 4]
+    assert sorted(old.names()) == files
+
+
 def test_other_files_at_a_checkpoints_path_are_left_alone(place: str) -> None:
     (located(f"{place}/step-00000001") / "notes.txt").write_bytes(b"mine")
     checkpoints = Checkpoints(place, every_steps=1)

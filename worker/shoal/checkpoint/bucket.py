@@ -52,9 +52,13 @@ def complete(root: BucketPath) -> dict[int, BucketPath]:
 
 
 def discard(path: BucketPath) -> None:
-    """Delete a folder that may be a checkpoint, its index first."""
-    path.remove([METADATA])
-    path.remove(path.names())
+    """Delete a folder that may be a checkpoint, its index first; log a warning if that fails."""
+    try:
+        path.remove([METADATA])
+        path.remove(path.names())
+    except OSError as error:
+        # The next `retire` tries again, if the index is left.
+        log.warning("leftover_not_removed", path=str(path), error=str(error))
 
 
 class BucketDraft(Draft):
@@ -102,7 +106,7 @@ class BucketDraft(Draft):
             if STEP.fullmatch(name) or name == self._path.name:
                 try:
                     self._sweep(path)
-                except ShoalError as error:
+                except (OSError, ShoalError) as error:
                     # A damaged index does not say which files are leftovers.
                     log.warning("leftover_not_removed", path=str(path), error=str(error))
 
