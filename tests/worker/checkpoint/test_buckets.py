@@ -3,6 +3,7 @@
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import fsspec
@@ -242,6 +243,52 @@ def test_a_writer_that_dies_at_any_call_leaves_a_whole_checkpoint(
         assert len(paths_in(place)) == 2, f"after {calls_to_live} calls: {paths_in(place)}"
         calls_to_live += 1
     assert kinds.count("died") >= 4
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("new", [1, 2], ids=["the same step", "the next one"])
+def test_a_writer_that_is_halted_at_any_call_publishes_no_checkpoint_without_its_files(
+    monkeypatch: pytest.MonkeyPatch, new: int
+) -> None:
+    """A process that has taken over removes the halted writer's draft, and writes a checkpoint."""
+    calls_before, was_halted, failed = 0, True, 0
+    while was_halted:
+        place = f"memory://halted/{secrets.token_hex(4)}"
+        with monkeypatch.context() as patch:
+            halts = halted(
+                patch, calls_before, partial(write, located(f"{place}/step-{new:08d}"), at(new, 3))
+            )
+            try:
+                write(located(f"{place}/step-00000001"), at(1))
+            except CheckpointFailed:
+                failed += 1
+        was_halted = bool(halts)
+        for path in complete(located(place)).values():
+            read(path, whole_chunk)
+        calls_before += 1
+    assert failed >= 3
+
+
+def halted(
+    patch: pytest.MonkeyPatch, calls_before: int, meanwhile: Callable[[], object]
+) -> list[str]:
+    """Halt the process before one of its calls to the storage while `meanwhile` runs; return the
+    name of the call, once it was made."""
+    left, halts = [calls_before], []
+
+    def halting(act: Any) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
+            left[0] -= 1
+            if left[0] == -1:
+                halts.append(act.__name__)
+                meanwhile()
+            return act(*arguments, **options)
+
+        return call
+
+    for name in ("pipe_file", "cp_file", "rm", "find"):
+        patch.setattr(MemoryFileSystem, name, halting(getattr(MemoryFileSystem, name)))
+    return halts
 
 
 def mortal(patch: pytest.MonkeyPatch, calls_to_live: int) -> None:
