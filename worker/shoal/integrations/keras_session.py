@@ -55,10 +55,10 @@ class SessionBatches(DataLoader[Any]):
         collate: Collate | None = None,
     ) -> None:
         super().__init__(dataset, batch_size=None)  # type: ignore[arg-type]
-        fitting = _fitting_of(model)
-        fitting.batches = self
+        self._fitting = _fitting_of(model)
+        self._fitting.batches = self
         self._job = JobBatches(
-            fitting.session,
+            self._fitting.session,
             dataset,
             global_batch_size=global_batch_size,
             epochs=epochs,
@@ -84,11 +84,13 @@ class SessionBatches(DataLoader[Any]):
                 return
 
     def take(self) -> tuple[Any, ...] | None:
-        """Return this member's part of the next step in Keras's form; None after the last."""
+        """Return this member's part of the next step in Keras's form; None after the last, once the
+        Keras model has the trained weights."""
         batch = self._job.take()
-        self.ended = batch is None
         if batch is None:
             self._present = None
+            self._fitting.end(first=not self.ended)
+            self.ended = True
         else:
             self._present = (
                 (batch.inputs,) if batch.targets is None else (batch.inputs, batch.targets)
@@ -161,7 +163,6 @@ class KerasFit:
                 break
             repeated = batches.take()
             if repeated is None:
-                self._end()
                 break
             data = repeated
         return self._log(data, loss, outputs)
@@ -174,9 +175,12 @@ class KerasFit:
             model._loss_tracker.update_state(loss.detach(), sample_weight=count)
             return model.compute_metrics(x, y, outputs, sample_weight=sample_weight)
 
-    def _end(self) -> None:
+    def end(self, *, first: bool) -> None:
+        """End `fit`; at the first call, give the trained weights back to the Keras model."""
+        # Keras resets this after a look at the first batch.
         self._model.stop_training = True
-        self._module.give_back(self.session.state_dict())
+        if first:
+            self._module.give_back(self.session.state_dict())
 
     def _present_batches(self) -> SessionBatches:
         if self.batches is None:
