@@ -11,6 +11,7 @@ import keras  # isort: skip
 import pytest
 import torch
 from support.members.held_members import replaced_in_step_6
+from support.members.thread_members import ThreadJob
 from support.processes.ranks import Ranks
 from support.training.keras_session_bodies import STEPS, Fit
 from torch import nn
@@ -120,6 +121,32 @@ def test_fit_of_two_by_two_members_is_keras_own(cluster: LocalCluster, strategy:
             ended = member.expect("finished")
             assert ended["steps"] == ended["step"] == ended["iterations"] == STEPS
             check(ended, "adamw")
+
+
+@pytest.mark.parametrize(("hook", "num_steps"), [("on_train_batch_end", 3), ("on_epoch_end", 5)])
+def test_a_callback_that_stops_training_on_one_member_ends_the_job(
+    cluster: LocalCluster, hook: str, num_steps: int
+) -> None:
+    """The Keras models of both get the trained weights. An epoch has 5 steps."""
+
+    def member(member_id: str) -> tuple[int, list[list[float]]]:
+        def stop(number: int, logs: Any = None) -> None:
+            if member_id == "a" and session.step_number == num_steps:
+                model.stop_training = True
+
+        with job.join(member_id=member_id) as session:
+            model = bodies.new_model()
+            model.compile(optimizer=bodies.new_optimizer("sgd"), loss="mse")
+            session.distribute(model, model.optimizer, "zero2")
+            batches = SessionBatches(model, bodies.data(), global_batch_size=12, epochs=3)
+            callback = keras.callbacks.LambdaCallback(**{hook: stop})
+            model.fit(batches, epochs=batches.epochs, verbose=0, callbacks=callback)
+            return session.step_number, bodies.weights_of(model)
+
+    job = ThreadJob(cluster=cluster, num_members=2)
+    (steps, weights), other = job.results(member, ("a",), ("b",))
+    assert steps == num_steps
+    assert other == (steps, weights)
 
 
 def parameters_of(model: Any) -> list[tuple[Any, torch.nn.Parameter]]:

@@ -9,6 +9,7 @@
 Each member runs `fit`, and its logs cover its own samples. If a member is lost, steps are trained
 again within Keras's current batch, so Keras counts each step of the job once."""
 
+import inspect
 import types
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -182,6 +183,13 @@ class KerasFit:
         if first:
             self._module.give_back(self.session.state_dict())
 
+    def stop_together(self) -> None:
+        """End the job on all members if a callback has set `stop_training`. `fit` goes on to the
+        agreed end."""
+        if self._model.stop_training and not self._present_batches().ended:
+            self.session.stop("a Keras callback set stop_training")
+            self._model.stop_training = False
+
     def _present_batches(self) -> SessionBatches:
         if self.batches is None:
             raise InvalidSpec(
@@ -206,6 +214,20 @@ class KerasFit:
             )
 
 
+class StopTogether(keras.callbacks.Callback):
+    """Callback after those of the script: see `KerasFit.stop_together`."""
+
+    def __init__(self, fitting: KerasFit) -> None:
+        super().__init__()
+        self._fitting = fitting
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._fitting.stop_together()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._fitting.stop_together()
+
+
 def distribute(session: "Session", model: Any, strategy: str | Strategy, **options: Any) -> Any:
     """Make a compiled Keras model's `fit` train with the session; see the module.
 
@@ -227,12 +249,23 @@ def distribute(session: "Session", model: Any, strategy: str | Strategy, **optio
     fitting = KerasFit(session, module, steps)
     fitting.trained, _ = session.distribute(module, steps, chosen, **options)
     model.__dict__[_MARK] = fitting
-    for name, body in (("train_step", _train_step), ("test_step", _test_step)):
-        model.__dict__[f"shoal_plain_{name}"] = getattr(model, name)
+    for name, body in (("fit", _fit), ("train_step", _train_step), ("test_step", _test_step)):
+        model.__dict__.setdefault(f"shoal_plain_{name}", getattr(model, name))
         model.__dict__[name] = types.MethodType(body, model)
     # Keras builds these again from the new steps.
     model.train_function = model.test_function = None
     return model
+
+
+def _fit(model: Any, *arguments: Any, **options: Any) -> Any:
+    fit = model.__dict__["shoal_plain_fit"]
+    bound = inspect.signature(fit).bind(*arguments, **options)
+    own, given = StopTogether(model.__dict__[_MARK]), bound.arguments.get("callbacks")
+    if isinstance(given, keras.callbacks.CallbackList):
+        given.append(own)
+    else:
+        bound.arguments["callbacks"] = [*keras.tree.flatten(given or []), own]
+    return fit(*bound.args, **bound.kwargs)
 
 
 def _train_step(model: Any, data: Any) -> Any:
