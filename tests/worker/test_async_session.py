@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 from support.members.async_members import trained
+from support.members.thread_members import lone
 from support.processes.ranks import Rank, Ranks
 from support.training import async_bodies, rank_bodies
 from support.training.rank_bodies import BATCH_SIZE, EPOCHS, NUM_SAMPLES, Run
 
+from shoal.data.order import Order
 from shoal_client.connection.coordinators import Coordinators
 from shoal_client.local.cluster import LocalCluster
 from shoal_proto.v1.membership_pb2 import GetJobRequest
@@ -51,6 +53,27 @@ def test_members_share_out_each_sample_once_an_epoch(cluster: LocalCluster, stra
         found = trained(crew)
     assert len(found) == NUM_SAMPLES * EPOCHS
     assert set(found.values()) == {1}
+
+
+@pytest.mark.parametrize("strategy", ["async-sgd", "async-diloco"])
+def test_drop_last_leaves_out_the_same_samples_as_under_ddp(
+    cluster: LocalCluster, strategy: str
+) -> None:
+    """The samples at the end of each epoch's order are left out, so all batches are whole."""
+    inputs, targets = rank_bodies.data()
+    data, order = (inputs[:23], targets[:23]), Order(num_samples=23, global_batch_size=5, seed=0)
+    found: list[tuple[int, list[int]]] = []
+    with lone(cluster) as session:
+        model, _ = session.distribute(*rank_bodies.model_and_optimizer(), strategy=strategy)
+        for batch in session.batches(data, global_batch_size=5, epochs=2, drop_last=True):
+            found.append((batch.epoch, batch.indices))
+            with session.step():
+                session.backward(rank_bodies.loss_of(model(batch.inputs), batch.targets))
+    assert found == [
+        (epoch, indices.tolist())
+        for epoch in range(2)
+        for indices in order.indices(epoch, 0, 20).split(5)
+    ]
 
 
 @pytest.mark.long

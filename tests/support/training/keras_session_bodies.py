@@ -102,7 +102,8 @@ class Counted(keras.callbacks.Callback):
         self.shown.append(not self.model.trainable_variables[0].value.is_meta)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self.losses.append(logs["loss"])
+        if self.steps:
+            self.losses.append(logs["loss"])
 
 
 def fit(report: Report, run: Fit, **options: Any) -> None:

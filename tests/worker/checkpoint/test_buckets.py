@@ -3,6 +3,7 @@
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import fsspec
@@ -169,6 +170,33 @@ def test_a_damaged_index_of_an_old_checkpoint_fails_no_later_one(place: str) -> 
     assert sorted(old.names()) == files
 
 
+def test_a_checkpoint_that_cannot_be_deleted_fails_nothing_and_keeps_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Files of a dead writer in it stay as well."""
+    place = f"memory://bucket/{secrets.token_hex(4)}"
+    with Checkpoints(place, every_steps=1, keep=4) as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.begin_write(at(step))
+    old = located(f"{place}/step-00000001")
+    assert isinstance(old, BucketPath)
+    (old / f"{'0' * 16}.begun").write_bytes(b"")
+    files = sorted(old.names())
+    remove = MemoryFileSystem.rm
+
+    def refusing(own: MemoryFileSystem, keys: list[str], **options: Any) -> None:
+        if any(key.startswith(old.key) for key in keys):
+            raise PermissionError("access denied")
+        remove(own, keys, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MemoryFileSystem, "rm", refusing)
+        with Checkpoints(place, every_steps=1, keep=1) as checkpoints:
+            checkpoints.begin_write(at(4))
+    assert sorted(complete(located(place))) == [1, 4]
+    assert sorted(old.names()) == files
+
+
 def test_other_files_at_a_checkpoints_path_are_left_alone(place: str) -> None:
     (located(f"{place}/step-00000001") / "notes.txt").write_bytes(b"mine")
     checkpoints = Checkpoints(place, every_steps=1)
@@ -215,6 +243,52 @@ def test_a_writer_that_dies_at_any_call_leaves_a_whole_checkpoint(
         assert len(paths_in(place)) == 2, f"after {calls_to_live} calls: {paths_in(place)}"
         calls_to_live += 1
     assert kinds.count("died") >= 4
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("new", [1, 2], ids=["the same step", "the next one"])
+def test_a_writer_that_is_halted_at_any_call_publishes_no_checkpoint_without_its_files(
+    monkeypatch: pytest.MonkeyPatch, new: int
+) -> None:
+    """A process that has taken over removes the halted writer's draft, and writes a checkpoint."""
+    calls_before, was_halted, failed = 0, True, 0
+    while was_halted:
+        place = f"memory://halted/{secrets.token_hex(4)}"
+        with monkeypatch.context() as patch:
+            halts = halted(
+                patch, calls_before, partial(write, located(f"{place}/step-{new:08d}"), at(new, 3))
+            )
+            try:
+                write(located(f"{place}/step-00000001"), at(1))
+            except CheckpointFailed:
+                failed += 1
+        was_halted = bool(halts)
+        for path in complete(located(place)).values():
+            read(path, whole_chunk)
+        calls_before += 1
+    assert failed >= 3
+
+
+def halted(
+    patch: pytest.MonkeyPatch, calls_before: int, meanwhile: Callable[[], object]
+) -> list[str]:
+    """Halt the process before one of its calls to the storage while `meanwhile` runs; return the
+    name of the call, once it was made."""
+    left, halts = [calls_before], []
+
+    def halting(act: Any) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
+            left[0] -= 1
+            if left[0] == -1:
+                halts.append(act.__name__)
+                meanwhile()
+            return act(*arguments, **options)
+
+        return call
+
+    for name in ("pipe_file", "cp_file", "rm", "find"):
+        patch.setattr(MemoryFileSystem, name, halting(getattr(MemoryFileSystem, name)))
+    return halts
 
 
 def mortal(patch: pytest.MonkeyPatch, calls_to_live: int) -> None:

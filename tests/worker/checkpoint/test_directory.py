@@ -1,6 +1,10 @@
 """A checkpoint's directory is complete, or it does not exist."""
 
+import errno
+from pathlib import Path
+
 import pytest
+from structlog.testing import capture_logs
 from support.models.checkpoint_world import names_in
 
 from shoal.checkpoint.directory import begin, complete, publish, sweep
@@ -72,6 +76,35 @@ def test_checkpoints_before_the_newest_ones_up_to_a_step_are_removed(tmp_path, s
     retire(tmp_path, step, keep=2)
     assert sorted(complete(tmp_path)) == left
     assert len(names_in(tmp_path)) == len(left)
+
+
+def test_a_checkpoint_that_cannot_be_deleted_keeps_no_other_from_being_deleted(
+    tmp_path, monkeypatch
+):
+    for step in (10, 20, 30, 40):
+        made(tmp_path, step)
+    rename = Path.rename
+
+    def refusing(path, target):
+        if path.name == "step-00000010":
+            raise PermissionError(errno.EPERM, "it belongs to another user", str(path))
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", refusing)
+    with capture_logs() as logs:
+        retire(tmp_path, 40, keep=2)
+    assert sorted(complete(tmp_path)) == [10, 30, 40]
+    assert [(line["event"], line["path"]) for line in logs if line["log_level"] == "warning"] == [
+        ("leftover_not_removed", str(tmp_path / "step-00000010"))
+    ]
+
+
+def test_a_checkpoint_that_cannot_be_examined_is_not_skipped(tmp_path):
+    """A run that did not see the checkpoint would continue from an older one."""
+    made(tmp_path, 10)
+    (tmp_path / "step-00000020").symlink_to("step-00000020")
+    with pytest.raises(InvalidSpec, match="step-00000020 cannot be examined; saw Too many levels"):
+        newest(tmp_path)
 
 
 def test_a_directory_that_is_no_checkpoint_is_not_replaced(tmp_path):

@@ -259,6 +259,22 @@ def test_settings_that_decide_the_order_are_fields_that_members_compare() -> Non
     assert fields_of(other, loading(other).order)["dataset"] != found["dataset"]
 
 
+@pytest.mark.parametrize("kind", [str, Path])
+def test_the_order_of_paths_is_compared_and_the_folder_of_all_is_not(
+    kind: Callable[[str], Any],
+) -> None:
+    """Hosts may keep the data in different folders, but members must number the shards alike."""
+
+    def description(*names: str) -> str:
+        return shoal.Shards([kind(name) for name in names], lengths=[3, 3]).description
+
+    expected = description("/here/data/a/0.tar", "/here/data/b/0.tar")
+    assert description("/there/a/0.tar", "/there/b/0.tar") == expected
+    assert description("a/0.tar", "b/0.tar") == expected
+    assert description("/here/data/b/0.tar", "/here/data/a/0.tar") != expected
+    assert description("/here/data/a/0.tar", "/here/data/b/1.tar") != expected
+
+
 def test_without_shuffling_samples_come_in_the_given_order() -> None:
     loader = Counted([3, 4], columns=2).loader(shuffle=False, global_batch_size=7)
     assert loader.synchronous(0, 0, 1).inputs.tolist() == list(range(7))

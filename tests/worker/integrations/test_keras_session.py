@@ -11,6 +11,7 @@ import keras  # isort: skip
 import pytest
 import torch
 from support.members.held_members import replaced_in_step_6
+from support.members.thread_members import ThreadJob
 from support.processes.ranks import Ranks
 from support.training.keras_session_bodies import STEPS, Fit
 from torch import nn
@@ -120,6 +121,32 @@ def test_fit_of_two_by_two_members_is_keras_own(cluster: LocalCluster, strategy:
             ended = member.expect("finished")
             assert ended["steps"] == ended["step"] == ended["iterations"] == STEPS
             check(ended, "adamw")
+
+
+@pytest.mark.parametrize(("hook", "num_steps"), [("on_train_batch_end", 3), ("on_epoch_end", 5)])
+def test_a_callback_that_stops_training_on_one_member_ends_the_job(
+    cluster: LocalCluster, hook: str, num_steps: int
+) -> None:
+    """The Keras models of both get the trained weights. An epoch has 5 steps."""
+
+    def member(member_id: str) -> tuple[int, list[list[float]]]:
+        def stop(number: int, logs: Any = None) -> None:
+            if member_id == "a" and session.step_number == num_steps:
+                model.stop_training = True
+
+        with job.join(member_id=member_id) as session:
+            model = bodies.new_model()
+            model.compile(optimizer=bodies.new_optimizer("sgd"), loss="mse")
+            session.distribute(model, model.optimizer, "zero2")
+            batches = SessionBatches(model, bodies.data(), global_batch_size=12, epochs=3)
+            callback = keras.callbacks.LambdaCallback(**{hook: stop})
+            model.fit(batches, epochs=batches.epochs, verbose=0, callbacks=callback)
+            return session.step_number, bodies.weights_of(model)
+
+    job = ThreadJob(cluster=cluster, num_members=2)
+    (steps, weights), other = job.results(member, ("a",), ("b",))
+    assert steps == num_steps
+    assert other == (steps, weights)
 
 
 def parameters_of(model: Any) -> list[tuple[Any, torch.nn.Parameter]]:
@@ -236,22 +263,25 @@ def test_fit_continues_a_checkpoint_of_another_batch_size_to_the_jobs_end(
     tmp_path: Path, batch_size: int, num_steps: int
 ) -> None:
     """50 samples, 4 epochs, batches of 10 up to step 7. The job's last step is that of the samples,
-    and Keras counts each step once and gets the weights back."""
+    and Keras counts each step once and gets the weights back, also if no step is left."""
     fitted: list[tuple[bodies.Counted, Any]] = []
-    for size, every_steps in ((10, 7), (batch_size, 100)):
+    for size, every_steps in ((10, 7), (batch_size, num_steps), (batch_size, 100)):
         keras.utils.clear_session()  # The names of layers begin anew, as in a restarted process.
         with shoal.join() as session:
             model = bodies.new_model()
             model.compile(optimizer=bodies.new_optimizer("sgd"), loss="mse")
+            if every_steps == 100:
+                # Builds the loss, for which Keras's fit needs a batch otherwise.
+                model.evaluate(*bodies.data(), verbose=0)
             checkpoints = shoal.Checkpoints(tmp_path, every_steps=every_steps)
             session.distribute(model, model.optimizer, "zero2", checkpoints=checkpoints)
             epochs = 4 if size == batch_size else 2
             batches = SessionBatches(model, bodies.data(), global_batch_size=size, epochs=epochs)
             fitted.append((bodies.Counted(), model))
             model.fit(batches, epochs=epochs, verbose=0, callbacks=[fitted[-1][0]])
-            first = session.step_number - fitted[-1][0].steps
-    counted, model = fitted[-1]
-    assert first == 7
-    assert first + counted.steps == num_steps
+    (_, (counted, model), (counted_last, model_last)) = fitted
+    assert 7 + counted.steps == num_steps
     assert counted.shown == [False] * (counted.steps - 1) + [True]
     assert len(counted.losses) == 3, "epochs of Keras: the rest of the second, and two more"
+    assert counted_last.steps == 0
+    assert bodies.weights_of(model_last) == bodies.weights_of(model)

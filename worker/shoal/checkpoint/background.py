@@ -216,7 +216,7 @@ class Checkpoints:
     def _retire(self, step: int) -> None:
         try:
             storage.retire(self.directory, step, self.keep)
-        except (OSError, InvalidSpec) as error:
+        except InvalidSpec as error:
             # The next `_retire` tries again.
             log.warning("checkpoint_not_retired", path=str(self.directory), error=str(error))
 

@@ -11,6 +11,10 @@ checkpoint by new files with another token, and then overwrites the index.
 A storage may carry out a request after the client has given up. So a writer publishes by copying
 the draft's index to `.metadata`, and discards a draft by removing the draft's index first. A late
 copy then finds nothing to copy: no index ever names removed files.
+
+A writer may also be halted, and go on when another has removed its draft. So it publishes only if
+its `.begun` is there after its `.index` is written. Others remove `.begun` files first, then
+`.index` files, and at last the files that no index names.
 """
 
 import re
@@ -26,7 +30,7 @@ from shoal.checkpoint.entries import CheckpointEntry, FileSpan, index_of, write_
 from shoal.checkpoint.index import read_index
 from shoal.checkpoint.reading import check_written
 from shoal.torch_private.checkpoint import FsspecWriter
-from shoal_proto.errors import InvalidSpec, ShoalError
+from shoal_proto.errors import CheckpointFailed, InvalidSpec, ShoalError
 
 log = structlog.get_logger(__name__)
 
@@ -52,9 +56,14 @@ def complete(root: BucketPath) -> dict[int, BucketPath]:
 
 
 def discard(path: BucketPath) -> None:
-    """Delete a folder that may be a checkpoint, its index first."""
-    path.remove([METADATA])
-    path.remove(path.names())
+    """Delete a folder that may be a checkpoint, its index first; log a warning if that fails."""
+    try:
+        _stop_writers(path)
+        path.remove([METADATA])
+        path.remove(path.names())
+    except OSError as error:
+        # The next `retire` tries again, if the index is left.
+        log.warning("leftover_not_removed", path=str(path), error=str(error))
 
 
 class BucketDraft(Draft):
@@ -102,33 +111,39 @@ class BucketDraft(Draft):
             if STEP.fullmatch(name) or name == self._path.name:
                 try:
                     self._sweep(path)
-                except ShoalError as error:
+                except (OSError, ShoalError) as error:
                     # A damaged index does not say which files are leftovers.
                     log.warning("leftover_not_removed", path=str(path), error=str(error))
 
     def _sweep(self, path: BucketPath) -> None:
-        names = path.names()
-        ours = {name for name in names if name.startswith(self.name)}
-        if METADATA not in names:
-            leftovers = [name for name in names if _DRAFT_FILE.fullmatch(name) and name not in ours]
-        elif any(name.endswith(_BEGUN) for name in set(names) - ours):
-            leftovers = [name for name in names if name not in ours | _files_of(path)]
-        else:
+        names = [name for name in path.names() if not name.startswith(self.name)]
+        if METADATA in names and not any(name.endswith(_BEGUN) for name in names):
             return
+        leftovers = _unused(path, names)
         if leftovers:
             log.info("leftover_removed", path=str(path), num_files=len(leftovers))
-        path.remove(leftovers)
+            _stop_writers(path, but=self.name)
+            path.remove(_unused(path, leftovers))
 
     def publish(self, stored: Iterable[tuple[CheckpointEntry, FileSpan]]) -> None:
         self._index = index_of(stored)
         check_written(self._path, self._index)
         draft = self._path / f"{self.name}{_INDEX}"
         draft.write_bytes(self._index)
+        if not self.shares_storage():
+            raise CheckpointFailed(
+                f"another writer has removed the draft of {self._path}",
+                seen=f"no {self.name}{_BEGUN}",
+                expected="no other writer: this process was halted, or two jobs write here",
+                fix="Give each job a directory of its own.",
+                details={"path": str(self._path)},
+            )
         draft.copy(METADATA)
         try:
+            _stop_writers(self._path)
             self._path.remove(set(self._path.names()) - _files_of(self._path))
         except (OSError, ShoalError) as error:
-            # The next `sweep` tries again.
+            # They are removed with this checkpoint.
             log.warning("leftover_not_removed", path=str(self._path), error=str(error))
 
     def discard(self) -> None:
@@ -148,6 +163,22 @@ class BucketDraft(Draft):
             return bool(self._index) and (self._path / METADATA).read_bytes() == self._index
         except FileNotFoundError:
             return False
+
+
+def _stop_writers(path: BucketPath, but: str | None = None) -> None:
+    """Keep the writers of all drafts except `but` from publishing them."""
+    for ending in (_BEGUN, _INDEX):
+        drafts = [name for name in path.names() if _DRAFT_FILE.fullmatch(name)]
+        path.remove(name for name in drafts if name.endswith(ending) and name != f"{but}{ending}")
+
+
+def _unused(path: BucketPath, names: Sequence[str]) -> list[str]:
+    """Return the names of files that may be removed: those that the index does not name or,
+    without an index, those of drafts."""
+    if size_of(path / METADATA) < 0:
+        return [name for name in names if _DRAFT_FILE.fullmatch(name)]
+    used = _files_of(path)
+    return [name for name in names if name not in used]
 
 
 def _files_of(path: BucketPath) -> set[str]:

@@ -12,6 +12,7 @@ import os
 import re
 import secrets
 import shutil
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -40,9 +41,24 @@ def complete(directory: Path) -> dict[int, Path]:
             checkpoints[int(matched[1])] = path
     for path in _entries(directory):
         matched = STEP.fullmatch(path.name)
-        if matched and (path / METADATA).is_file():
+        if matched and _is_complete(path):
             checkpoints[int(matched[1])] = path
     return checkpoints
+
+
+def _is_complete(path: Path) -> bool:
+    # Not is_file: of some errors it says False, and a run would continue from an older checkpoint.
+    try:
+        return stat.S_ISREG((path / METADATA).stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise InvalidSpec(
+            f"the checkpoint {path} cannot be examined",
+            seen=error.strerror or str(error),
+            expected="a directory that this process can read",
+            fix="Make it readable, or move it to another directory.",
+        ) from error
 
 
 def begin(path: Path) -> Path:
@@ -84,18 +100,18 @@ def publish(partial: Path, path: Path) -> None:
 
 
 def discard(path: Path) -> None:
-    """Delete a directory that may be a checkpoint. It is renamed first, so that no reader sees half
-    of it."""
+    """Delete a directory that may be a checkpoint; log a warning if that fails. It is renamed
+    first, so that no reader sees half of it."""
     matched = _TEMPORARY.fullmatch(path.name)
     partial = path
-    if not matched or matched[2] != "partial":
-        partial = _temporary_path(path.with_name(matched[1]) if matched else path, "partial")
-        path.rename(partial)
     try:
+        if not matched or matched[2] != "partial":
+            partial = _temporary_path(path.with_name(matched[1]) if matched else path, "partial")
+            path.rename(partial)
         shutil.rmtree(partial)
     except OSError as error:
-        # The next `sweep` tries again.
-        log.warning("leftover_not_removed", path=str(partial), error=str(error))
+        # The next `sweep` or `retire` tries again.
+        log.warning("leftover_not_removed", path=str(path), error=str(error))
 
 
 def sweep(path: Path, keep: Path) -> None:

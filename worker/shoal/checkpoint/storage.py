@@ -55,7 +55,8 @@ def refuse_later(location: CheckpointPath, step: int) -> None:
 
 
 def retire(location: CheckpointPath, step: int, keep: int) -> None:
-    """Delete complete checkpoints of this step and earlier ones, except the newest `keep`."""
+    """Delete complete checkpoints of this step and earlier ones, except the newest `keep`, and log
+    a warning for each that cannot be deleted. Raises what `complete` raises."""
     checkpoints = complete(location)
     for old in sorted(each for each in checkpoints if each <= step)[:-keep]:
         path = checkpoints[old]

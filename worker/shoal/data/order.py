@@ -83,6 +83,11 @@ class Order:
         return whole if self.drop_last or not rest else whole + 1
 
     @cached_property
+    def samples_per_epoch(self) -> int:
+        """Number of samples of an epoch that are trained on, the first ones of its order."""
+        return min(self.num_samples, self.steps_per_epoch * self.global_batch_size)
+
+    @cached_property
     def num_steps(self) -> int:
         """Number of steps of the whole job."""
         whole_epochs = self.num_epochs - self.origin.epoch - 1

@@ -163,7 +163,14 @@ class Shards(Dataset[Any]):
 
     @property
     def _names(self) -> list[str]:
-        return [shard if isinstance(shard, str) else "" for shard in self.shards]
+        """Paths below their common folder, which may differ between hosts; "" if not a path."""
+        paths = [
+            os.fsdecode(shard) if isinstance(shard, str | os.PathLike) else ""
+            for shard in self.shards
+        ]
+        # Not commonpath: it changes URLs.
+        start = os.path.commonprefix([*filter(None, paths)]).rfind("/") + 1  # noqa: RUF071
+        return [path[start:] for path in paths]
 
     def samples_of(self, number: int) -> Iterator[Any]:
         """Iterate over one shard's samples."""

@@ -9,6 +9,7 @@
 Each member runs `fit`, and its logs cover its own samples. If a member is lost, steps are trained
 again within Keras's current batch, so Keras counts each step of the job once."""
 
+import inspect
 import types
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -55,10 +56,10 @@ class SessionBatches(DataLoader[Any]):
         collate: Collate | None = None,
     ) -> None:
         super().__init__(dataset, batch_size=None)  # type: ignore[arg-type]
-        fitting = _fitting_of(model)
-        fitting.batches = self
+        self._fitting = _fitting_of(model)
+        self._fitting.batches = self
         self._job = JobBatches(
-            fitting.session,
+            self._fitting.session,
             dataset,
             global_batch_size=global_batch_size,
             epochs=epochs,
@@ -84,11 +85,13 @@ class SessionBatches(DataLoader[Any]):
                 return
 
     def take(self) -> tuple[Any, ...] | None:
-        """Return this member's part of the next step in Keras's form; None after the last."""
+        """Return this member's part of the next step in Keras's form; None after the last, once the
+        Keras model has the trained weights."""
         batch = self._job.take()
-        self.ended = batch is None
         if batch is None:
             self._present = None
+            self._fitting.end(first=not self.ended)
+            self.ended = True
         else:
             self._present = (
                 (batch.inputs,) if batch.targets is None else (batch.inputs, batch.targets)
@@ -161,7 +164,6 @@ class KerasFit:
                 break
             repeated = batches.take()
             if repeated is None:
-                self._end()
                 break
             data = repeated
         return self._log(data, loss, outputs)
@@ -174,9 +176,19 @@ class KerasFit:
             model._loss_tracker.update_state(loss.detach(), sample_weight=count)
             return model.compute_metrics(x, y, outputs, sample_weight=sample_weight)
 
-    def _end(self) -> None:
+    def end(self, *, first: bool) -> None:
+        """End `fit`; at the first call, give the trained weights back to the Keras model."""
+        # Keras resets this after a look at the first batch.
         self._model.stop_training = True
-        self._module.give_back(self.session.state_dict())
+        if first:
+            self._module.give_back(self.session.state_dict())
+
+    def stop_together(self) -> None:
+        """End the job on all members if a callback has set `stop_training`. `fit` goes on to the
+        agreed end."""
+        if self._model.stop_training and not self._present_batches().ended:
+            self.session.stop("a Keras callback set stop_training")
+            self._model.stop_training = False
 
     def _present_batches(self) -> SessionBatches:
         if self.batches is None:
@@ -202,6 +214,20 @@ class KerasFit:
             )
 
 
+class StopTogether(keras.callbacks.Callback):
+    """Callback after those of the script: see `KerasFit.stop_together`."""
+
+    def __init__(self, fitting: KerasFit) -> None:
+        super().__init__()
+        self._fitting = fitting
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._fitting.stop_together()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._fitting.stop_together()
+
+
 def distribute(session: "Session", model: Any, strategy: str | Strategy, **options: Any) -> Any:
     """Make a compiled Keras model's `fit` train with the session; see the module.
 
@@ -223,12 +249,23 @@ def distribute(session: "Session", model: Any, strategy: str | Strategy, **optio
     fitting = KerasFit(session, module, steps)
     fitting.trained, _ = session.distribute(module, steps, chosen, **options)
     model.__dict__[_MARK] = fitting
-    for name, body in (("train_step", _train_step), ("test_step", _test_step)):
-        model.__dict__[f"shoal_plain_{name}"] = getattr(model, name)
+    for name, body in (("fit", _fit), ("train_step", _train_step), ("test_step", _test_step)):
+        model.__dict__.setdefault(f"shoal_plain_{name}", getattr(model, name))
         model.__dict__[name] = types.MethodType(body, model)
     # Keras builds these again from the new steps.
     model.train_function = model.test_function = None
     return model
+
+
+def _fit(model: Any, *arguments: Any, **options: Any) -> Any:
+    fit = model.__dict__["shoal_plain_fit"]
+    bound = inspect.signature(fit).bind(*arguments, **options)
+    own, given = StopTogether(model.__dict__[_MARK]), bound.arguments.get("callbacks")
+    if isinstance(given, keras.callbacks.CallbackList):
+        given.append(own)
+    else:
+        bound.arguments["callbacks"] = [*keras.tree.flatten(given or []), own]
+    return fit(*bound.args, **bound.kwargs)
 
 
 def _train_step(model: Any, data: Any) -> Any:

@@ -268,8 +268,8 @@ class LeasedBatches(BatchSource):
 
     def _likely_next(self, span: SampleRange) -> Iterator[SampleRange]:
         order = self._loader.order
-        for start in range(span.stop, order.num_samples, order.global_batch_size):
-            stop = min(start + order.global_batch_size, order.num_samples)
+        for start in range(span.stop, order.samples_per_epoch, order.global_batch_size):
+            stop = min(start + order.global_batch_size, order.samples_per_epoch)
             yield SampleRange(span.epoch, start, stop)
 
     def acknowledged(self) -> Callable[[], None]:

@@ -319,7 +319,7 @@ class AsyncSGD(LeasingStrategy):
         samples = SampleClient(
             coordinators,
             self.context.token,
-            dataset_size=order.num_samples,
+            dataset_size=order.samples_per_epoch,
             num_epochs=order.num_epochs,
         )
         return Leases(samples, order.global_batch_size, round_batches=self.steps_per_round)
