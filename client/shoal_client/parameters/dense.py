@@ -31,8 +31,9 @@ from shoal_proto.v1.shards_pb2 import (
 )
 from shoal_proto.v1.tables_pb2 import TableSpec
 
-PULL_WAIT_S = 10.0
-"""A call waits this long at a server for shards that do not exist yet."""
+PULL_WAIT_S = 1.0
+"""A call waits this long at a server for shards that do not exist yet. Lost ones are then
+reported."""
 
 
 @dataclass(kw_only=True)
