@@ -12,6 +12,7 @@ from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.strategies.asynchronous.async_sgd import MAX_REDONE, AsyncSGD
+from shoal.strategies.asynchronous.optimizer_spec import FollowedSchedule
 from shoal_proto.errors import InvalidSpec, StalePush
 
 LR = 0.1
@@ -52,6 +53,22 @@ FOLLOWED: dict[str, Callable[[torch.optim.Optimizer], LRScheduler]] = {
     "chained": lambda o: lr_scheduler.ChainedScheduler([lr_scheduler.ExponentialLR(o, 0.9)], o),
     "restarts": restarts_behind_a_rise,
 }
+
+
+@pytest.mark.parametrize("kind", FOLLOWED)
+def test_a_schedule_that_members_step_goes_back_with_updates_that_were_undone(kind: str) -> None:
+    """After each restore the rates are those of a new schedule, in every group."""
+
+    def new() -> tuple[torch.optim.Optimizer, FollowedSchedule]:
+        optimizer = torch.optim.SGD(groups(new_model()), lr=0.1)  # type: ignore[arg-type]
+        return optimizer, FollowedSchedule(FOLLOWED[kind](optimizer))
+
+    optimizer, schedule = new()
+    for num_updates in (5, 3, 4, 1, 5, 0):
+        schedule.step_to(num_updates)
+        fresh, expected = new()
+        expected.step_to(num_updates)
+        assert [g["lr"] for g in optimizer.param_groups] == [g["lr"] for g in fresh.param_groups]
 
 
 @pytest.mark.long

@@ -26,9 +26,13 @@ from shoal_proto.errors import (
     NoServers,
     ProposalConflict,
     ShapeMismatch,
+    ShardNotReady,
+    ShoalError,
     UnsupportedOptimizer,
 )
 from shoal_proto.v1.membership_pb2 import Limits
+from shoal_server.parameters.shard.catalog import Catalog
+from shoal_server.parameters.shard.replica import ShardReplica
 
 servers = servers_fixture(2)
 
@@ -191,6 +195,29 @@ def test_members_train_side_by_side(servers: ParameterServers) -> None:
     assert set(servers.versions().values()) == {1 + 31}
     for strategy in strategies:
         strategy.close()
+
+
+def test_a_member_that_gets_the_newest_values_waits_for_a_shard_that_is_being_restored(
+    servers: ParameterServers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Members train on after an automatic restore, and during a failover."""
+    model = new_model()
+    strategy = start(servers, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    train(strategy, model, range(1))
+    loading, look_up = iter(range(2)), Catalog.look_up
+
+    async def found(
+        catalog: Catalog, job: str, wanted: Sequence[tuple[int, int]]
+    ) -> list[ShardReplica | ShoalError]:
+        answers = await look_up(catalog, job, wanted)
+        if next(loading, None) is not None:
+            answers[0] = ShardNotReady("a snapshot is being loaded")
+        return answers
+
+    monkeypatch.setattr(Catalog, "look_up", found)
+    strategy.finish()
+    assert next(loading, None) is None
+    strategy.close()
 
 
 def test_a_gradient_that_is_not_finite_stops_its_member_only(servers: ParameterServers) -> None:

@@ -2,6 +2,7 @@
 caller's own buffers, one for each parameter.
 """
 
+import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,8 +31,9 @@ from shoal_proto.v1.shards_pb2 import (
 )
 from shoal_proto.v1.tables_pb2 import TableSpec
 
-PULL_WAIT_S = 10.0
-"""A call waits this long at a server for shards that do not exist yet."""
+PULL_WAIT_S = 1.0
+"""A call waits this long at a server for shards that do not exist yet. Lost ones are then
+reported."""
 
 
 @dataclass(kw_only=True)
@@ -139,10 +141,10 @@ class ParameterClient:
     def pull(self, into: Buffers, *, wait_s: float | None = None) -> None:
         """Write the newest values into the buffers. Each shard's values are of one version.
 
-        Waits for shards that are not created yet, up to `wait_s` (None: `timeout_s`), but never
-        longer than `timeout_s`; then raises ShardNotReady. After an error, some buffers may have
-        new values. Raises ShapeMismatch."""
-        ready_by_s = time.monotonic() + (self._timeout_s if wait_s is None else wait_s)
+        Waits for shards without values, e.g. while they are created or restored, up to `wait_s`,
+        but never longer than for other temporary failures (None: as long); then raises
+        ShardNotReady. After an error, some buffers may have new values. Raises ShapeMismatch."""
+        ready_by_s = math.inf if wait_s is None else time.monotonic() + wait_s
         check_buffers(self._job.cached_map(), into, complete=True, writable=True)
 
         def attempt(

@@ -78,6 +78,7 @@ class TablePushResult:
 
     sequence: int
     versions: dict[Where, int] = field(default_factory=dict)
+    epochs: dict[Where, int] = field(default_factory=dict)
     staleness: dict[Where, int] = field(default_factory=dict)
     fates: dict[Where, bytes] = field(default_factory=dict)
     """RowFate of each pushed row; empty: all were applied."""
@@ -97,8 +98,8 @@ def route(ids: Iterable[int], num_shards: int) -> "dict[int, array[int]]":
     return routed
 
 
-def note(result: TablePushResult, where: Where, reply: PushOutcome) -> None:
-    result.versions[where] = reply.version
+def note(result: TablePushResult, where: Where, reply: PushOutcome, epoch: int) -> None:
+    result.versions[where], result.epochs[where] = reply.version, epoch
     result.staleness[where] = reply.staleness
     result.fates[where] = reply.fates
     result.steps[where] = reply.step

@@ -139,7 +139,7 @@ class TableClient:
             return part_of(shard.shard_id, pushed[_where(shard)])
 
         def applied(outcome: PushOutcome, epoch: int) -> None:
-            note(result, where[outcome.shard_id], outcome)
+            note(result, where[outcome.shard_id], outcome, epoch)
 
         def refused(shard_id: int, error: StalePush) -> None:
             result.stale[where[shard_id]] = error

@@ -1,6 +1,7 @@
 """Conversion of the steps and shards of a cut to messages, and back."""
 
 from collections.abc import Iterable, Mapping
+from functools import cache
 
 from shoal_proto.v1.snapshots_pb2 import BegunStep, BegunSteps, ShardFile, ShardStamp
 from shoal_server.core.shards.steps import Begun, Shards, StepId, from_bits, to_bits
@@ -9,13 +10,15 @@ from shoal_server.snapshots.manifest import ManifestEntry
 
 def of_begun(begun: Begun) -> list[BegunSteps]:
     by_session: dict[str, BegunSteps] = {}
+    # Most steps touch the same shards.
+    encode = cache(to_bits)
     for step, shards in begun.items():
         session = by_session.setdefault(step.session, BegunSteps(session=step.session))
         session.steps.append(
             BegunStep(
                 sequence=step.sequence,
                 touches_all=shards is None,
-                shard_bits=b"" if shards is None else to_bits(shards),
+                shard_bits=b"" if shards is None else encode(shards),
             )
         )
     return list(by_session.values())

@@ -1,7 +1,9 @@
 """A client's view of parameters on two servers: complete, updated once, with clear errors."""
 
 import threading
+import time
 from array import array
+from collections.abc import Sequence
 
 import pytest
 from support.clusters.assignment_records import write_assignments
@@ -16,6 +18,8 @@ from shoal_proto.errors import (
     ProposalConflict,
     ShapeMismatch,
     ShardNotReady,
+    ShoalError,
+    StateLost,
     Unavailable,
 )
 from shoal_proto.incarnation import public_id
@@ -26,6 +30,8 @@ from shoal_server.core.shards.assignments import JobAssignments, ShardAssignment
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import Delete
 from shoal_server.etcd.records import assignments as records
+from shoal_server.parameters.shard.catalog import Catalog
+from shoal_server.parameters.shard.replica import ShardReplica
 
 SHAPES = {"weight": (100, 70), "bias": (70,), "big": (900, 1000)}
 SCHEMA = [ParameterSpec(name=n, shape=s, dtype="float32") for n, s in SHAPES.items()]
@@ -163,6 +169,35 @@ def test_a_pull_waits_for_the_first_values(servers: ParameterServers) -> None:
     assert not waiting.is_alive()
     assert_all(values, 0.0)
     early.close()
+
+
+@pytest.mark.long
+def test_a_pull_that_waits_for_lost_shards_waits_until_they_are_restored(
+    servers: ParameterServers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The shards are lost for longer than a call may take otherwise. Then they have no values yet,
+    while a snapshot is loaded."""
+    client = connect(servers, servers.admit("w0"), timeout_s=1.0)
+    client.place(SCHEMA)
+    client.create(SGD, filled(0.0))
+    client.wait_for_lost(30.0)
+    restored_s, loading = time.monotonic() + 1.1, iter(range(2))
+    look_up = Catalog.look_up
+
+    async def found(
+        catalog: Catalog, job: str, wanted: Sequence[tuple[int, int]]
+    ) -> list[ShardReplica | ShoalError]:
+        if time.monotonic() < restored_s:
+            return [StateLost("no server has the shard") for _ in wanted]
+        if next(loading, None) is not None:
+            return [ShardNotReady("a snapshot is being loaded") for _ in wanted]
+        return await look_up(catalog, job, wanted)
+
+    monkeypatch.setattr(Catalog, "look_up", found)
+    values = filled(9.0)
+    client.pull(values)
+    assert_all(values, 0.0)
+    client.close()
 
 
 def test_another_model_is_refused_by_name(servers: ParameterServers) -> None:

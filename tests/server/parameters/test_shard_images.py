@@ -178,6 +178,21 @@ def test_a_base_version_lost_with_a_primary_counts_as_the_newest() -> None:
     assert (outcome.version, outcome.staleness) == (2, 0)
 
 
+@pytest.mark.parametrize("base_version", [500, 301])
+def test_updates_after_a_rollback_count_as_staleness_on_a_base_version_that_was_undone(
+    base_version: int,
+) -> None:
+    """The shard was restored at version 300. A base version of the undone training stays undone
+    when the restored shard reaches its number again."""
+    shard = dense_from_image(replace(loaded(new_shard("sgd", "float32")), version=300))
+    shard.enter_epoch(EPOCH + 1)
+    undone = replace(a_push(), epoch=EPOCH + 1, base_version=base_version, base_epoch=EPOCH)
+    staleness = [
+        shard.push(replace(undone, session=f"s{number}"), is_live).staleness for number in range(3)
+    ]
+    assert staleness == [0, 1, 2]
+
+
 def test_pushes_of_an_earlier_epoch_are_refused() -> None:
     """Refused pushes change nothing, also repeated ones. A repetition in the new epoch gets its
     first outcome."""

@@ -53,7 +53,7 @@ def test_the_cache_returns_only_the_newest_row_of_an_id(puts: list[set[int]]) ->
         cache.store_rows(np.array(sorted(ids)), held(sorted(ids), version), step=version)
         newest |= dict.fromkeys(ids, version)
         asked = np.arange(61)
-        places = cache.find(asked, 0, np.zeros(61, np.int64))
+        places = cache.find(asked, 0, np.zeros(61, np.int64), np.ones(61, np.int64))
         found = np.flatnonzero(places >= 0)
         assert 0 < len(found) <= 16
         rows = cache.take(places[found])
@@ -63,13 +63,15 @@ def test_the_cache_returns_only_the_newest_row_of_an_id(puts: list[set[int]]) ->
 
 
 def test_cached_rows_that_are_too_old_are_not_found() -> None:
-    """Age is judged by the step of the lookup, and by the shard's version at that time."""
+    """Age is judged by the step of the lookup, and by the shard's version and epoch at that
+    time."""
     cache = HotRows(16, 2, torch.float32)
     ids = np.array([3])
     cache.store_rows(ids, held([3], 7), step=5)
-    assert cache.find(ids, 5, np.array([7]))[0] >= 0
-    assert cache.find(ids, 6, np.array([7]))[0] == -1
-    assert cache.find(ids, 5, np.array([8]))[0] == -1
+    assert cache.find(ids, 5, np.array([7]), np.array([1]))[0] >= 0
+    assert cache.find(ids, 6, np.array([7]), np.array([1]))[0] == -1
+    assert cache.find(ids, 5, np.array([8]), np.array([1]))[0] == -1
+    assert cache.find(ids, 5, np.array([7]), np.array([2]))[0] == -1
 
 
 def new_rows(bound: int = 0) -> TableRows:
@@ -83,9 +85,9 @@ def test_a_dtype_without_rows_is_refused_by_name() -> None:
         TableRows(spec, cache_rows=64, staleness_bound=0)
 
 
-def use(rows: TableRows, births: dict[int, int], version: int) -> torch.Tensor:
+def use(rows: TableRows, births: dict[int, int], version: int, *, epoch: int = 1) -> torch.Tensor:
     """Run a forward pass over the ids of `births`. Rows that are not cached are looked up, with
-    these births and this version."""
+    these births, this version and this epoch."""
     routed, _ = route(np.array(sorted(births), np.int64), 1)
     lookup = rows.begin(routed)
     found: dict[Where, Rows] = {}
@@ -93,12 +95,45 @@ def use(rows: TableRows, births: dict[int, int], version: int) -> torch.Tensor:
         missing = lookup.missing.ids.tolist()
         found["t", 0] = Rows(
             version=version,
-            epoch=1,
+            epoch=epoch,
             births=array("Q", [births[i] for i in missing]).tobytes(),
             values=array("f", [0.0] * len(missing)).tobytes(),
             step=version,
         )
     return rows.make_leaf(routed, rows.finish(lookup, found), CPU)
+
+
+def is_missing(rows: TableRows, row_id: int) -> bool:
+    routed, _ = route(np.array([row_id], np.int64), 1)
+    return bool(rows.begin(routed).is_missing.all())
+
+
+def test_after_a_rollback_rows_of_undone_training_are_looked_up_again() -> None:
+    """The shard went from version 500 back to 300. The cache keeps the rows looked up since."""
+    rows = new_rows(bound=4)
+    rows.begin_step()
+    use(rows, {1: 0}, version=500)
+    rows.begin_step()
+    assert not is_missing(rows, 1)
+    use(rows, {2: 0}, version=300, epoch=2)
+    rows.begin_step()
+    assert is_missing(rows, 1) and not is_missing(rows, 2)
+
+
+def test_a_push_after_a_rollback_shows_that_cached_rows_are_of_undone_training() -> None:
+    rows = new_rows(bound=4)
+    rows.begin_step()
+    use(rows, {1: 0}, version=500).sum().backward()  # type: ignore[no-untyped-call]
+    where = ("t", 0)
+    result = TablePushResult(
+        sequence=1,
+        versions={where: 301},
+        epochs={where: 2},
+        fates={where: b""},
+        steps={where: 1},
+    )
+    rows.pushed(rows.gradients(1.0), result)
+    assert is_missing(rows, 1)
 
 
 def by_id(part: Gradients) -> dict[int, tuple[int, float]]:
@@ -143,7 +178,11 @@ def test_fates_of_rows_are_counted() -> None:
         use(rows, {1: 0, 2: 0}, version=1).sum().backward()  # type: ignore[no-untyped-call]
         parts = rows.gradients(1.0)
         result = TablePushResult(
-            sequence=1, versions={("t", 0): 2}, fates={("t", 0): fates}, steps={("t", 0): 1}
+            sequence=1,
+            versions={("t", 0): 2},
+            epochs={("t", 0): 1},
+            fates={("t", 0): fates},
+            steps={("t", 0): 1},
         )
         rows.pushed(parts, result)
     assert rows.fates == {"applied": 2, "made": 1, "not_admitted": 0, "evicted": 1, "full": 0}

@@ -39,14 +39,15 @@ class HotRows:
         self._epochs: Ids = np.zeros(size, np.int64)
         self._values = torch.zeros((size, dim), dtype=dtype)
 
-    def find(self, ids: Ids, oldest_step: int, oldest_versions: Ids) -> Ids:
+    def find(self, ids: Ids, oldest_step: int, oldest_versions: Ids, epochs: Ids) -> Ids:
         """Return each row's slot; -1 unless it was looked up at `oldest_step` and `oldest_versions`
-        or later."""
+        or later, in these epochs. Rows of an earlier epoch may be of training that was undone."""
         slots = self._slots(ids)
         is_fresh = (
             (self._ids[slots] == ids)
             & (self._steps[slots] >= oldest_step)
             & (self._versions[slots] >= oldest_versions)
+            & (self._epochs[slots] >= epochs)
         )
         return np.where(is_fresh, slots, -1)
 

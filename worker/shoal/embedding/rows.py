@@ -102,6 +102,7 @@ class TableRows:
         self._bound = staleness_bound
         self._cache = HotRows(cache_rows, spec.dim, self._dtype)
         self._seen_versions: Ids = np.zeros(spec.num_shards, np.int64)
+        self._seen_epochs: Ids = np.zeros(spec.num_shards, np.int64)
         self._step = 0
         self._table_step = 0
         self._uses: list[UsedRows] = []
@@ -117,7 +118,8 @@ class TableRows:
     def begin(self, routed: RoutedIds) -> "Lookup":
         """Begin a lookup: take cached rows, and determine the missing ids."""
         oldest = self._seen_versions[routed.shards] - self._bound
-        slots = self._cache.find(routed.ids, self._step - self._bound, oldest)
+        epochs = self._seen_epochs[routed.shards]
+        slots = self._cache.find(routed.ids, self._step - self._bound, oldest, epochs)
         is_missing = slots < 0
         return Lookup(
             routed=routed,
@@ -133,12 +135,20 @@ class TableRows:
         spans = lookup.missing.spans()
         rows = [found[self.spec.name, shard] for shard, _, _ in spans]
         for (shard, _, _), each in zip(spans, rows, strict=True):
-            self._seen_versions[shard] = max(self._seen_versions[shard], each.version)
+            self._note_version(shard, each.version, each.epoch)
             self._table_step = max(self._table_step, each.step)
         counts = [stop - start for _, start, stop in spans]
         received = _joined(rows, counts, self.spec.dim, self._dtype)
         self._cache.store_rows(lookup.missing.ids, received, self._step)
         return lookup.merged(received)
+
+    def _note_version(self, shard: int, version: int, epoch: int) -> None:
+        """Note a shard's version. A later epoch may have begun with a lower version, so that what
+        was seen of earlier ones no longer counts."""
+        if epoch > self._seen_epochs[shard]:
+            self._seen_versions[shard], self._seen_epochs[shard] = version, epoch
+        elif epoch == self._seen_epochs[shard]:
+            self._seen_versions[shard] = max(self._seen_versions[shard], version)
 
     def make_leaf(self, routed: RoutedIds, held: CachedRows, device: torch.device) -> Tensor:
         """Return the rows' values on the device. With gradients enabled, the values are a leaf of
@@ -197,7 +207,7 @@ class TableRows:
                 # The shard was lost with its rows, and started over.
                 log.warning("row_gradients_dropped", table=table, reason=str(result.stale[where]))
                 continue
-            self._seen_versions[shard] = max(self._seen_versions[shard], result.versions[where])
+            self._note_version(shard, result.versions[where], result.epochs[where])
             self._table_step = max(self._table_step, result.steps[where])
             fates = np.frombuffer(result.fates[where] or bytes(parts[where].num_rows), np.uint8)
             for fate, count in enumerate(np.bincount(fates, minlength=len(FATES))):

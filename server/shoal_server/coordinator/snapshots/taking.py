@@ -73,7 +73,10 @@ class _Cut:
     cut_id: str
     number: int
     """Number of the snapshot; 0 for published weights."""
+    lineage: str
     layout: ShardMap
+    epochs: Mapping[int, int]
+    """Epochs of the shards, by id: a primary with an earlier one has been replaced."""
     addresses: Mapping[str, str]
     """Servers' addresses by id."""
     known: Mapping[tuple[int, int, int], ManifestEntry]
@@ -116,16 +119,15 @@ class SnapshotTaker:
         job = library.job
         async with self._locks.setdefault(job, asyncio.Lock()):
             await self._check_has_shards(job)
-            lineage = await self._lineage(job)
             before = await asyncio.to_thread(library.newest)
             number = await asyncio.to_thread(library.next_number)
-            cut, frozen = await self._frozen(job, lineage, before, number)
+            cut, frozen = await self._frozen(job, before, number)
             committed = threading.Event()
             try:
                 parts = await self._written(job, library.storage.url, cut, frozen)
                 if only_if_changed and before is not None and parts == tuple(before.parts):
                     return TakenSnapshot(manifest=before, pause_s=frozen.pause_s)
-                manifest = self._manifest(job, lineage, cut, frozen, parts)
+                manifest = self._manifest(job, cut, frozen, parts)
 
                 def commit() -> None:
                     library.commit(manifest)
@@ -159,7 +161,7 @@ class SnapshotTaker:
         """
         async with self._locks.setdefault(job, asyncio.Lock()):
             await self._check_has_shards(job)
-            cut, frozen = await self._frozen(job, "", None, 0)
+            cut, frozen = await self._frozen(job, None, 0)
             requests = {server: request_to(server) for server in cut.addresses}
             for request in requests.values():
                 request.job, request.cut_id = job, cut.cut_id
@@ -201,8 +203,8 @@ class SnapshotTaker:
             raise no_shards_error(job)
 
     async def _lineage(self, job: str) -> str:
-        """Return the lineage of the job's shards: a random text, drawn at their first snapshot and
-        at each restore."""
+        """Return the lineage of the job's shards: a random text, drawn at their first cut and at
+        each restore."""
         key = keys.lineage(job)
         drawn = Put(key, secrets.token_hex(8).encode())
         result = await self._store.transact([absent(key)], [drawn], [Get(key)])
@@ -213,7 +215,9 @@ class SnapshotTaker:
         stored = await self._store.get(keys.lineage(job))
         return None if stored is None else stored.value.decode()
 
-    async def _planned(self, job: str, lineage: str, before: Manifest | None, number: int) -> _Cut:
+    async def _planned(self, job: str, before: Manifest | None, number: int) -> _Cut:
+        # Before the assignments: `_check_lineage` then notices a restore in between.
+        lineage = await self._lineage(job)
         layout = await shard_map.read(self._store, job)
         entry = await assignments.read(self._store, job)
         if layout is None or entry is None:
@@ -239,21 +243,21 @@ class SnapshotTaker:
         return _Cut(
             cut_id=secrets.token_hex(6),
             number=number,
+            lineage=lineage,
             layout=layout,
+            epochs={each.shard_id: each.epoch for each in entry.assignments.shards},
             addresses=addresses,
             known={(part.shard_id, part.epoch, part.version): part for part in reusable},
         )
 
-    async def _frozen(
-        self, job: str, lineage: str, before: Manifest | None, number: int
-    ) -> tuple[_Cut, _Frozen]:
+    async def _frozen(self, job: str, before: Manifest | None, number: int) -> tuple[_Cut, _Frozen]:
         """Make a cut, in up to three attempts: shards may move and servers may die. The last
         attempt accepts incomplete pushes."""
         for attempt, wait_s in enumerate(WAITS_S, 1):
             is_last = attempt == len(WAITS_S)
             cut: _Cut | None = None
             try:
-                cut = await self._planned(job, lineage, before, number)
+                cut = await self._planned(job, before, number)
                 return cut, await self._freeze(job, cut, wait_s, take_torn=is_last)
             except BaseException as error:
                 if cut is not None:
@@ -286,13 +290,26 @@ class SnapshotTaker:
         frozen = await self._ask_all(cut, lambda stub: stub.Freeze, freeze, limit_s)
         pause_s = time.monotonic() - started_s
         stamps = {server: reply.shards for server, reply in frozen.items()}
-        _check_complete(cut.layout, stamps)
+        _check_complete(cut, stamps)
+        await self._check_lineage(job, cut)
         torn = [
             f"push {step.sequence} of {step.session} lacks parts at {server}"
             for server, reply in frozen.items()
             for step in sorted(messages.to_begun(reply.torn))
         ]
         return _Frozen(stamps=stamps, begun=begun, torn=torn, cursor=cursor, pause_s=pause_s)
+
+    async def _check_lineage(self, job: str, cut: _Cut) -> None:
+        """Raise SnapshotFailed if the job was restored since the cut was planned: some servers may
+        have frozen the shards from before."""
+        lineage = await self.current_lineage(job)
+        if lineage != cut.lineage:
+            raise SnapshotFailed(
+                f"job {job} was restored during the cut",
+                seen=f"lineage {lineage or 'none'}",
+                expected=f"lineage {cut.lineage}, as when the cut began",
+                fix="Take another snapshot.",
+            )
 
     async def _written(
         self, job: str, url: str, cut: _Cut, frozen: _Frozen
@@ -319,13 +336,13 @@ class SnapshotTaker:
         return tuple(sorted(parts, key=lambda part: part.shard_id))
 
     def _manifest(
-        self, job: str, lineage: str, cut: _Cut, frozen: _Frozen, parts: Sequence[ManifestEntry]
+        self, job: str, cut: _Cut, frozen: _Frozen, parts: Sequence[ManifestEntry]
     ) -> Manifest:
         return Manifest(
             job=job,
             number=cut.number,
             cut_id=cut.cut_id,
-            lineage=lineage,
+            lineage=cut.lineage,
             taken_unix_s=time.time(),
             layout=cut.layout.SerializeToString(deterministic=True),
             parts=parts,
@@ -374,7 +391,8 @@ def no_shards_error(job: str) -> SnapshotFailed:
     )
 
 
-def _check_complete(layout: ShardMap, stamps: Mapping[str, Sequence[pb.ShardStamp]]) -> None:
+def _check_complete(cut: _Cut, stamps: Mapping[str, Sequence[pb.ShardStamp]]) -> None:
+    layout = cut.layout
     taken = sorted(stamp.shard_id for each in stamps.values() for stamp in each)
     expected = sorted(shard.shard_id for shard in layout.shards)
     if taken != expected:
@@ -385,3 +403,13 @@ def _check_complete(layout: ShardMap, stamps: Mapping[str, Sequence[pb.ShardStam
             expected=f"{len(expected)} shards that have their values",
             fix="Wait until the members have created them, or until they have been moved.",
         )
+    for server_id, each in stamps.items():
+        for stamp in each:
+            if stamp.epoch < cut.epochs[stamp.shard_id]:
+                raise SnapshotFailed(
+                    f"server {server_id} froze shard {stamp.shard_id} of job {layout.job} as of"
+                    " before it was moved or restored",
+                    seen=f"epoch {stamp.epoch}",
+                    expected=f"epoch {cut.epochs[stamp.shard_id]} or later",
+                    fix="Take another snapshot.",
+                )

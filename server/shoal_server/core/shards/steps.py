@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -25,7 +26,9 @@ def merged(reports: Iterable[Begun]) -> dict[StepId, Shards]:
     for report in reports:
         for step, shards in report.items():
             before = begun.get(step, shards)
-            begun[step] = None if shards is None or before is None else before | shards
+            if before is not shards:
+                before = None if shards is None or before is None else before | shards
+            begun[step] = before
     return begun
 
 
@@ -37,7 +40,13 @@ def to_bits(shards: Collection[int]) -> bytes:
     return bytes(bits)
 
 
+@lru_cache(maxsize=128)
 def from_bits(bits: bytes) -> frozenset[int]:
+    """Decode a bitmap. Cached: most steps of a job touch the same shards."""
     return frozenset(
-        8 * index + bit for index, byte in enumerate(bits) for bit in range(8) if byte >> bit & 1
+        8 * index + bit
+        for index, byte in enumerate(bits)
+        if byte
+        for bit in range(8)
+        if byte >> bit & 1
     )

@@ -76,7 +76,7 @@ class SnapshotsServicer(ShardSnapshotsServicer):
                 expected=f"above 0, at most {MAX_LIMIT_S:g} s",
             )
         await self._maker.make_all(request.job)
-        begun = self._barriers.close(request.job, request.cut_id, request.limit_s)
+        begun = await self._barriers.close(request.job, request.cut_id, request.limit_s)
         return pb.CloseReply(begun=messages.of_begun(begun))
 
     async def Freeze(self, request: pb.FreezeRequest, context: Context) -> pb.FreezeReply:

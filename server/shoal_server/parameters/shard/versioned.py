@@ -157,7 +157,7 @@ class VersionedShard(Generic[BodyT]):
         self.spec = spec
         self.body = body
         self._sessions = SessionTable()
-        self._version = 1
+        self._version = self._epoch_version = 1
         self._pushes = self._duplicates = self._refused = 0
         self._staleness_counts = [0] * STALENESS_BUCKETS
         self._listener: UpdateListener | None = None
@@ -175,7 +175,7 @@ class VersionedShard(Generic[BodyT]):
         """Make a shard from an image. Raises InternalError if the sessions are inconsistent."""
         shard = cls(spec, body)
         shard._sessions.restore(sessions)
-        shard._version = version
+        shard._version = shard._epoch_version = version
         return shard
 
     @property
@@ -297,11 +297,13 @@ class VersionedShard(Generic[BodyT]):
         )
 
     def _staleness(self, push: Push) -> int:
-        if push.base_version <= self._version:
-            return self._version - push.base_version
+        base_version = push.base_version
         if 0 < push.base_epoch < push.epoch:
-            # The base version was lost with a primary before any backup had it.
-            return 0
+            # Later versions of an earlier epoch were lost with its primary, or undone by a restore:
+            # every update of this epoch is one that the gradient does not take into account.
+            base_version = min(base_version, self._epoch_version)
+        if base_version <= self._version:
+            return self._version - base_version
         raise MalformedMessage(
             f"the gradients for shard {self.spec.shard_id} have a base version that does not exist",
             seen=f"base version {push.base_version}",
@@ -364,6 +366,8 @@ class VersionedShard(Generic[BodyT]):
     def enter_epoch(self, epoch: int) -> None:
         """Set the shard's epoch: pushes of other epochs are refused."""
         with self._lock:
+            if epoch != self.spec.epoch:
+                self._epoch_version = self._version
             self.spec.epoch = epoch
 
     def image(self, *, epoch: int = 0) -> ShardImage:

@@ -3,7 +3,7 @@ images stay as of the cut while pushes continue and the snapshot is written."""
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -11,7 +11,7 @@ import structlog
 
 from shoal_proto.errors import InternalError, RefusedError, ShoalError, SnapshotFailed
 from shoal_proto.v1.parameters_pb2 import PushOutcome
-from shoal_server.core.shards.steps import Begun, Shards, StepId
+from shoal_server.core.shards.steps import Begun, Shards, StepId, merged
 from shoal_server.parameters.cluster.fence import Fence
 from shoal_server.parameters.images.image import Stamp
 from shoal_server.parameters.images.shard_image import ShardImage
@@ -27,6 +27,9 @@ LOOK_S = 0.002
 """Interval between checks while a barrier drains: threads that apply pushes do not notify it."""
 MAX_QUIET_JOBS = 64
 
+_Led = dict[int, tuple[ShardReplica, int]]
+"""Shards that this server leads, with their epochs."""
+
 
 @dataclass
 class _JobBarrier:
@@ -35,8 +38,8 @@ class _JobBarrier:
     admits_more: asyncio.Event = field(default_factory=asyncio.Event)
     """Replaced by a new event whenever the barrier admits more steps."""
     part_ended: asyncio.Event = field(default_factory=asyncio.Event)
-    known: dict[int, tuple[ShardReplica, int]] = field(default_factory=dict)
-    """Shards whose remembered steps the barrier knows, with their epochs at that time."""
+    known: _Led = field(default_factory=dict)
+    """Shards whose remembered steps the barrier knows. Replaced by a new one at each change."""
     images: dict[int, ShardImage] = field(default_factory=dict)
     cut_id: str = ""
     limit: asyncio.TimerHandle | None = None
@@ -81,11 +84,11 @@ class SnapshotBarriers:
             cut.barrier.leave(step, _Lacking(self._led(job)))
             cut.part_ended.set()
 
-    def close(self, job: str, cut_id: str, limit_s: float) -> Begun:
+    async def close(self, job: str, cut_id: str, limit_s: float) -> Begun:
         """Admit no new step, for at most `limit_s`; return the steps that have begun here. Raises
         SnapshotFailed while another cut is in progress, or is being written."""
         self._forget_quiet_jobs()
-        self._forget_earlier_placement(job)
+        led, unknown_steps = await self._unknown_steps(job)
         cut = self._of(job)
         if cut.images:
             raise SnapshotFailed(
@@ -93,7 +96,9 @@ class SnapshotBarriers:
                 seen=f"cut {cut.cut_id}",
                 fix="Wait for it to end.",
             )
-        self._learn(job, cut)
+        if led != cut.known:
+            cut.barrier.add_steps(unknown_steps)
+            cut.known = led
         begun = cut.barrier.close(cut_id)
         self._limit(job, cut_id, limit_s)
         return begun
@@ -136,7 +141,7 @@ class SnapshotBarriers:
             self.open(job, cut_id)
 
     def _check_led(self, job: str, cut: _JobBarrier) -> None:
-        led = {replica.shard_id: (replica, replica.epoch) for replica in self._led(job)}
+        led = self._led_epochs(job)
         if led != cut.known:
             raise SnapshotFailed(
                 f"the shards of job {job} on this server changed during the cut",
@@ -215,14 +220,23 @@ class SnapshotBarriers:
             except TimeoutError:
                 continue
 
-    def _learn(self, job: str, cut: _JobBarrier) -> None:
-        """Add the steps remembered by shards of which this server has become primary, or whose
-        epoch has changed."""
-        led = {replica.shard_id: (replica, replica.epoch) for replica in self._led(job)}
-        for shard_id, (replica, epoch) in led.items():
-            if cut.known.get(shard_id) != (replica, epoch):
-                cut.barrier.add_steps(_begun_in(replica))
-        cut.known = led
+    async def _unknown_steps(self, job: str) -> tuple[_Led, Begun]:
+        """Return the shards that this server leads; and the steps remembered by those of which it
+        has become primary, or whose epoch has changed. Yields to the event loop after each shard,
+        as a shard remembers up to thousands of pushes, and starts over if shards change."""
+        while True:
+            self._forget_earlier_placement(job)
+            known, led, begun = self._of(job).known, self._led_epochs(job), dict[StepId, Shards]()
+            for shard_id, (replica, epoch) in led.items():
+                if known.get(shard_id) != (replica, epoch):
+                    found = _begun_in(replica, begun)
+                    begun = merged((begun, found)) if found else begun
+                    await asyncio.sleep(0)
+            if known is self._of(job).known and led == self._led_epochs(job):
+                return led, begun
+
+    def _led_epochs(self, job: str) -> _Led:
+        return {replica.shard_id: (replica, replica.epoch) for replica in self._led(job)}
 
     def _led(self, job: str) -> list[ShardReplica]:
         return [
@@ -318,15 +332,17 @@ def _close(images: Sequence[ShardImage]) -> None:
         each.close()
 
 
-def _begun_in(replica: ShardReplica) -> Begun:
+def _begun_in(replica: ShardReplica, scoped: Collection[StepId]) -> Begun:
+    """Return the steps that a shard remembers. Leaves out steps in `scoped`: other shards, which
+    remember the same scope, have returned them."""
     of_parameters = is_dense(replica.state)
     alone = None if of_parameters else frozenset({replica.shard_id})
     begun = {}
     for session, sequence, scope in replica.state.sessions.remembered():
         if scope is None:
             begun[StepId(session if of_parameters else TABLES + session, sequence)] = alone
-        else:
-            begun[scope.step(session, sequence)] = scope.shards
+        elif (step := scope.step(session, sequence)) not in scoped:
+            begun[step] = scope.shards
     return begun
 
 

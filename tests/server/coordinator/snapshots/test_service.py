@@ -55,6 +55,7 @@ from shoal_server.coordinator.persistence.stored_json import state_to_json
 from shoal_server.coordinator.plug_in.options import ParameterOptions, SnapshotPolicy
 from shoal_server.coordinator.servers.server_calls import ServerCalls
 from shoal_server.coordinator.snapshots.loading import SnapshotLoader
+from shoal_server.coordinator.snapshots.taking import JobPosition, SnapshotTaker
 from shoal_server.core.driver.job_write import StateRecord
 from shoal_server.core.generations.roster import Generation, JobSpec
 from shoal_server.core.limits import Limits
@@ -674,6 +675,77 @@ def test_an_automatic_restore_does_not_undo_a_restore_of_an_older_snapshot(
     tried = snapshots.restore_lost(service)
     assert not tried.is_restored
     assert "Its snapshot 2 is not at" in tried.reason
+
+
+def test_a_snapshot_during_which_the_job_is_restored_is_of_the_restored_shards(
+    opened: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Storage is slow to list the earlier snapshots. If the shards are lost again, the job is
+    restored from this snapshot."""
+    servers, snapshots = start(opened, tmp_path, num_servers=1)
+    pusher(opened, servers, "m").push()
+    before = snapshots.take().manifest
+    newest, listing, may_list = SnapshotLibrary.newest, threading.Event(), threading.Event()
+    opened.callback(may_list.set)
+
+    def slow(library: SnapshotLibrary) -> Manifest | None:
+        listing.set()
+        may_list.wait(20.0)
+        return newest(library)
+
+    monkeypatch.setattr(SnapshotLibrary, "newest", slow)
+    with ThreadPoolExecutor(1) as pool:
+        taking = pool.submit(snapshots.take)
+        assert listing.wait(20.0)
+        snapshots.restore(under_members=True)
+        may_list.set()
+        manifest = taking.result().manifest
+    lineage = servers.run(servers.store.get(keys.lineage("job")))
+    assert lineage is not None
+    assert manifest.lineage == lineage.value.decode() != before.lineage
+
+
+def test_a_cut_of_shards_that_a_restore_replaces_meanwhile_is_not_used(
+    opened: ExitStack, tmp_path: Path
+) -> None:
+    """The restore has written its records, and the servers still have the shards from before."""
+    servers, snapshots = start(opened, tmp_path, num_servers=1)
+    pusher(opened, servers, "m")
+    cursors = 0
+
+    async def restored_at_first(job: str) -> None:
+        nonlocal cursors
+        cursors += 1
+        if cursors == 1:
+            await servers.store.put(keys.lineage(job), b"restored")
+
+    calls = ServerCalls()
+    opened.callback(lambda: servers.run(calls.close()))
+    state = JobPosition(cursor=restored_at_first, training=lambda job: {})
+    taken = servers.run(SnapshotTaker(servers.store, calls, state).take(snapshots.library))
+    assert (taken.manifest.lineage, cursors) == ("restored", 2)
+
+
+def test_a_cut_of_an_earlier_epoch_of_a_shard_is_not_used(
+    opened: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The primary has not read yet that its shard was restored, and so has a later epoch."""
+    servers, snapshots = start(opened, tmp_path, num_servers=1)
+    pusher(opened, servers, "m")
+    read, num_read = records.read, 0
+
+    async def later_at_first(store: Keyspace, job: str) -> records.StoredAssignments | None:
+        nonlocal num_read
+        num_read += 1
+        stored = await read(store, job)
+        if stored is None or num_read > 1:
+            return stored
+        later = tuple(replace(each, epoch=each.epoch + 1) for each in stored.assignments.shards)
+        return replace(stored, assignments=replace(stored.assignments, shards=later))
+
+    monkeypatch.setattr(records, "read", later_at_first)
+    assert snapshots.take().manifest.number == 1
+    assert num_read == 2
 
 
 def test_a_lost_job_without_a_snapshot_is_not_restored(opened: ExitStack, tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import struct
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack
 from typing import cast
 
@@ -18,13 +18,15 @@ from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.parameters_pb2 import PushOutcome
 from shoal_proto.v1.shards_pb2 import Block, Shard
 from shoal_server.core.processes import Holder
-from shoal_server.core.shards.steps import StepId, merged
+from shoal_server.core.shards.steps import StepId, from_bits, merged
 from shoal_server.etcd import keys
 from shoal_server.parameters.cluster.fence import Fence
 from shoal_server.parameters.images.shard_image import ShardImage
 from shoal_server.parameters.shard.catalog import Catalog
 from shoal_server.parameters.shard.dense import DensePush, is_dense, new_dense_shard
 from shoal_server.parameters.shard.replica import ReplicaRole, ShardReplica
+from shoal_server.parameters.shard.sessions import RememberedOutcome
+from shoal_server.parameters.shard.step_scope import Scope
 from shoal_server.parameters.snapshot.barriers import MAX_QUIET_JOBS, SnapshotBarriers
 
 SGD = OptimizerSpec(kind="sgd", groups=[HyperParameters(lr=1.0)])
@@ -83,6 +85,14 @@ class Server:
         self._add(*(each.shard_id for each in replicas))
         self.placement_id = "second"
 
+    def lead(self, *shard_ids: int, pushes: Mapping[StepId, Scope]) -> None:
+        """Become primary of shards that remember these pushes."""
+        for replica in map(new_replica, shard_ids):
+            for step, scope in pushes.items():
+                outcome = RememberedOutcome(1, 0)
+                replica.state.sessions.remember(step.session, step.sequence, outcome, scope)
+            assert self._catalog.add(replica)
+
     def apply(self, step: StepId, shard_id: int) -> None:
         replica = self._catalog.find("job", shard_id)
         assert replica is not None and is_dense(replica.state)
@@ -121,7 +131,7 @@ async def test_a_failed_cut_leaves_no_image_open(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(failing, "image", image)
     barriers = SnapshotBarriers(catalog, cast(Fence, None))
-    begun = barriers.close("job", "cut", limit_s=60.0)
+    begun = await barriers.close("job", "cut", limit_s=60.0)
     with pytest.raises(MemoryError):
         await barriers.freeze("job", "cut", begun, wait_s=1.0, take_torn=False)
     assert not whole.state.body.images
@@ -140,7 +150,7 @@ async def test_the_first_cut_of_a_run_has_a_push_in_progress_completely_or_not_a
     async with AsyncExitStack() as stack:
         admitted = first.barriers.admit_part("job", new.session, new.sequence)
         await stack.enter_async_context(admitted)
-        begun = merged(each.barriers.close("job", "cut", 60.0) for each in (first, second))
+        begun = merged([await each.barriers.close("job", "cut", 60.0) for each in (first, second)])
         late = asyncio.create_task(second.push(new, 2))
         first.apply(new, 1)
     cuts = [
@@ -163,7 +173,7 @@ async def test_a_step_of_which_a_shard_refused_its_part_is_named(members: Member
         server.apply(step, 1)
         outcomes = [PushOutcome(shard_id=1, version=2), PushOutcome(shard_id=2, error=refusal)]
         passage.record_answers(outcomes)
-    begun = server.barriers.close("job", "cut", 60.0)
+    begun = await server.barriers.close("job", "cut", 60.0)
     stamps, torn = await server.barriers.freeze("job", "cut", begun, wait_s=60.0, take_torn=False)
     assert [stamp.version for stamp in stamps] == [2, 1]
     assert torn == [step]
@@ -178,12 +188,49 @@ async def test_a_step_that_a_dead_member_left_half_applied_is_named_with_any_num
     await server.push(left, 1)
     for shard_id in (1, 2):
         await server.push(other, shard_id)
-    server.barriers.close("job", "first", 60.0)
+    await server.barriers.close("job", "first", 60.0)
     server.barriers.open("job", "first")
     await members.remove("dead")
     for number in range(MAX_QUIET_JOBS + 1):
-        server.barriers.close(f"job-{number}", "cut", 60.0)
-    begun = server.barriers.close("job", "second", 60.0)
+        await server.barriers.close(f"job-{number}", "cut", 60.0)
+    begun = await server.barriers.close("job", "second", 60.0)
     _, torn = await server.barriers.freeze("job", "second", begun, wait_s=1.0, take_torn=True)
     assert torn == [left]
     server.barriers.abort("job", "second", "the test ends")
+
+
+@pytest.mark.parametrize("num_scopes", [1, 256], ids=["one-scope", "a-scope-for-each-step"])
+async def test_a_first_cut_decodes_a_scope_once_however_many_pushes_have_it(
+    members: Members, num_scopes: int
+) -> None:
+    """Else the server would not answer for many seconds, and lose its shards."""
+    ids = frozenset(range(500))
+    steps = [StepId(f"member-{number % 32}", 1 + number // 32) for number in range(256)]
+    touched = {step: ids - {n % num_scopes} for n, step in enumerate(steps)}
+    server = Server(members.fence)
+    server.lead(*range(20), pushes={step: scope_of(*touched[step]) for step in steps})
+    from_bits.cache_clear()
+    assert await server.barriers.close("job", "cut", 60.0) == touched
+    assert from_bits.cache_info().misses == num_scopes
+    server.barriers.abort("job", "cut", "the test ends")
+
+
+async def test_a_server_works_on_while_a_cut_reads_the_steps_of_its_shards(
+    members: Members,
+) -> None:
+    """The cut has the steps of a shard that arrives meanwhile."""
+    first, second = StepId("a", 1), StepId("b", 1)
+    server = Server(members.fence)
+    server.lead(1, 2, pushes={first: scope_of(1, 2)})
+    closing = asyncio.create_task(server.barriers.close("job", "cut", 60.0))
+    await asyncio.sleep(0)
+    assert not closing.done()
+    server.lead(3, pushes={second: scope_of(3)})
+    assert await closing == {first: {1, 2}, second: {3}}
+    server.barriers.abort("job", "cut", "the test ends")
+
+
+def scope_of(*shard_ids: int) -> Scope:
+    scope = Scope.of(shard_ids)
+    assert scope is not None
+    return scope

@@ -482,7 +482,7 @@ class AsyncSGD(LeasingStrategy):
 
     def _refresh(self) -> None:
         with waiting:
-            self._connected().pull(self._shared.values.writable(), wait_s=0.0)
+            self._connected().pull(self._shared.values.writable())
         self._counts.rollbacks.compare_versions(self._connected().versions)
         self._shared.values.adopt()
 

@@ -1,6 +1,7 @@
 """Conversion of a torch optimizer and its schedule for the parameter servers."""
 
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from typing import Any
 
 from google.protobuf.message import Message
@@ -142,8 +143,11 @@ class FollowedSchedule:
     learning rates."""
 
     def __init__(self, schedule: LRScheduler) -> None:
+        """Takes ownership of a schedule that has not been stepped."""
         self._schedule = schedule
         self._num_steps = 0
+        self._first_state = deepcopy(schedule.state_dict())
+        self._first_rates = deepcopy([group["lr"] for group in schedule.optimizer.param_groups])
 
     @staticmethod
     def follows(schedule: LRScheduler) -> bool:
@@ -153,14 +157,25 @@ class FollowedSchedule:
         return any(type(part) not in _PHASES for part in parts)
 
     def step_to(self, num_updates: int) -> None:
-        """Step the schedule forward to this number of updates of all members."""
+        """Step the schedule to this number of updates of all members. It is lower than before if a
+        restore has undone updates: the schedule then begins anew."""
         # There may be more updates than planned, as steps of a lost member are repeated. Beyond
         # `total_steps` OneCycleLR would raise an error.
         last = min(num_updates, getattr(self._schedule, "total_steps", num_updates + 1) - 1)
         mark_stepped(self._schedule.optimizer)
+        if last < self._num_steps:
+            self._begin_anew()
         while self._num_steps < last:
             self._schedule.step()
             self._num_steps += 1
+
+    def _begin_anew(self) -> None:
+        # Copied, as the schedule changes what it loads.
+        self._schedule.load_state_dict(deepcopy(self._first_state))
+        groups = self._schedule.optimizer.param_groups
+        for group, rate in zip(groups, deepcopy(self._first_rates), strict=True):
+            group["lr"] = rate
+        self._num_steps = 0
 
     def __str__(self) -> str:
         """Text of the settings that members must have in common."""
