@@ -214,7 +214,7 @@ class KerasFit:
             )
 
 
-class StopTogether(keras.callbacks.Callback):
+class StopTogether(keras.callbacks.Callback):  # type: ignore[misc]
     """Callback after those of the script: see `KerasFit.stop_together`."""
 
     def __init__(self, fitting: KerasFit) -> None:

@@ -127,10 +127,10 @@ class PendingChanges:
         )
 
 
-def shortened(text: str) -> str:
-    """Return the first line, cut to MAX_CAUSE."""
+def shortened(text: str, length: int = MAX_CAUSE) -> str:
+    """Return the first line, cut to `length` characters."""
     line = text.strip().partition("\n")[0].strip()
-    return line if len(line) <= MAX_CAUSE else f"{line[: MAX_CAUSE - 1]}…"
+    return line if len(line) <= length else f"{line[: length - 1]}…"
 
 
 def _grouped(departures: Iterable[Departure]) -> list[str]:
