@@ -183,9 +183,9 @@ class KerasFit:
         if first:
             self._module.give_back(self.session.state_dict())
 
-    def stop_together(self) -> None:
-        """End the job on all members if a callback has set `stop_training`. `fit` goes on to the
-        agreed end."""
+    def stop_together(self, number: int, logs: Any = None) -> None:
+        """Callback of a batch's or an epoch's end, after those of the script: end the job on all
+        members if one of them has set `stop_training`. `fit` goes on to the agreed end."""
         if self._model.stop_training and not self._present_batches().ended:
             self.session.stop("a Keras callback set stop_training")
             self._model.stop_training = False
@@ -212,20 +212,6 @@ class KerasFit:
                 expected=", ".join(sorted(IN_PLACE)),
                 fix="Evaluate after fit, or leave out validation_data.",
             )
-
-
-class StopTogether(keras.callbacks.Callback):  # type: ignore[misc]
-    """Callback after those of the script: see `KerasFit.stop_together`."""
-
-    def __init__(self, fitting: KerasFit) -> None:
-        super().__init__()
-        self._fitting = fitting
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._fitting.stop_together()
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self._fitting.stop_together()
 
 
 def distribute(session: "Session", model: Any, strategy: str | Strategy, **options: Any) -> Any:
@@ -260,7 +246,8 @@ def distribute(session: "Session", model: Any, strategy: str | Strategy, **optio
 def _fit(model: Any, *arguments: Any, **options: Any) -> Any:
     fit = model.__dict__["shoal_plain_fit"]
     bound = inspect.signature(fit).bind(*arguments, **options)
-    own, given = StopTogether(model.__dict__[_MARK]), bound.arguments.get("callbacks")
+    stop, given = model.__dict__[_MARK].stop_together, bound.arguments.get("callbacks")
+    own = keras.callbacks.LambdaCallback(on_train_batch_end=stop, on_epoch_end=stop)
     if isinstance(given, keras.callbacks.CallbackList):
         given.append(own)
     else:
