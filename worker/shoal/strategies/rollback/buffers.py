@@ -114,15 +114,26 @@ class PersistentBuffers:
                 raise _refusal(name, now, "the same tensor wherever the model uses it")
             if now is None or (now.shape, now.dtype) != (buffer.shape, buffer.dtype):
                 raise _refusal(name, now, f"{outline_of(buffer)}, as it was before")
-        values = [given[id(buffer)] for buffer in self.buffers]
+        values = [value for buffer in self.buffers if (value := given[id(buffer)]) is not None]
+        held = {_memory(buffer) for buffer in self.buffers}
         with torch.no_grad():
-            foreach_copy_(self.buffers, [value for value in values if value is not None])
+            # Modules may exchange tensors: `self.before = self.now`. A copy into one buffer must
+            # not change the value of another.
+            values = [
+                value.clone() if value is not buffer and _memory(value) in held else value
+                for value, buffer in zip(values, self.buffers, strict=True)
+            ]
+            foreach_copy_(self.buffers, values)
         self.reinstall()
 
     def reinstall(self) -> None:
         """Put the original buffers back in the place of their replacements."""
         for table, name, buffer in zip(self._tables, self._names, self._entries, strict=True):
             table[name] = buffer
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _refusal(name: str, seen: Tensor | None, expected: str) -> InvalidSpec:
