@@ -53,6 +53,7 @@ class Cooling(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("heat", torch.ones(1))
+        self.register_buffer("unknown", None)
 
     def forward(self, inputs: Tensor) -> Tensor:
         if self.training and torch.is_grad_enabled():
@@ -335,6 +336,31 @@ def replaced(name: str, shape: tuple[int, ...]) -> None:
 def test_replacing_a_buffer_by_one_of_another_shape_is_refused(strategy: str) -> None:
     with pytest.raises(InvalidSpec, match="another tensor replaced a module's buffer 'heat'"):
         run_in_memory(replaced, 2, strategy, (2,))
+
+
+def filled(name: str, register: bool) -> None:
+    member = Member(name, 2)
+
+    def fill(model: nn.Module) -> None:
+        layer: Any = model.layers[-1]  # type: ignore[index]
+        if register:
+            layer.register_buffer("mean", torch.ones(3))
+        else:
+            layer.unknown = torch.ones(3)
+
+    member.step(fill)
+    if register:
+        member.step(nothing)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize(("register", "name"), [(False, "unknown"), (True, "mean")])
+def test_a_buffer_that_is_made_in_a_step_is_refused(
+    strategy: str, register: bool, name: str
+) -> None:
+    """Checkpoints and joiners have no tensor for it."""
+    with pytest.raises(InvalidSpec, match=f"made its persistent buffer '{name}' after distribute"):
+        run_in_memory(filled, 2, strategy, register)
 
 
 class Exchanging(nn.Module):
