@@ -58,7 +58,8 @@ def is_recomputing() -> bool:
 def watch_checkpointing() -> None:
     """Make checkpointed functions record results for `same_again`. Only the first call has an
     effect."""
-    plain: Any = checkpoint._checkpoint_without_reentrant_generator
+    torch_module: Any = checkpoint
+    plain = torch_module._checkpoint_without_reentrant_generator
     if hasattr(plain, _WATCHED):
         return
 
@@ -69,7 +70,7 @@ def watch_checkpointing() -> None:
         with _in_pass(results, recomputes=False):
             yield from plain(_recomputing(function, results), *args, **kwargs)
 
-    plain_forward: Any = checkpoint.CheckpointFunction.forward
+    plain_forward = torch_module.CheckpointFunction.forward
 
     @functools.wraps(plain_forward)
     def forward(ctx: Any, function: Any, *args: Any) -> Any:
@@ -80,8 +81,8 @@ def watch_checkpointing() -> None:
         return outputs
 
     setattr(generator, _WATCHED, True)
-    checkpoint._checkpoint_without_reentrant_generator = generator
-    checkpoint.CheckpointFunction.forward = staticmethod(forward)
+    torch_module._checkpoint_without_reentrant_generator = generator
+    torch_module.CheckpointFunction.forward = staticmethod(forward)
 
 
 def _recomputing(function: Callable[..., Any], results: list[Any]) -> Callable[..., Any]:
