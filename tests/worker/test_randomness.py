@@ -5,7 +5,9 @@ import math
 import pickle
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -20,6 +22,7 @@ from shoal.backends.in_memory.run import run_in_memory
 from shoal.data.order import range_of_rank
 from shoal.randomness import at, mix, part, present, sample_generator, seed_torch
 from shoal.randomness.dropout import draw, key_dropout, samples_along
+from shoal_proto.errors import InvalidSpec
 
 CPU = torch.device("cpu")
 NUM_SAMPLES = 12
@@ -221,32 +224,138 @@ def test_gradients_are_right(kind: type[nn.Dropout], inplace: bool) -> None:
     assert torch.autograd.gradcheck(function, (value,))
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_a_forward_pass_that_is_computed_again_draws_the_same(reentrant: bool) -> None:
-    """Gradients with activation checkpointing are those without it. Each of the two segments calls
-    its dropout layer twice."""
+class Recomputed(nn.Module):
+    """Segments that share a dropout layer, each of which calls it twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Dropout()
+        self.segments = nn.ModuleList(
+            nn.Sequential(nn.Linear(6, 6), self.shared, nn.Tanh(), drop)
+            for drop in (self.shared, nn.Dropout(), self.shared)
+        )
+
+    def forward(self, value: Tensor, run: Callable[..., Tensor]) -> Tensor:
+        value = self.shared(value)
+        for segment in self.segments:
+            value = run(segment, value)
+        return value
+
+
+def nested(segment: nn.Module, value: Tensor) -> Tensor:
+    """Checkpoint the segment as a part of a checkpointed function."""
+
+    def outer(value: Tensor) -> Tensor:
+        inner: Tensor = checkpoint(segment, value.tanh(), use_reentrant=False)
+        return inner.tanh()
+
+    return checkpoint(outer, value, use_reentrant=False)
+
+
+def unnested(segment: nn.Module, value: Tensor) -> Tensor:
+    output: Tensor = segment(value.tanh())
+    return output.tanh()
+
+
+def one_pass(model: nn.Module, value: Tensor, run: Callable[..., Tensor]) -> Tensor:
+    return model(value, run).sum()
+
+
+def two_passes(model: nn.Module, value: Tensor, run: Callable[..., Tensor]) -> Tensor:
+    """A loss of two forward passes over the same samples."""
+    return (model(value, run) * model(-value, run)).sum()
+
+
+def two_parts(model: nn.Module, value: Tensor, run: Callable[..., Tensor]) -> Tensor:
+    """A loss of two micro-batches."""
+    losses = []
+    for start, stop in ((0, 4), (4, NUM_SAMPLES)):
+        with part(start, stop):
+            losses.append(one_pass(model, value[start:stop], run))
+    return sum(losses, torch.zeros(()))
+
+
+def plain(segment: nn.Module, value: Tensor) -> Tensor:
+    output: Tensor = segment(value)
+    return output
+
+
+RECOMPUTING: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
+    "reentrant": (partial(checkpoint, use_reentrant=True), plain),
+    "not reentrant": (partial(checkpoint, use_reentrant=False), plain),
+    "generators not restored": (
+        partial(checkpoint, use_reentrant=False, preserve_rng_state=False),
+        plain,
+    ),
+    "nested": (nested, unnested),
+}
+
+
+@pytest.mark.parametrize("way", RECOMPUTING)
+@pytest.mark.parametrize("loss_of", [one_pass, two_passes, two_parts])
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_forward_pass_that_is_computed_again_draws_the_same(
+    way: str, loss_of: Callable[..., Tensor], elsewhere: bool
+) -> None:
+    """Gradients with activation checkpointing are those without it. Autograd recomputes the last
+    segment first; for a GPU on a thread of its own."""
     torch.manual_seed(0)
-    shared = nn.Dropout()
-    segments = nn.ModuleList(
-        nn.Sequential(nn.Linear(6, 6), shared_of, nn.Tanh(), shared_of)
-        for shared_of in (shared, nn.Dropout())
-    )
-    key_dropout(segments)
+    model = Recomputed()
+    key_dropout(model)
     inputs = torch.randn(NUM_SAMPLES, 6, requires_grad=True)
 
-    def gradients(again: bool) -> Tensor:
+    def gradients(run: Callable[..., Tensor]) -> Tensor:
         with at(seed=3, step=5, first=0, count=NUM_SAMPLES):
-            value = inputs
-            for segment in segments:
-                value = (
-                    checkpoint(segment, value, use_reentrant=reentrant) if again else segment(value)
-                )
-            value.sum().backward()
+            loss = loss_of(model, inputs, run)
+            if elsewhere:
+                with ThreadPoolExecutor(1) as autograd:
+                    autograd.submit(loss.backward).result()
+            else:
+                loss.backward()
         found, inputs.grad = inputs.grad, None
         assert found is not None
         return found
 
-    assert torch.equal(gradients(False), gradients(True))
+    recomputed, kept = RECOMPUTING[way]
+    assert torch.equal(gradients(recomputed), gradients(kept))
+
+
+class RecomputedByScript(torch.autograd.Function):
+    """Activation checkpointing of a script's own."""
+
+    @staticmethod
+    def forward(ctx: Any, segment: nn.Module, value: Tensor) -> Tensor:
+        ctx.segment = segment
+        ctx.save_for_backward(value)
+        output: Tensor = segment(value)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        value = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            output = ctx.segment(value)
+        output.backward(gradient)
+        assert value.grad is not None
+        return None, value.grad
+
+
+def test_another_recomputation_is_refused() -> None:
+    """The forward call that it repeats is unknown."""
+    value = torch.randn(NUM_SAMPLES, 7, requires_grad=True)
+    with at(seed=3, step=5, first=0, count=NUM_SAMPLES):
+        output: Tensor = RecomputedByScript.apply(keyed(nn.Dropout()), value)
+        with pytest.raises(InvalidSpec, match="unknown which forward call"):
+            output.sum().backward()
+
+
+def test_recomputation_without_samples_draws_from_torch() -> None:
+    """A step that has ended sets no samples."""
+    module, value = keyed(nn.Dropout()), torch.ones(NUM_SAMPLES, 7, requires_grad=True)
+    whole(module, value)
+    output = checkpoint(module, value, use_reentrant=True)
+    output.sum().backward()
+    assert torch.equal(value.grad, output)
 
 
 def test_evaluation_and_layers_outside_of_at_behave_as_in_torch() -> None:
@@ -454,6 +563,34 @@ def test_compiled_dropout_has_the_gradients_of_the_layer(backend: str) -> None:
             (one.square().sum() + other.sum()).backward()
         gradients.append(value.grad)
     assert torch.allclose(*gradients)
+
+
+@pytest.mark.long
+@pytest.mark.sampled()
+def test_a_compiled_graph_that_is_computed_again_draws_the_same() -> None:
+    """It is unknown which of several calls of a module the backward pass repeats."""
+    layers = [nn.Sequential(nn.Dropout(), nn.Tanh()), nn.Sequential(nn.Dropout(), nn.Tanh())]
+    model = nn.ModuleList(layers)
+    key_dropout(model)
+
+    def run(segments: list[nn.Module], value: Tensor, *, again: bool) -> Tensor:
+        for segment in segments:
+            value = checkpoint(segment, value, use_reentrant=False) if again else segment(value)
+        return value
+
+    def gradient(segments: list[nn.Module], run: Callable[..., Tensor], again: bool) -> Tensor:
+        value = torch.ones(NUM_SAMPLES, 6, requires_grad=True)
+        with at(seed=3, step=5, first=0, count=NUM_SAMPLES):
+            for sign in (1, -1):
+                run(segments, sign * value, again=again).sum().backward()
+        assert value.grad is not None
+        return value.grad
+
+    torch._dynamo.reset()
+    compiled: Any = torch.compile(run, backend="aot_eager", fullgraph=True)
+    assert torch.equal(gradient(layers, compiled, True), gradient(layers, run, False))
+    with pytest.raises(InvalidSpec, match="of its own for each call"):
+        gradient([layers[0], layers[0]], compiled, True)
 
 
 def test_compiled_dropout_drops_outside_of_steps_too() -> None:

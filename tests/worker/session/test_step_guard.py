@@ -775,6 +775,32 @@ def test_clipping_by_torch_is_refused_under_pipeline(cluster: LocalCluster) -> N
         assert torch.equal(tensor, plain[name])
 
 
+def by_weight(session: Session, model: Any, batch: shoal.Batch) -> None:
+    session.backward(loss_of(session, model, batch), weight=4)
+
+
+def in_one(session: Session, _: Any, batch: shoal.Batch) -> None:
+    session.forward_backward(batch, cross_entropy)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "backward"), [("ddp", by_weight), ("fsdp", by_weight), ("pipeline", in_one)]
+)
+def test_a_backward_pass_after_clipping_is_refused(
+    cluster: LocalCluster, strategy: str, backward: Callable[..., None]
+) -> None:
+    """Its gradients would be scaled otherwise than those before, or not reduced."""
+
+    def clips(session: Session, model: Any, _: Any, batch: shoal.Batch) -> None:
+        with session.step():
+            backward(session, model, batch)
+            session.clip_grad_norm(0.1)
+            backward(session, model, batch)
+
+    with pytest.raises(InvalidSpec, match=r"backward pass after session\.clip_grad_norm"):
+        train_alone(cluster, strategy, clips)
+
+
 @pytest.mark.parametrize("strategy", ["hybrid", "zero1", "fsdp"])
 def test_clipping_within_the_optimizers_step_is_refused(
     cluster: LocalCluster, strategy: str

@@ -22,7 +22,7 @@ TOLERANCE = 1e-5
 
 
 def steps(cluster: LocalCluster, strategy: str, **changes: Any) -> Steps:
-    options = {"min_split_bytes": 0} if strategy in ("tensor", "hybrid") else {}
+    options = {"min_split_bytes": 0} if strategy in ("tensor", "hybrid", "fsdp-tensor") else {}
     if strategy in ("local-sgd", "diloco"):
         options = {"every_steps": 4}
     return Steps(
@@ -47,11 +47,11 @@ def reported(schedule: Schedule, error: str) -> list[str]:
 
 
 def all_refused(run: Steps, directory: Path, error: str) -> tuple[str, set[int]]:
-    """Return the error's text, the same on all three members, and the steps that any of them
-    committed before."""
+    """Return the error's text, the same on all members, and the steps that any of them committed
+    before."""
     with Ranks() as ranks:
         schedule = Schedule(ranks, run, directory, seed=1, body=step_bodies.train)
-        for _ in range(3):
+        for _ in range(run.desired_members):
             schedule.add()
         text, *_ = reported(schedule, error)
         return text, committed(schedule.all)
@@ -199,12 +199,14 @@ def test_one_member_may_ask_for_the_norm_alone(
 
 
 @pytest.mark.sampled()
-@pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp"])
+@pytest.mark.parametrize(
+    ("strategy", "num_members"), [("ddp", 3), ("zero2", 3), ("fsdp", 3), ("fsdp-tensor", 4)]
+)
 def test_a_member_that_drops_a_gradient_alone_is_named(
-    cluster: LocalCluster, tmp_path: Path, strategy: str
+    cluster: LocalCluster, tmp_path: Path, strategy: str, num_members: int
 ) -> None:
     """A script may drop gradients to skip a step in which its own loss is large."""
-    run = steps(cluster, strategy, clips="drops")
+    run = steps(cluster, strategy, clips="drops", desired_members=num_members)
     text, steps_before = all_refused(run, tmp_path, "InvalidSpec")
     assert "different parameters in step 5;" in text
     assert "parameter.grad = None" in text

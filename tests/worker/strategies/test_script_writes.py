@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from shoal.backends.in_memory.run import run_in_memory
 from shoal.model.local_parts import local_part
 from shoal.strategies.layout.sharded import ShardedStrategy
+from shoal.strategies.rollback.buffers import StepBuffers
 from shoal.strategies.synchronous.strategy import SynchronousStrategy
 from shoal_client.local.cluster import LocalCluster
 from shoal_proto.errors import InvalidSpec, StateLost
@@ -52,6 +53,7 @@ class Cooling(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("heat", torch.ones(1))
+        self.register_buffer("unknown", None)
 
     def forward(self, inputs: Tensor) -> Tensor:
         if self.training and torch.is_grad_enabled():
@@ -334,6 +336,64 @@ def replaced(name: str, shape: tuple[int, ...]) -> None:
 def test_replacing_a_buffer_by_one_of_another_shape_is_refused(strategy: str) -> None:
     with pytest.raises(InvalidSpec, match="another tensor replaced a module's buffer 'heat'"):
         run_in_memory(replaced, 2, strategy, (2,))
+
+
+def filled(name: str, register: bool) -> None:
+    member = Member(name, 2)
+
+    def fill(model: nn.Module) -> None:
+        layer: Any = model.layers[-1]  # type: ignore[index]
+        if register:
+            layer.register_buffer("mean", torch.ones(3))
+        else:
+            layer.unknown = torch.ones(3)
+
+    member.step(fill)
+    if register:
+        member.step(nothing)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize(("register", "name"), [(False, "unknown"), (True, "mean")])
+def test_a_buffer_that_is_made_in_a_step_is_refused(
+    strategy: str, register: bool, name: str
+) -> None:
+    """Checkpoints and joiners have no tensor for it."""
+    with pytest.raises(InvalidSpec, match=f"made its persistent buffer '{name}' after distribute"):
+        run_in_memory(filled, 2, strategy, register)
+
+
+class Exchanging(nn.Module):
+    """A layer whose buffers take over each other's tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now: Tensor
+        self.register_buffer("now", torch.arange(4.0).view(2, 2))
+        self.register_buffer("before", torch.zeros(2, 2))
+
+    def shift(self) -> None:
+        self.before = self.now
+        self.now = self.now + 1
+
+    def swap(self) -> None:
+        self.before, self.now = self.now, self.before
+
+    def transpose(self) -> None:
+        self.now = self.now.t()
+
+
+@pytest.mark.parametrize("change", ["shift", "swap", "transpose"])
+def test_buffers_may_exchange_their_tensors(change: str) -> None:
+    layer, alone = Exchanging(), Exchanging()
+    buffers = StepBuffers()
+    for _ in range(3):
+        buffers.begin(layer)
+        for each in (layer, alone):
+            getattr(each, change)()
+    buffers.begin(layer)
+    assert torch.equal(layer.now, alone.now)
+    assert torch.equal(layer.before, alone.before)
 
 
 def written_in_forward(name: str, world_size: int, past_count: bool) -> None:

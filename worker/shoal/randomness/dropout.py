@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from shoal.randomness import digest, mix, present
 from shoal.step_context import PresentSamples
 from shoal.torch_private.compiling import eager
-from shoal.torch_private.tensors import in_backward
+from shoal.torch_private.recomputing import is_recomputing, same_again, watch_checkpointing
+from shoal.torch_private.tensors import in_backward, node_in_progress, num_nodes
+from shoal_proto.errors import InvalidSpec
 
 _WORD = 0xFFFFFFFF
 _BLOCK_ELEMENTS = 1 << 19
@@ -33,6 +35,7 @@ def key_dropout(model: nn.Module) -> int:
     Samples lie along the first dimension, or along the second in torch's transformer layers without
     `batch_first`; see `samples_along` for others.
     """
+    watch_checkpointing()
     num_keyed = 0
     second: set[nn.Module] = set()
     for name, module in model.named_modules():
@@ -92,24 +95,26 @@ def draw(dropout: nn.Module, shape: torch.Size, device: torch.device, *, p: floa
 def _drawn(
     layer: "_Layer", dim: int | None, shape: torch.Size, device: torch.device, *, p: float
 ) -> Tensor | None:
-    current = layer.present_samples()
-    if current is None:
+    drawn = layer.next_draw()
+    if drawn is None:
         return None
-    key = layer.next_key(current)
-    if dim is None or dim >= len(shape) or not current.count or shape[dim] % current.count:
+    samples, key = drawn
+    if dim is None or dim >= len(shape) or not samples.count or shape[dim] % samples.count:
         return _kept((1, shape.numel()), key, first=-1, p=p, device=device).view(shape)
     sizes = [shape[dim], *shape[:dim], *shape[dim + 1 :]]
-    rows = (current.count, shape.numel() // current.count)
-    kept = _kept(rows, key, first=current.first, p=p, device=device)
+    rows = (samples.count, shape.numel() // samples.count)
+    kept = _kept(rows, key, first=samples.first, p=p, device=device)
     return kept.view(sizes).movedim(0, dim)
 
 
 class _Layer:
     def __init__(self, key: int) -> None:
         self.key = key
-        self.current: PresentSamples | None = None
-        self._calls = 0
-        self._num_repeated = 0
+        self._samples: PresentSamples | None = None
+        self._num_calls = 0
+        self._graph = 0
+        self._numbers: list[list[int]] = []
+        """Numbers of the calls of the newest compiled graph."""
         number = next(_numbers)
         _layers[number] = self
         self.handle = torch.tensor([number, 0], dtype=torch.int64, device="cpu")
@@ -123,27 +128,57 @@ class _Layer:
         # A copy is another layer with the same key.
         self.__init__(key)  # type: ignore[misc]
 
-    def present_samples(self) -> PresentSamples | None:
-        # A backward pass that repeats a forward pass may run on another thread.
-        return present() or (self.current if in_backward() else None)
+    def next_draw(self) -> "_Draw | None":
+        """Return the samples and key of this call; in activation checkpointing, those of the
+        forward call that it repeats. None without samples."""
+        return same_again(self._next_draw)
 
-    def next_key(self, current: PresentSamples) -> int:
-        return mix(current.seed, current.step, self.key, self.next_call(current))
-
-    def next_call(self, current: PresentSamples) -> int:
-        """Return the number of this call on these samples; in a backward pass, of the forward call
-        that it repeats."""
-        if in_backward():
-            # Backward repeats forward passes in the order in which they first ran.
-            call = self._num_repeated % max(self._calls, 1)
-            self._num_repeated += 1
-            return call
+    def _next_draw(self) -> "_Draw | None":
+        samples = present()
+        if in_backward() and (samples or self._samples):
+            raise _unknown_repetition()
+        if samples is None:
+            return None
         # Compared by identity: a repeated step has equal samples, and counts from 0 again.
-        if current is not self.current:
-            self.current, self._calls = current, 0
-        self._num_repeated = 0
-        self._calls += 1
-        return self._calls - 1
+        if samples is not self._samples:
+            self._samples, self._num_calls = samples, 0
+        self._num_calls += 1
+        return samples, mix(samples.seed, samples.step, self.key, self._num_calls - 1)
+
+    def next_numbers(self) -> list[int]:
+        """Return the numbers of `dropout_key` for this call; if a compiled graph recomputes its
+        forward pass, those of the forward call."""
+        if in_backward() and not is_recomputing():
+            # The graph is one node, made just before its operators ran. Backward may repeat some of
+            # its calls, in any order.
+            if self._graph != node_in_progress() + 1 or len(self._numbers) != 1:
+                raise _unknown_repetition()
+            return self._numbers[0]
+        draw = self.next_draw()
+        if draw is None:
+            numbers = [*torch.randint(-(1 << 31), 1 << 31, (2,)).tolist(), 0, 0]
+        else:
+            samples, key = draw
+            numbers = [_signed(key & _WORD), _signed(key >> 32), samples.first, samples.count]
+        if self._graph != (graph := num_nodes()):
+            self._graph, self._numbers = graph, []
+        self._numbers.append(numbers)
+        return numbers
+
+
+_Draw = tuple[PresentSamples, int]
+"""The samples of a call, and its key."""
+
+
+def _unknown_repetition() -> InvalidSpec:
+    return InvalidSpec(
+        "a backward pass called a dropout module, and it is unknown which forward call it repeats",
+        seen="a call that torch.utils.checkpoint does not repeat, or a module that a compiled graph"
+        " calls several times",
+        expected="activation checkpointing by torch.utils.checkpoint, and within a compiled graph"
+        " a dropout module of its own for each call",
+        fix="With distribute(..., keyed_dropout=False), masks are drawn by torch.",
+    )
 
 
 _numbers = itertools.count()
@@ -157,14 +192,8 @@ _layers: weakref.WeakValueDictionary[int, _Layer] = weakref.WeakValueDictionary(
 def _key_of(layer: Tensor, device: torch.device) -> Tensor:
     """Return four numbers on the device: the two halves of the key, the first sample's position,
     and the number of samples. Without samples, the key is random and the last two are 0."""
-    numbered_layer = _layers[int(layer[0])]
     layer[1] += 1
-    current = numbered_layer.present_samples()
-    if current is None:
-        numbers = [*torch.randint(-(1 << 31), 1 << 31, (2,)).tolist(), 0, 0]
-    else:
-        key = numbered_layer.next_key(current)
-        numbers = [_signed(key & _WORD), _signed(key >> 32), current.first, current.count]
+    numbers = _layers[int(layer[0])].next_numbers()
     return torch.tensor(numbers, dtype=torch.int32, device="cpu").to(device, non_blocking=True)
 
 

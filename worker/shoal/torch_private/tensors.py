@@ -146,6 +146,17 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
+def num_nodes() -> int:
+    """Return the number of autograd nodes that this thread has made."""
+    return int(torch._C._autograd._get_sequence_nr())
+
+
+def node_in_progress() -> int:
+    """Return the number of nodes that were made before the one whose backward this thread runs."""
+    node: Any = torch._C._current_autograd_node()
+    return int(node._sequence_nr())
+
+
 def after_backward(call: Callable[[], None]) -> None:
     """Call `call` at the end of the backward pass in progress, on the streams of the pass's caller.
 

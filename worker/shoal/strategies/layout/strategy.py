@@ -302,6 +302,7 @@ class LayoutStrategy(SynchronousStrategy):
         may_vote = layout.faults_are_own and layout.looks_for_faults
         # No vote is possible if the gradients of weighted losses still have to be scaled.
         if not may_vote or votes.weights.are_own:
+            votes.propose(idle=layout.names_without_gradient())
             self._settle()
             return
         check.scan(layout.parameters)

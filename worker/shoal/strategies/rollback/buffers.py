@@ -39,8 +39,10 @@ class StepBuffers:
             self._scan(model)
         elif sum(map(len, self._all_tables)) != self._num_buffers:
             # The script has added a buffer to a module, or removed one.
-            self.lasting.settle()
+            known = self.lasting
+            known.settle()
             self._scan(model)
+            self.lasting.refuse_others_than(known)
         self.lasting.settle()
         transient = [
             each
@@ -89,20 +91,38 @@ class PersistentBuffers:
         self._tables: list[_Table] = []
         self._names: list[str] = []
         self._entries: list[Tensor] = []
+        self._empty: list[tuple[_Table, str]] = []
+        """Buffers that are None."""
         for part in model.modules() if model is not None else ():
             for name, buffer in buffer_table(part).items():
-                if buffer is not None and name not in transient_buffers(part):
+                if name in transient_buffers(part):
+                    continue
+                if buffer is None:
+                    self._empty.append((buffer_table(part), name))
+                else:
                     self._tables.append(buffer_table(part))
                     self._names.append(name)
                     self._entries.append(buffer)
         self.buffers = list({id(buffer): buffer for buffer in self._entries}.values())
 
+    def refuse_others_than(self, known: "PersistentBuffers") -> None:
+        """Raise InvalidSpec if there is a buffer that `known` does not have."""
+        before = {
+            (id(table), name) for table, name in zip(known._tables, known._names, strict=True)
+        }
+        for table, name, buffer in zip(self._tables, self._names, self._entries, strict=True):
+            if (id(table), name) not in before:
+                raise _late(name, buffer)
+
     def settle(self) -> None:
         """Copy the value of each replacement into the original buffer, and put the original back.
 
-        Raises InvalidSpec if a buffer was removed, or if its replacement has another shape or dtype
-        or differs between the uses of a tied buffer.
+        Raises InvalidSpec if a buffer was removed, if its replacement has another shape or dtype
+        or differs between the uses of a tied buffer, or if a buffer was None before.
         """
+        for table, name in self._empty:
+            if (filled := table.get(name)) is not None:
+                raise _late(name, filled)
         if not self._entries:
             return
         present = list(map(dict.get, self._tables, self._names))
@@ -114,9 +134,16 @@ class PersistentBuffers:
                 raise _refusal(name, now, "the same tensor wherever the model uses it")
             if now is None or (now.shape, now.dtype) != (buffer.shape, buffer.dtype):
                 raise _refusal(name, now, f"{outline_of(buffer)}, as it was before")
-        values = [given[id(buffer)] for buffer in self.buffers]
+        values = [value for buffer in self.buffers if (value := given[id(buffer)]) is not None]
+        held = {_memory(buffer) for buffer in self.buffers}
         with torch.no_grad():
-            foreach_copy_(self.buffers, [value for value in values if value is not None])
+            # Modules may exchange tensors: `self.before = self.now`. A copy into one buffer must
+            # not change the value of another.
+            values = [
+                value.clone() if value is not buffer and _memory(value) in held else value
+                for value, buffer in zip(values, self.buffers, strict=True)
+            ]
+            foreach_copy_(self.buffers, values)
         self.reinstall()
 
     def reinstall(self) -> None:
@@ -125,10 +152,25 @@ class PersistentBuffers:
             table[name] = buffer
 
 
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
 def _refusal(name: str, seen: Tensor | None, expected: str) -> InvalidSpec:
     return InvalidSpec(
         f"another tensor replaced a module's buffer {name!r}",
         seen="nothing" if seen is None else outline_of(seen),
         expected=expected,
         fix="Create the buffer with its final size, and write to it in place.",
+    )
+
+
+def _late(name: str, seen: Tensor) -> InvalidSpec:
+    return InvalidSpec(
+        f"a module made its persistent buffer {name!r} after distribute",
+        seen=outline_of(seen),
+        expected="the persistent buffers that the model had in distribute: checkpoints and other"
+        " members have no others",
+        fix="Create the buffer with its final size before distribute, and write to it in place; or"
+        " register it with persistent=False.",
     )

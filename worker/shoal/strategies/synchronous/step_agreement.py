@@ -157,6 +157,11 @@ class StepAgreement:
         self._steps += 1
 
     @property
+    def is_settled(self) -> bool:
+        """True once `settle` has shown that all members take the step."""
+        return self._settled
+
+    @property
     def members(self) -> Sequence[str]:
         """Members by rank."""
         return self._members

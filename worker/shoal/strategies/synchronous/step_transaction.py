@@ -130,8 +130,15 @@ class StepTransaction:
     def weighted_backward(self) -> Iterator[None]:
         """Return a context for a backward pass whose loss is weighted by this member's share.
 
-        Raises UnequalPasses on all members if passes communicate and not all make this pass.
+        Raises UnequalPasses on all members if passes communicate and not all make this pass, and
+        InvalidSpec once the members have voted for the step.
         """
+        if self.votes.is_settled:
+            raise InvalidSpec(
+                f"a backward pass after session.clip_grad_norm, in step {self.step}",
+                seen="gradients that the members have combined and scaled",
+                expected="all backward passes of the step, and then session.clip_grad_norm",
+            )
         if self._passes_meet:
             self.votes.vote_pass()
             self.agree_on(OptimizerAction.BACKWARD)
