@@ -566,7 +566,6 @@ def test_compiled_dropout_has_the_gradients_of_the_layer(backend: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.sampled()
 def test_a_compiled_graph_that_is_computed_again_draws_the_same() -> None:
     """It is unknown which of several calls of a module the backward pass repeats."""
     layers = [nn.Sequential(nn.Dropout(), nn.Tanh()), nn.Sequential(nn.Dropout(), nn.Tanh())]
