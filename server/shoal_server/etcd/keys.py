@@ -140,7 +140,7 @@ def history(job: str) -> str:
 
 
 def lineage(job: str) -> str:
-    """Random id of the job's shards, drawn at the first snapshot and at each restore: text."""
+    """Random id of the job's shards, drawn at the first cut and at each restore: text."""
     return f"{JOBS}{job}/lineage"
 
 

@@ -124,7 +124,7 @@ class HaltingStore(HookedStore):
     async def before(self, transaction: Transaction) -> None:
         state = keys.job_state("j")
         puts = transaction.puts
-        self._is_lost |= any(each.key == state and b'"lost"' in each.value for each in puts)
+        self._is_lost |= any(each.key == state and b'"lost": "' in each.value for each in puts)
         if not self._is_lost or self.has_halted.is_set():
             return
         if not self._left:

@@ -36,6 +36,7 @@ from shoal_server.core.generations.roster import JobSpec
 from shoal_server.core.job.job import Job
 from shoal_server.core.limits import Limits
 from shoal_server.core.membership import events
+from shoal_server.core.membership.phases import OVER
 from shoal_server.core.processes import MemberProcess
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import Delete
@@ -428,10 +429,11 @@ class Registry:
         try:
             await actor.retry("an operator lets members join again", from_scratch=from_scratch)
             if from_scratch:
-                self._dependencies.board.reset_reports(job)
                 await self._dependencies.jobs.apply([Delete(keys.history(job))])
         finally:
             # Also if the call is cancelled: the job is no longer over then, and needs its timers.
+            if from_scratch and actor.job.phase not in OVER:
+                self._dependencies.board.reset_reports(job)
             task = self._tasks.get(job)
             if (task is None or task.done()) and self._actors.get(job) is actor:
                 self._run(actor)

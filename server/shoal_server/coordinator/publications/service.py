@@ -167,7 +167,8 @@ class WeightSeriesService(WeightSeriesServicer):
             # Before the actor goes: if this fails, the next call must find the series.
             await actor.writer.delete_records()
             actor.end(UnknownSeries(f"series {name} was removed with its job"))
-            self._actors.pop(name, None)
+            if self._actors.get(name) is actor:
+                del self._actors[name]
 
     def _servers_changed(self) -> None:
         for actor in self._actors.values():

@@ -211,7 +211,7 @@ class SnapshotTaker:
         return (drawn.value if result.succeeded else result.reads[0][0].value).decode()
 
     async def current_lineage(self, job: str) -> str | None:
-        """Lineage of the snapshots of the job's present shards; None if none was begun."""
+        """Lineage of the snapshots of the job's present shards; None before the first cut."""
         stored = await self._store.get(keys.lineage(job))
         return None if stored is None else stored.value.decode()
 

@@ -42,26 +42,28 @@ async function act() {
   document.getElementById("ask-yes").disabled = true;
   outcome.textContent = "Sending the request";
   const reason = document.getElementById("ask-reason").value.trim();
+  const refusal = await refusalOf(question, reason).catch(String);
+  // The reader may have closed the question, or be at another by now.
+  const isShown = dialog.open && asking.act === question;
+  if (refusal && isShown) {
+    outcome.textContent = refusal;
+    document.getElementById("ask-yes").disabled = false;
+    return;
+  }
+  if (isShown) dialog.close();
+  document.getElementById("done").textContent = `${question.title.replace("?", "")}: ${refusal || question.done}`;
+}
+
+// Why the request was refused; empty if it was not.
+async function refusalOf(question, reason) {
   const answer = await fetch(`/api/v1${question.path}`, {
     method: "POST",
     headers: question.reason ? { "Content-Type": "application/json" } : {},
     body: question.reason ? JSON.stringify({ reason }) : undefined,
   });
-  const isShown = asking.act === question;
-  if (answer.ok) {
-    if (isShown) dialog.close();
-    document.getElementById("done").textContent = `${question.title.replace("?", "")}: ${question.done}`;
-    return;
-  }
+  if (answer.ok) return "";
   const error = await answer.json();
-  const text = [error.what, error.seen && `saw ${error.seen}`, error.expected && `expected ${error.expected}`, error.fix].filter(Boolean).join("; ");
-  // The reader may be at another question by now.
-  if (!isShown) {
-    document.getElementById("done").textContent = `${question.title.replace("?", "")}: ${text}`;
-    return;
-  }
-  outcome.textContent = text;
-  document.getElementById("ask-yes").disabled = false;
+  return [error.what, error.seen && `saw ${error.seen}`, error.expected && `expected ${error.expected}`, error.fix].filter(Boolean).join("; ");
 }
 
 // --- one member ---
@@ -108,7 +110,7 @@ document.addEventListener("click", (event) => {
   } else if (button.dataset.member) {
     showMember(button.dataset.member);
   } else if (button.id === "ask-yes") {
-    act().catch((error) => { document.getElementById("ask-outcome").textContent = String(error); });
+    act();
   } else if (button.dataset.close) {
     button.closest("dialog").close();
   }
