@@ -1,6 +1,7 @@
-"""Rules for names, key prefixes, and storage URLs."""
+"""Rules for names, key prefixes, and storage URLs; names of phases as people see them."""
 
 import re
+from collections.abc import Mapping
 
 from shoal_proto.errors import InvalidSpec
 
@@ -18,6 +19,14 @@ PREFIX_RULE = (
 _PREFIX = re.compile(r"(/[A-Za-z0-9._-]+)*")
 _NAME = re.compile(rf"[A-Za-z0-9_][A-Za-z0-9._-]{{0,{MAX_NAME_LENGTH - 1}}}")
 
+
+SHOWN_PHASES: Mapping[str, str] = {
+    "collect": "waiting",
+    "prepare": "starting",
+    "committed": "starting",
+    "aborted": "starting",
+}
+"""Names of a job's phases before training, as people see them."""
 
 BUCKET_KINDS = {
     "s3": "s3",

@@ -24,8 +24,7 @@ from shoal_proto.errors import (
     StateLost,
     UnknownJob,
 )
-from shoal_proto.names import check_name
-from shoal_proto.phases import SHOWN_PHASES
+from shoal_proto.names import SHOWN_PHASES, check_name
 from shoal_proto.terminal import printable
 from shoal_proto.tls.options import TlsOption, TlsOptions
 from shoal_proto.v1 import membership_pb2 as pb

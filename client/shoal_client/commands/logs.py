@@ -201,10 +201,12 @@ def _from_files(config: LogsConfig, root: Path) -> int:
         raise InvalidSpec("files of several members cannot be followed", expected="one MEMBER")
     for path in found:
         newest: deque[str] = deque(maxlen=number)
-        if (before := older(path)).exists():
-            newest.extend(plain_lines(before.read_bytes()))
         with path.open("rb") as file:
             inode, shown = os.fstat(file.fileno()).st_ino, file.read()
+        before = older(path)
+        # After the newer file, which the launcher may have made the older one meanwhile.
+        if before.exists() and before.stat().st_ino != inode:
+            newest.extend(plain_lines(before.read_bytes()))
         newest.extend(plain_lines(shown))
         _show(newest, path.stem if len(found) > 1 else "")
     if config.follow:

@@ -11,6 +11,7 @@ from pathlib import Path
 from shoal_client.certificates.authority import CertificateHolder
 from shoal_client.certificates.folder import DEFAULT_VALID, CertificateFolder, keep_renewed
 from shoal_client.local.etcd import HOST, EtcdOptions, EtcdTls
+from shoal_proto.errors import InvalidSpec
 from shoal_proto.tls import local_clusters
 from shoal_proto.tls.identity import CA_FILE, FOLDER_VARIABLE, without_tls
 from shoal_proto.tls.local_clusters import Announcement, LocalClusterRecord
@@ -77,12 +78,18 @@ class LocalAccess:
 
     def announce(self, addresses: Sequence[str], pages: Sequence[str], etcd: Sequence[str]) -> None:
         """Let this user's commands find the cluster and its certificates. Raises InvalidSpec or
-        OSError."""
-        if self._is_found:
-            record = LocalClusterRecord(
-                addresses=[*addresses, *pages], pages=pages, etcd=etcd, certificates=self._made
-            )
+        OSError, unless the cluster has no certificates, without which it can be used."""
+        if not self._is_found:
+            return
+        record = LocalClusterRecord(
+            addresses=[*addresses, *pages], pages=pages, etcd=etcd, certificates=self._made
+        )
+        try:
             self._announcement = Announcement(record)
+        except (InvalidSpec, OSError) as error:
+            if self._made is not None:
+                raise
+            self._say(f"commands find this cluster only by its addresses: {error}")
 
     @property
     def etcd_options(self) -> EtcdOptions:

@@ -147,8 +147,9 @@ class Process:
         self._reap_orphans()
 
     def _reap_orphans(self) -> None:
-        """Reap the rest of the killed group. Its processes are this process' children only if this
-        is process 1, as in a container: no other process would reap them."""
+        """Reap the rest of the killed group. Its processes are this process' children if this is
+        process 1, as in a container, or adopts orphans: no other process would reap them. Those in
+        a session of their own are left."""
         with suppress(ChildProcessError):
             while True:
                 os.waitpid(-self.pid, 0)

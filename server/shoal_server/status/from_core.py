@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from shoal_proto.incarnation import public_id
-from shoal_proto.phases import SHOWN_PHASES
+from shoal_proto.names import SHOWN_PHASES
 from shoal_server.core.driver.liveness import HeartbeatHistory
 from shoal_server.core.generations.roster import GenerationRecord, GenerationRoster
 from shoal_server.core.job.job import Job

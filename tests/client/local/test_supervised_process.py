@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.processes.commands import is_alive
@@ -162,7 +163,15 @@ def test_a_child_that_no_thread_could_watch_is_refused(
     supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The error is that of a process that the kernel refuses, and no child is left."""
-    start = threading.Thread.start
+    start, popen = threading.Thread.start, subprocess.Popen
+    pids: list[int] = []
+
+    def noted(*arguments: Any, **options: Any) -> Any:
+        made: Any = popen(*arguments, **options)
+        pids.append(made.pid)
+        return made
+
+    monkeypatch.setattr(subprocess, "Popen", noted)
 
     def refusing(thread: threading.Thread) -> None:
         if thread.name.startswith("shoal-watch"):
@@ -174,8 +183,10 @@ def test_a_child_that_no_thread_could_watch_is_refused(
         supervisor.spawn(python(FOREVER, sink=lambda line: None))
     assert refused.value.errno == errno.EAGAIN
     assert supervisor.running == []
-    with pytest.raises(ChildProcessError):
-        os.waitpid(-1, os.WNOHANG)
+    for pid in pids:
+        with pytest.raises(ChildProcessError):
+            os.waitpid(pid, os.WNOHANG)
+    assert pids
 
 
 def test_close_ends_all_children_and_refuses_new_ones() -> None:
