@@ -166,11 +166,14 @@ class VocabEmbedding(nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name, callers may use it
         weight = local(self.weight)
         if not self.cut.size:
+            rows = weight.new_zeros(1, 1).expand(self.num_embeddings, self.embedding_dim)
             # The sum of no elements: 0, which keeps the weight in the graph.
-            zeros = weight.sum() + weight.new_zeros((*input.shape, self.embedding_dim))
-            return summed(zeros, self.cut)
+            return summed(weight.sum() + F.embedding(input, rows), self.cut)
         row = input - self.cut.start
-        foreign = (row < 0) | (row >= self.cut.size)
+        before = (row < 0) & (input >= 0)
+        after = (row >= self.cut.size) & (input < self.num_embeddings)
+        # An index that no rank holds is left as it is: torch refuses it on every rank.
+        foreign = before | after
         padding = self._own_padding()
         own = F.embedding(row.masked_fill(foreign, 0), weight, padding)
         return summed(own.masked_fill(foreign.unsqueeze(-1), 0), self.cut)
