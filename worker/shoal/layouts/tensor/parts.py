@@ -129,6 +129,11 @@ def local(parameter: Tensor) -> Tensor:
     return part
 
 
+def biased(total: Tensor, bias: Tensor | None) -> Tensor:
+    """Add a bias to a sum over the ranks, in the sum's dtype: as a linear layer under autocast."""
+    return total if bias is None else total + bias.to(total.dtype)
+
+
 class ColumnLinear(nn.Linear):
     """Linear layer in which each rank computes some of the outputs."""
 
@@ -153,8 +158,7 @@ class RowLinear(nn.Linear):
     @eager
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name, callers may use it
         own = input if self.takes_part else self.cut.own(enter(input, self.cut))
-        total = summed(F.linear(own, local(self.weight)), self.cut)
-        return total if self.bias is None else total + self.bias
+        return biased(summed(F.linear(own, local(self.weight)), self.cut), self.bias)
 
 
 class VocabEmbedding(nn.Embedding):

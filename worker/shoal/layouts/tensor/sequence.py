@@ -13,7 +13,7 @@ import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from torch import Tensor, nn
 
 from shoal.layouts.tensor.layer_group import LayerGroup, TensorGroup
-from shoal.layouts.tensor.parts import ColumnLinear, Cut, RowLinear, local, whole_mask
+from shoal.layouts.tensor.parts import ColumnLinear, Cut, RowLinear, biased, local, whole_mask
 from shoal.layouts.tensor.plan import SequenceEntry, SequenceRole
 from shoal.model.local_parts import local_part
 from shoal.randomness.dropout import draw
@@ -153,7 +153,7 @@ class SequenceRowLinear(RowLinear):
     @eager
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name, callers may use it
         total = _apply(_Leave, F.linear(input, local(self.weight)), self.positions)
-        return total if self.bias is None else total + self.bias
+        return biased(total, self.bias)
 
 
 class SequenceDropout(nn.Dropout):
