@@ -157,19 +157,23 @@ def bare_backward() -> InvalidSpec:
     )
 
 
+def refuse_second_derivative(why: str) -> None:
+    """Raise InvalidSpec in a backward pass with `create_graph=True`."""
+    if torch.is_grad_enabled():
+        raise InvalidSpec(
+            f"{why}, so no pass can be differentiated again",
+            seen="torch.autograd.grad(..., create_graph=True) through the distributed model",
+            expected="first derivatives only",
+            fix="ddp and zero1 can do so; zero1 needs less memory.",
+        )
+
+
 def refuse_second_derivatives(model: nn.Module) -> None:
     """Make backward passes with `create_graph=True` raise InvalidSpec when they enter the model:
     the weights that they use are freed after the pass."""
 
     def look(gradient: Tensor) -> None:
-        if torch.is_grad_enabled():
-            raise InvalidSpec(
-                "a sharded model frees its weights after each backward pass, so no"
-                " pass can be differentiated again",
-                seen="torch.autograd.grad(..., create_graph=True) through the distributed model",
-                expected="first derivatives only",
-                fix="ddp, zero1 and tensor can do so; of these zero1 and tensor need less memory.",
-            )
+        refuse_second_derivative("a sharded model frees its weights after each backward pass")
 
     @eager
     def watch(module: nn.Module, inputs: Any, output: Any) -> None:

@@ -7,17 +7,19 @@ these modules: DTensors are new in each generation.
 (M. Shoeybi et al., Megatron-LM, arXiv:1909.08053, section 3.)
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from shoal.layouts.tensor.layer_group import LayerGroup
 from shoal.layouts.tensor.plan import part_sizes
+from shoal.model.gradients import refuse_second_derivative
 from shoal.randomness.dropout import draw
 from shoal.torch_private.compiling import eager
 from shoal.torch_private.dtensor import cut_as, local_of
@@ -50,6 +52,18 @@ class Cut:
         return whole.narrow(dim, self.start, self.size)
 
 
+def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a Function's backward raise InvalidSpec with `create_graph=True`: a second derivative
+    would have this rank's part only."""
+
+    @wraps(backward)
+    def checked(ctx: Any, *gradients: Tensor) -> Any:
+        refuse_second_derivative("each rank computes only its part of a split layer's gradients")
+        return backward(ctx, *gradients)
+
+    return checked
+
+
 class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, group: LayerGroup) -> Tensor:
@@ -57,6 +71,7 @@ class _Enter(torch.autograd.Function):
         return value.view_as(value)
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return ctx.group.all_reduce(gradients[0], backward=True), None
 
@@ -67,6 +82,7 @@ class _Sum(torch.autograd.Function):
         return group.all_reduce(value)
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return gradients[0], None
 
@@ -83,6 +99,7 @@ class _Gather(torch.autograd.Function):
         return torch.cat([p.narrow(-1, 0, s) for p, s in zip(parts, cut.sizes, strict=True)], -1)
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return ctx.cut.own(gradients[0]), None
 
@@ -116,7 +133,7 @@ class _Local(torch.autograd.Function):
         return part.view_as(part)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, gradient: Tensor) -> DTensor:
         return cut_as(ctx.parameter, gradient.contiguous())
 
