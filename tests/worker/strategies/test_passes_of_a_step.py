@@ -202,5 +202,5 @@ def test_gradients_of_gradients_of_split_layers_are_refused(
     made: Callable[..., SynchronousStrategy], passes: Passes
 ) -> None:
     """Regression: each rank added its own part of the second derivative, without the others'."""
-    with pytest.raises(InvalidSpec, match="differentiated again.*ddp and zero1"):
+    with pytest.raises(InvalidSpec, match=r"differentiated again.*ddp and zero1"):
         run_in_memory(by_a_rank, 2, RUN, partial(made, min_split_bytes=0), partial(take, passes))

@@ -304,9 +304,7 @@ def test_split_layers_return_what_torchs_layers_return_under_autocast(sequence: 
     def body() -> None:
         group = dist.group.WORLD
         assert group is not None
-        world = World(
-            rank=dist.get_rank(), world_size=2, device=torch.device("cpu"), group=group
-        )
+        world = World(rank=dist.get_rank(), world_size=2, device=torch.device("cpu"), group=group)
         plan = shoal.TensorParallel(min_split_bytes=0, sequence=sequence).plan(PostNorm(), 2)
         layout = TensorLayout(PostNorm().to("meta"), world, plan)
         assert _dtypes(layout.module) == expected

@@ -7,9 +7,7 @@ these modules: DTensors are new in each generation.
 (M. Shoeybi et al., Megatron-LM, arXiv:1909.08053, section 3.)
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import wraps
 from typing import Any
 
 import torch
@@ -19,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from shoal.layouts.tensor.layer_group import LayerGroup
 from shoal.layouts.tensor.plan import part_sizes
-from shoal.model.gradients import refuse_second_derivative
+from shoal.model.gradients import first_order
 from shoal.randomness.dropout import draw
 from shoal.torch_private.compiling import eager
 from shoal.torch_private.dtensor import cut_as, local_of
@@ -52,16 +50,8 @@ class Cut:
         return whole.narrow(dim, self.start, self.size)
 
 
-def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a Function's backward raise InvalidSpec with `create_graph=True`: a second derivative
-    would have this rank's part only."""
-
-    @wraps(backward)
-    def checked(ctx: Any, *gradients: Tensor) -> Any:
-        refuse_second_derivative("each rank computes only its part of a split layer's gradients")
-        return backward(ctx, *gradients)
-
-    return checked
+parts_only = first_order("each rank computes only its part of a split layer's gradients")
+"""Decorator of a Function's backward: a second derivative would have this rank's part only."""
 
 
 class _Enter(torch.autograd.Function):
@@ -71,7 +61,7 @@ class _Enter(torch.autograd.Function):
         return value.view_as(value)
 
     @staticmethod
-    @first_order
+    @parts_only
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return ctx.group.all_reduce(gradients[0], backward=True), None
 
@@ -82,7 +72,7 @@ class _Sum(torch.autograd.Function):
         return group.all_reduce(value)
 
     @staticmethod
-    @first_order
+    @parts_only
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return gradients[0], None
 
@@ -99,7 +89,7 @@ class _Gather(torch.autograd.Function):
         return torch.cat([p.narrow(-1, 0, s) for p, s in zip(parts, cut.sizes, strict=True)], -1)
 
     @staticmethod
-    @first_order
+    @parts_only
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return ctx.cut.own(gradients[0]), None
 
@@ -133,7 +123,7 @@ class _Local(torch.autograd.Function):
         return part.view_as(part)
 
     @staticmethod
-    @first_order
+    @parts_only
     def backward(ctx: Any, gradient: Tensor) -> DTensor:
         return cut_as(ctx.parameter, gradient.contiguous())
 

@@ -18,8 +18,8 @@ from shoal.layouts.tensor.parts import (
     Cut,
     RowLinear,
     biased,
-    first_order,
     local,
+    parts_only,
     whole_mask,
 )
 from shoal.layouts.tensor.plan import SequenceEntry, SequenceRole
@@ -96,7 +96,7 @@ class _Spread(torch.autograd.Function):
         return _own(whole, cut)
 
     @staticmethod
-    @first_order
+    @parts_only
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return _gather(gradients[0], ctx.cut, backward=True), None
 
@@ -110,7 +110,7 @@ class _Whole(torch.autograd.Function):
         return _gather(own, cut)
 
     @staticmethod
-    @first_order
+    @parts_only
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return _own(gradients[0], ctx.cut), None
 
@@ -124,7 +124,7 @@ class _Enter(torch.autograd.Function):
         return _gather(own, cut)
 
     @staticmethod
-    @first_order
+    @parts_only
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return _sum_and_scatter(gradients[0], ctx.cut, backward=True), None
 
@@ -136,7 +136,7 @@ class _Leave(torch.autograd.Function):
         return _sum_and_scatter(summand, cut)
 
     @staticmethod
-    @first_order
+    @parts_only
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return _gather(gradients[0], ctx.cut, backward=True), None
 
