@@ -132,6 +132,24 @@ def test_outputs_and_gradients_are_those_of_the_whole(sizes: Sequence[int]) -> N
     assert torch.allclose(summed, inputs.grad, atol=1e-5)
 
 
+def test_gradients_of_gradients_through_synced_layers_are_refused() -> None:
+    """Regression: they took the normalised values for constants, also with one member."""
+
+    def body() -> None:
+        group = dist.group.WORLD
+        assert group is not None
+        layer = nn.BatchNorm1d(6)
+        sync_batchnorm(layer, every=True)
+        inputs = data()[0].requires_grad_()
+        set_current(StepContext(batchnorm=BatchNormMembers(group, has_samples=True)))
+        outputs = layer(inputs)
+        with pytest.raises(InvalidSpec, match=r"differentiated again.*sync_batchnorm"):
+            torch.autograd.grad(outputs.square().sum(), inputs, create_graph=True)
+        set_current(StepContext())
+
+    run_in_memory(body, 1)
+
+
 class Scaled(nn.BatchNorm1d):
     """A layer with a forward pass of its own."""
 

@@ -1,4 +1,4 @@
-"""An optimizer's step counts are restored to the device on which its kernels read them."""
+"""An optimizer's state is restored to the devices on which its kernels read it."""
 
 import pytest
 import torch
@@ -21,6 +21,16 @@ def test_counts_go_where_the_optimizer_reads_them(setting: dict[str, object], de
     parameters = [nn.Parameter(torch.empty(2, device="meta")), nn.Parameter(torch.empty(2))]
     optimizer = torch.optim.SGD([{"params": [each]} for each in parameters], lr=0.1)
     optimizer.param_groups[0].update(setting)
-    assert place_state(parameters[0], torch.tensor(3.0), optimizer).device.type == device
-    assert place_state(parameters[0], torch.ones(2), optimizer).device.type == "meta"
-    assert place_state(parameters[1], torch.tensor(3.0), optimizer).device.type == "cpu"
+    count = torch.tensor(3.0)
+    assert place_state(parameters[0], "step", count, optimizer).device.type == device
+    assert place_state(parameters[1], "step", count, optimizer).device.type == "cpu"
+
+
+@pytest.mark.parametrize("shape", [(), (2,)])
+@pytest.mark.parametrize("key", ["exp_avg", "eta"])
+def test_other_state_goes_to_the_parameters_device(shape: tuple[int, ...], key: str) -> None:
+    """A scalar goes there too: it may be the state of a scalar parameter."""
+    parameter = nn.Parameter(torch.empty(shape, device="meta"))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    assert place_state(parameter, key, torch.ones(shape), optimizer).device.type == "meta"
+    assert place_state(parameter, key, torch.tensor(1.0), optimizer).device.type == "meta"

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import shoal
 from shoal.backends.in_memory.run import run_in_memory
 from shoal.data.batches import Batch, Loader
+from shoal.strategies.synchronous.strategy import SynchronousStrategy
 from shoal_proto.errors import InvalidSpec
 
 TOLERANCE = 1e-10
@@ -48,6 +49,9 @@ class Net(nn.Module):
         x = self.trunk(self.norm(inputs)).tanh()
         if way.startswith("head"):
             return self.heads[int(way.removeprefix("head "))](x)
+        if way == "slope":
+            total = self.heads[0](self.block(x)).sum()
+            return torch.autograd.grad(total, x, create_graph=True)[0].sum(1, keepdim=True)
         if way == "unseen":
             outputs = self.heads[1](self.block(x))
             return Outputs(lambda: outputs)
@@ -177,3 +181,26 @@ def test_parameters_without_a_gradient_are_named(strategy: str, passes: Passes) 
     text = rf"saw .*heads\.\d\.weight.*shoal\.{kind.__name__}\(find_unused_parameters=True\)"
     with pytest.raises(InvalidSpec, match=text):
         run_in_memory(by_a_rank, 1, RUN, kind, partial(take, passes))
+
+
+def in_forward(model: Any, inputs: Tensor, targets: Tensor) -> Iterator[Tensor]:
+    """A loss of a gradient that the model computes itself."""
+    yield square(model(inputs, "slope"), targets)
+
+
+@pytest.mark.parametrize("passes", [penalised, in_forward])
+@pytest.mark.parametrize(
+    "made",
+    [
+        shoal.TensorParallel,
+        partial(shoal.FSDPTensor, tensor=2),
+        partial(shoal.Hybrid, pipeline=1, data=1, tensor=2),
+    ],
+    ids=["tensor", "fsdp-tensor", "hybrid"],
+)
+def test_gradients_of_gradients_of_split_layers_are_refused(
+    made: Callable[..., SynchronousStrategy], passes: Passes
+) -> None:
+    """Regression: each rank added its own part of the second derivative, without the others'."""
+    with pytest.raises(InvalidSpec, match=r"differentiated again.*ddp and zero1"):
+        run_in_memory(by_a_rank, 2, RUN, partial(made, min_split_bytes=0), partial(take, passes))

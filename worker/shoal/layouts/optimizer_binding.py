@@ -389,7 +389,7 @@ class OptimizerBinding:
             local = given.tensor if given and is_placed else _filled(parameter, given, dtype)
             return placed_like(parameter, local)
         assert given is not None, "state of another shape is whole on every rank"
-        return place_state(parameter, given.tensor, self.optimizer)
+        return place_state(parameter, path.rpartition("/")[2], given.tensor, self.optimizer)
 
 
 def _shows(shard: TensorShard, tensor: Tensor) -> bool:

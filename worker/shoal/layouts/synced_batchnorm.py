@@ -13,6 +13,7 @@ from shoal import step_context
 from shoal.backends.abortable.gather import gather_rows
 from shoal.backends.abortable.waiter import all_reduce
 from shoal.model.frameworks import keras_batchnorm_layers
+from shoal.model.gradients import first_order
 from shoal.step_context import BatchNormMembers
 from shoal.torch_private.compiling import eager
 from shoal.torch_private.modules import BatchNormBase
@@ -105,6 +106,11 @@ class _Normalise(torch.autograd.Function):
         return output.to(values.dtype), mean, variance, count
 
     @staticmethod
+    @first_order(
+        "a synchronised BatchNorm normalises over other members' samples",
+        fix="Leave sync_batchnorm out and convert no layer to SyncBatchNorm, or use a layer"
+        " without statistics of the batch (GroupNorm, LayerNorm).",
+    )
     def backward(context: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         centred, weight, scale, count = context.saved_tensors
         members: BatchNormMembers = context.members

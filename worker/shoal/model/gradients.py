@@ -2,6 +2,7 @@
 
 import cmath
 from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
@@ -157,19 +158,42 @@ def bare_backward() -> InvalidSpec:
     )
 
 
+_Backward = Callable[..., Any]
+_DIFFERENTIATES_AGAIN = "ddp and zero1 can do so; zero1 needs less memory."
+
+
+def _refuse_create_graph(why: str, fix: str = _DIFFERENTIATES_AGAIN) -> None:
+    if torch.is_grad_enabled():
+        raise InvalidSpec(
+            f"{why}, so no pass can be differentiated again",
+            seen="torch.autograd.grad(..., create_graph=True) through the distributed model",
+            expected="first derivatives only",
+            fix=fix,
+        )
+
+
+def first_order(why: str, fix: str = _DIFFERENTIATES_AGAIN) -> Callable[[_Backward], _Backward]:
+    """Decorate the backward of a torch.autograd.Function that exchanges values with other ranks:
+    with `create_graph=True` it raises InvalidSpec. As torch's `once_differentiable`, which raises
+    only in the second backward pass, and names no alternative."""
+
+    def decorate(backward: _Backward) -> _Backward:
+        @wraps(backward)
+        def checked(context: Any, *gradients: Any) -> Any:
+            _refuse_create_graph(why, fix)
+            return backward(context, *gradients)
+
+        return checked
+
+    return decorate
+
+
 def refuse_second_derivatives(model: nn.Module) -> None:
     """Make backward passes with `create_graph=True` raise InvalidSpec when they enter the model:
     the weights that they use are freed after the pass."""
 
     def look(gradient: Tensor) -> None:
-        if torch.is_grad_enabled():
-            raise InvalidSpec(
-                "a sharded model frees its weights after each backward pass, so no"
-                " pass can be differentiated again",
-                seen="torch.autograd.grad(..., create_graph=True) through the distributed model",
-                expected="first derivatives only",
-                fix="ddp, zero1 and tensor can do so; of these zero1 and tensor need less memory.",
-            )
+        _refuse_create_graph("a sharded model frees its weights after each backward pass")
 
     @eager
     def watch(module: nn.Module, inputs: Any, output: Any) -> None:

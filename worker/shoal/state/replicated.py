@@ -170,7 +170,7 @@ class ReplicatedState:
         for path, tensor in tensors.items():
             name, _, key = path.rpartition("/")
             # A copy: the given state may be in use elsewhere.
-            own = place_state(self.parameters[name], tensor, self._optimizer)
+            own = place_state(self.parameters[name], key, tensor, self._optimizer)
             by_parameter.setdefault(name, {})[key] = own
         self._optimizer.state.clear()
         for name, own_tensors in by_parameter.items():
@@ -187,13 +187,14 @@ def _settings_of(state_shard: StateShard) -> list[dict[str, Any]]:
     return settings
 
 
-def place_state(parameter: Tensor, tensor: Tensor, optimizer: Optimizer) -> Tensor:
-    """Return a copy of a tensor of the optimizer's state, where torch keeps it."""
+def place_state(parameter: Tensor, key: str, tensor: Tensor, optimizer: Optimizer) -> Tensor:
+    """Return a copy of a tensor of the optimizer's state, on the device to which the optimizer's
+    `load_state_dict` moves it: the parameter's, except for a count of steps."""
     own = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
     by_kernels = own.get("fused") or own.get("capturable")
-    if tensor.ndim or by_kernels:
-        return tensor.to(parameter.device, copy=True)
-    return tensor.clone()
+    if key == "step" and not by_kernels:
+        return tensor.clone()
+    return tensor.to(parameter.device, copy=True)
 
 
 def fits(kept: Tensor | None, tensor: Tensor) -> TypeGuard[Tensor]:

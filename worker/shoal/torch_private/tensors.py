@@ -164,3 +164,10 @@ def after_backward(call: Callable[[], None]) -> None:
     """
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(call)
+
+
+def returns_new_memory(operator: str) -> bool:
+    """True if torch has an operator of this name, and no result of it is a view of an argument."""
+    schemas = torch._C._jit_get_schemas_for_operator(f"aten::{operator}")
+    views = (each.alias_info for schema in schemas for each in schema.returns)
+    return bool(schemas) and all(view is None or view.is_write for view in views)

@@ -68,7 +68,8 @@ def stages_of(
 def run_in_a_row(stages: list[Stage], *inputs: torch.Tensor) -> object:
     passed: object = ()
     for stage in stages:
-        passed = stage.run(stage.bind(inputs, {}), passed)  # type: ignore[arg-type]
+        own = tuple(each.clone() for each in inputs)  # as each rank has inputs of its own
+        passed = stage.run(stage.bind(own, {}), passed)  # type: ignore[arg-type]
     return passed
 
 
@@ -93,6 +94,63 @@ def test_stages_in_a_row_compute_what_the_model_computes(make, data, counts, tra
         expected = copy.deepcopy(model)(inputs)
         torch.manual_seed(7)
         assert torch.equal(run_in_a_row(stages, inputs), expected), num_stages
+
+
+class Changed(nn.Module):
+    """A model that changes a value in place before its second layer, and uses it in the third."""
+
+    def __init__(self, change: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(3))
+        self.change = change
+        self.register_buffer("kept", torch.ones(5, 5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = torch.ones(x.shape[1], 5)
+        rows, total = mask[:3], mask.sum()
+        inputs_before = x.sum()
+        out = self.layers[0](x) * inputs_before
+        if self.change == "value":
+            mask.tril_()
+        elif self.change == "view":
+            mask[:, 2:].zero_()
+        elif self.change == "diagonal":
+            mask.fill_diagonal_(0)
+        elif self.change == "out":
+            torch.add(mask, 1, out=mask)
+        elif self.change == "input":
+            x.add_(1)
+        elif self.change == "view of the input":
+            x[:2].add_(1)
+        elif self.change == "view of a buffer":
+            self.kept[0].zero_()
+        out = self.layers[1](out @ mask)
+        out = self.layers[2](out) @ mask * total
+        last: torch.Tensor = out[:, :3] @ rows + inputs_before + x + self.kept[0]
+        return last
+
+
+@pytest.mark.parametrize("change", ["value", "view", "diagonal", "out", "input"])
+def test_a_change_in_place_holds_in_later_stages(change):
+    """Regression: later stages computed the value again, without the change."""
+    inputs, _ = models.numbers()
+    model = Changed(change)
+    expected = copy.deepcopy(model)(inputs.clone())
+    for num_stages in (1, 2, 3):
+        found = run_in_a_row(stages_of(model, num_stages), inputs)
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ("view of the input", r"a view of x in place \(add_\).*x\.clone\(\)"),
+        ("view of a buffer", r"a view of kept in place \(zero_\).*kept\.clone\(\)"),
+    ],
+)
+def test_a_change_in_place_that_later_stages_would_not_see_is_refused(change, text):
+    with pytest.raises(InvalidSpec, match=text):
+        stages_of(Changed(change), 2)
 
 
 @pytest.mark.sampled()

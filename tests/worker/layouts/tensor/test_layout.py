@@ -225,6 +225,25 @@ def test_evaluation_avoids_kernels_that_need_whole_weights():
         torch.testing.assert_close(given[~padding], expected[~padding])
 
 
+def look_up(whole: nn.Module, index: int) -> None:
+    parts = copy.deepcopy(whole)
+    mesh = DeviceMesh.from_group(this_world().group, "cpu")
+    plan = derive(parts, mesh.size(), min_split_bytes=0)
+    parallelise(parts, mesh, plan, TensorGroup(this_world().group, torch.device("cpu")))
+    assert plan.entry("0").style == "vocab"
+    parts(torch.tensor([[0, 5]]))
+    with pytest.raises(IndexError, match="out of range"):
+        parts(torch.tensor([[0, index]]))
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("index", [6, -1])
+def test_a_split_embedding_refuses_an_index_that_is_out_of_range(world_size, index):
+    """As torch does in one process, and on every rank: with four ranks the last has no row."""
+    whole = nn.Sequential(nn.Embedding(6, 3), nn.Linear(3, 3))
+    shoal.run_in_memory(look_up, world_size, whole, index)
+
+
 def answer(whole: nn.Module, inputs: Tensor) -> Tensor:
     parts = copy.deepcopy(whole)
     mesh = DeviceMesh.from_group(this_world().group, "cpu")

@@ -282,6 +282,36 @@ def test_dropout_draws_the_masks_of_one_process() -> None:
         assert gradients < 1e-3  # of sums of 1,440 squares
 
 
+def _dtypes(model: nn.Module) -> dict[str, torch.dtype]:
+    """Return the dtype of each layer's output under autocast."""
+    seen = {}
+
+    def note(name: str, output: Tensor | tuple[Tensor, object]) -> None:
+        seen[name] = (output if isinstance(output, Tensor) else output[0]).dtype
+
+    for name, layer in model.named_modules():
+        layer.register_forward_hook(lambda _, __, output, name=name: note(name, output))
+    with torch.autocast("cpu", torch.bfloat16):
+        model(tensor_models.sequences()[0])
+    return seen
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_split_layers_return_what_torchs_layers_return_under_autocast(sequence: bool) -> None:
+    expected = _dtypes(PostNorm())
+    assert expected["blocks.0.down"] == expected["blocks.0.attn"] == torch.bfloat16
+
+    def body() -> None:
+        group = dist.group.WORLD
+        assert group is not None
+        world = World(rank=dist.get_rank(), world_size=2, device=torch.device("cpu"), group=group)
+        plan = shoal.TensorParallel(min_split_bytes=0, sequence=sequence).plan(PostNorm(), 2)
+        layout = TensorLayout(PostNorm().to("meta"), world, plan)
+        assert _dtypes(layout.module) == expected
+
+    run_in_memory(body, 2)
+
+
 def test_values_without_positions_are_refused() -> None:
     def body() -> None:
         group = dist.group.WORLD

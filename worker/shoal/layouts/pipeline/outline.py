@@ -4,8 +4,8 @@ The pass is traced with torch.fx down to the layers, once for every world size a
 example input.
 
 *Inputs* are known to every stage. *Repeatable* values follow from inputs, parameters and shapes
-alone: each stage computes those that it needs. Every other value is computed by one stage and sent
-from stage to stage up to its last user.
+alone: each stage computes those that it needs. Every other value, and each one that is changed in
+place, is computed by one stage and sent from stage to stage up to its last user.
 """
 
 import operator
@@ -16,6 +16,8 @@ from typing import Any
 from torch import fx, nn
 
 from shoal.layouts.pipeline.tracing import signature, trace
+from shoal.torch_private.tensors import returns_new_memory
+from shoal_proto.errors import InvalidSpec
 
 _RANDOM = ("rand", "dropout", "bernoulli", "normal", "multinomial", "poisson", "uniform")
 _SHAPE_METHODS = frozenset({"size", "dim", "ndimension", "numel", "is_floating_point"})
@@ -87,8 +89,9 @@ class SegmentTrace:
         calls: dict[str, int] = {}
         numbers = {name: number for number, name in enumerate(names or ())}
         current = 0
+        changed = _changed_in_place(graph, model)
         for node in graph.nodes:
-            repeatable = _is_repeatable(node, self._segment)
+            repeatable = _is_repeatable(node, self._segment, changed)
             self._sources[node] = frozenset().union(
                 *({n} if n in self._segment else self._sources[n] for n in node.all_input_nodes)
             )
@@ -139,12 +142,11 @@ class SegmentTrace:
         copies = {node: cut.placeholder(node.name) for node in self._inputs}
         for node in _crossing(at, last_use, stage):
             copies[node] = cut.placeholder(f"from_{node.name}")
-        for node, node_stage in at.items():
-            if node_stage == stage and node is not output:
-                _copy(cut, node, copies)
+        needed = [each for each, own in at.items() if own == stage and each is not output]
         if stage == stage_of[-1]:
-            for node in output.all_input_nodes:
-                _copy(cut, node, copies)
+            needed += output.all_input_nodes
+        _copy(self._graph, cut, needed, copies)
+        if stage == stage_of[-1]:
             cut.output(fx.node.map_arg(output.args[0], lambda node: copies[node]))
         else:
             cut.output(tuple(copies[node] for node in _crossing(at, last_use, stage + 1)))
@@ -162,33 +164,113 @@ def _crossing(
     return [node for node, node_stage in at.items() if node_stage < stage <= last_use.get(node, -1)]
 
 
-def _copy(into: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> None:
-    needed = [node]
+def _copy(
+    graph: fx.Graph, into: fx.Graph, needed: list[fx.Node], copies: dict[fx.Node, fx.Node]
+) -> None:
+    wanted: set[fx.Node] = set()
     while needed:
-        each = needed[-1]
-        missing = [source for source in each.all_input_nodes if source not in copies]
-        if missing and each not in copies:
-            needed += reversed(missing)
-            continue
-        needed.pop()
-        if each not in copies:
-            copies[each] = into.node_copy(each, lambda source: copies[source])
+        node = needed.pop()
+        if node not in wanted and node not in copies:
+            wanted.add(node)
+            needed += node.all_input_nodes
+    # In the order of the pass: what a value is before and after a change in place stays apart.
+    for node in graph.nodes:
+        if node in wanted:
+            copies[node] = into.node_copy(node, lambda source: copies[source])
 
 
-def _is_repeatable(node: fx.Node, computed_once: Collection[fx.Node]) -> bool:
+def _is_repeatable(
+    node: fx.Node, computed_once: Collection[fx.Node], changed: Collection[fx.Node]
+) -> bool:
     if node.op in ("placeholder", "get_attr", "output"):
         return True
-    if node.op == "call_module":
+    if node.op == "call_module" or node in changed:
         return False
-    if node.op == "call_method" and node.target in _SHAPE_METHODS:
+    if _is_shape(node):
         return True
-    if node.target is getattr and node.args[1] in _SHAPE_ATTRIBUTES:
-        return True
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    in_place = node.target in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
-    if in_place or any(word in name for word in _RANDOM):
+    if any(word in _name(node) for word in _RANDOM):
         return False
     return not any(source in computed_once for source in node.all_input_nodes)
+
+
+def _is_shape(node: fx.Node) -> bool:
+    if node.op == "call_method":
+        return node.target in _SHAPE_METHODS
+    return node.target is getattr and node.args[1] in _SHAPE_ATTRIBUTES
+
+
+def _name(node: fx.Node) -> str:
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+
+
+def _changed_in_place(graph: fx.Graph, model: nn.Module) -> set[fx.Node]:
+    """Return the nodes of which the pass changes the memory, directly or through a view.
+
+    An input of the model, or a tensor of it, cannot be computed once: nodes after its change get
+    the result of the change instead. Raises InvalidSpec if it is changed through a view.
+    """
+    if not any(map(_changed_by, graph.nodes)):
+        return set()
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    numbers: set[fx.Node] = set()
+    sharing: dict[fx.Node, set[fx.Node]] = {}
+    changes: list[tuple[fx.Node, fx.Node]] = []
+    for node in graph.nodes:
+        sharing[node] = {node}
+        if _is_shape(node) or (_is_operator(node) and numbers.issuperset(node.all_input_nodes)):
+            numbers.add(node)
+            continue
+        target = _changed_by(node)
+        if target is not None:
+            changes.append((node, target))
+        for source in [target] if target is not None else _viewed_by(node, model):
+            if sharing[source] is not sharing[node]:
+                sharing[node] |= sharing[source]
+                for each in sharing[node]:
+                    sharing[each] = sharing[node]
+    for change, target in changes:
+        for node in sharing[target]:
+            later = [user for user in node.users if order[user] > order[change]]
+            if node.op not in ("placeholder", "get_attr") or not later:
+                continue
+            if node is not target:
+                raise InvalidSpec(
+                    f"the forward pass of {type(model).__name__} cannot be cut into stages",
+                    seen=f"it changes a view of {node.target} in place ({_name(change)}), and uses"
+                    f" {node.target} afterwards",
+                    expected="changes in place of values that the pass makes itself",
+                    fix=f"Change a copy: {node.target}.clone().",
+                )
+            node.replace_all_uses_with(change, delete_user_cb=later.__contains__)
+    return {node for _, target in changes for node in sharing[target]}
+
+
+def _is_operator(node: fx.Node) -> bool:
+    return node.op == "call_function" and getattr(node.target, "__module__", "") == "_operator"
+
+
+def _changed_by(node: fx.Node) -> fx.Node | None:
+    name = _name(node)
+    target = node.kwargs.get("out")
+    if (
+        node.target in _IN_PLACE
+        or (name.endswith("_") and not name.endswith("__"))
+        or (node.op == "call_function" and node.kwargs.get("inplace"))
+    ):
+        target = next(iter(node.all_input_nodes), None)
+    is_call = node.op in ("call_function", "call_method")
+    return target if is_call and isinstance(target, fx.Node) else None
+
+
+def _viewed_by(node: fx.Node, model: nn.Module) -> list[fx.Node]:
+    """Return the nodes of which this one may be a view."""
+    if node.op == "call_module":
+        is_fresh = _has_parameters(model, str(node.target))
+    elif _is_operator(node):
+        is_fresh = node.target is not operator.getitem
+    else:
+        is_fresh = returns_new_memory(_name(node))
+    return [] if is_fresh else node.all_input_nodes
 
 
 def _has_parameters(model: nn.Module, name: str) -> bool:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from torch import Tensor, nn
 
-from shoal.layouts.tensor.parts import Cut, enter, gathered, local, summed, whole_mask
+from shoal.layouts.tensor.parts import Cut, biased, enter, gathered, local, summed, whole_mask
 from shoal.torch_private.compiling import eager
 
 
@@ -96,8 +96,7 @@ class SplitAttention(nn.MultiheadAttention):
         # Time first in memory, as in torch: dropout draws in the order of memory.
         side_by_side = out.permute(2, 0, 1, 3).flatten(2)
         total = summed(F.linear(side_by_side, local(self.out_proj.weight)), self.columns)
-        if self.out_proj.bias is not None:
-            total = total + self.out_proj.bias
+        total = biased(total, self.out_proj.bias)
         if not batched:
             return total.squeeze(1)
         return total.transpose(0, 1) if self.batch_first else total

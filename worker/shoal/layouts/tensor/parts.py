@@ -13,11 +13,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from shoal.layouts.tensor.layer_group import LayerGroup
 from shoal.layouts.tensor.plan import part_sizes
+from shoal.model.gradients import first_order
 from shoal.randomness.dropout import draw
 from shoal.torch_private.compiling import eager
 from shoal.torch_private.dtensor import cut_as, local_of
@@ -50,6 +50,10 @@ class Cut:
         return whole.narrow(dim, self.start, self.size)
 
 
+parts_only = first_order("each rank computes only its part of a split layer's gradients")
+"""Decorator of a Function's backward: a second derivative would have this rank's part only."""
+
+
 class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, group: LayerGroup) -> Tensor:
@@ -57,6 +61,7 @@ class _Enter(torch.autograd.Function):
         return value.view_as(value)
 
     @staticmethod
+    @parts_only
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return ctx.group.all_reduce(gradients[0], backward=True), None
 
@@ -67,6 +72,7 @@ class _Sum(torch.autograd.Function):
         return group.all_reduce(value)
 
     @staticmethod
+    @parts_only
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return gradients[0], None
 
@@ -83,6 +89,7 @@ class _Gather(torch.autograd.Function):
         return torch.cat([p.narrow(-1, 0, s) for p, s in zip(parts, cut.sizes, strict=True)], -1)
 
     @staticmethod
+    @parts_only
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return ctx.cut.own(gradients[0]), None
 
@@ -116,7 +123,7 @@ class _Local(torch.autograd.Function):
         return part.view_as(part)
 
     @staticmethod
-    @once_differentiable
+    @parts_only
     def backward(ctx: Any, gradient: Tensor) -> DTensor:
         return cut_as(ctx.parameter, gradient.contiguous())
 
@@ -127,6 +134,11 @@ def local(parameter: Tensor) -> Tensor:
         return parameter
     part: Tensor = _Local.apply(parameter)  # type: ignore[no-untyped-call]
     return part
+
+
+def biased(total: Tensor, bias: Tensor | None) -> Tensor:
+    """Add a bias to a sum over the ranks, in the sum's dtype: as a linear layer under autocast."""
+    return total if bias is None else total + bias.to(total.dtype)
 
 
 class ColumnLinear(nn.Linear):
@@ -153,8 +165,7 @@ class RowLinear(nn.Linear):
     @eager
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name, callers may use it
         own = input if self.takes_part else self.cut.own(enter(input, self.cut))
-        total = summed(F.linear(own, local(self.weight)), self.cut)
-        return total if self.bias is None else total + self.bias
+        return biased(summed(F.linear(own, local(self.weight)), self.cut), self.bias)
 
 
 class VocabEmbedding(nn.Embedding):
@@ -166,11 +177,14 @@ class VocabEmbedding(nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name, callers may use it
         weight = local(self.weight)
         if not self.cut.size:
+            rows = weight.new_zeros(1, 1).expand(self.num_embeddings, self.embedding_dim)
             # The sum of no elements: 0, which keeps the weight in the graph.
-            zeros = weight.sum() + weight.new_zeros((*input.shape, self.embedding_dim))
-            return summed(zeros, self.cut)
+            return summed(weight.sum() + F.embedding(input, rows), self.cut)
         row = input - self.cut.start
-        foreign = (row < 0) | (row >= self.cut.size)
+        before = (row < 0) & (input >= 0)
+        after = (row >= self.cut.size) & (input < self.num_embeddings)
+        # An index that no rank holds is left as it is: torch refuses it on every rank.
+        foreign = before | after
         padding = self._own_padding()
         own = F.embedding(row.masked_fill(foreign, 0), weight, padding)
         return summed(own.masked_fill(foreign.unsqueeze(-1), 0), self.cut)

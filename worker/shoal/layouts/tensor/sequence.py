@@ -13,7 +13,15 @@ import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from torch import Tensor, nn
 
 from shoal.layouts.tensor.layer_group import LayerGroup, TensorGroup
-from shoal.layouts.tensor.parts import ColumnLinear, Cut, RowLinear, local, whole_mask
+from shoal.layouts.tensor.parts import (
+    ColumnLinear,
+    Cut,
+    RowLinear,
+    biased,
+    local,
+    parts_only,
+    whole_mask,
+)
 from shoal.layouts.tensor.plan import SequenceEntry, SequenceRole
 from shoal.model.local_parts import local_part
 from shoal.randomness.dropout import draw
@@ -88,6 +96,7 @@ class _Spread(torch.autograd.Function):
         return _own(whole, cut)
 
     @staticmethod
+    @parts_only
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return _gather(gradients[0], ctx.cut, backward=True), None
 
@@ -101,6 +110,7 @@ class _Whole(torch.autograd.Function):
         return _gather(own, cut)
 
     @staticmethod
+    @parts_only
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return _own(gradients[0], ctx.cut), None
 
@@ -114,6 +124,7 @@ class _Enter(torch.autograd.Function):
         return _gather(own, cut)
 
     @staticmethod
+    @parts_only
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return _sum_and_scatter(gradients[0], ctx.cut, backward=True), None
 
@@ -125,6 +136,7 @@ class _Leave(torch.autograd.Function):
         return _sum_and_scatter(summand, cut)
 
     @staticmethod
+    @parts_only
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return _gather(gradients[0], ctx.cut, backward=True), None
 
@@ -153,7 +165,7 @@ class SequenceRowLinear(RowLinear):
     @eager
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name, callers may use it
         total = _apply(_Leave, F.linear(input, local(self.weight)), self.positions)
-        return total if self.bias is None else total + self.bias
+        return biased(total, self.bias)
 
 
 class SequenceDropout(nn.Dropout):
