@@ -2,7 +2,8 @@
 removal of unused layouts.
 
 Each write compares the head's revision. No two heads are equal, so etcd's head shows if a write of
-unknown outcome took effect.
+unknown outcome took effect. A removal of layouts has no effect once a layout is written after the
+head: it may arrive late, when a removed layout has been put anew.
 """
 
 import asyncio
@@ -14,7 +15,15 @@ from shoal_proto.errors import InternalError, ShoalError, VersionGone
 from shoal_server.core.publications.protocol import WriteSeries
 from shoal_server.core.publications.records import PublishedVersion, StoredSeries
 from shoal_server.etcd import keys
-from shoal_server.etcd.api import Delete, KeyValue, Operation, Put, Revision, unchanged_since
+from shoal_server.etcd.api import (
+    Delete,
+    KeyValue,
+    Operation,
+    Put,
+    Revision,
+    none_written_after,
+    unchanged_since,
+)
 from shoal_server.etcd.json_fields import UnreadableRecord
 from shoal_server.etcd.leader_store import LeaderStore
 from shoal_server.etcd.records import deflated_chunks
@@ -79,16 +88,18 @@ class SeriesWriter:
     async def _delete_layouts(self, unused: set[str]) -> None:
         """Delete layouts. What remains after an error is deleted after the next write."""
         self._whole_layouts -= unused
+        condition = none_written_after(keys.series_layouts(self._name), self._revision)
         left = sorted(unused)
         while left:
             some, left = left[:DELETES_A_TRANSACTION], left[DELETES_A_TRANSACTION:]
             deletes = [Delete(keys.series_layouts(self._name, each), prefix=True) for each in some]
             try:
-                await self._store.transact([], deletes)
+                result = await self._store.transact([condition], deletes)
             except ShoalError as error:
                 log.warning("layouts_not_deleted", series=self._name, reason=str(error))
                 return
-            self._layouts.difference_update(some)
+            if result.succeeded:
+                self._layouts.difference_update(some)
 
     async def _written(self, head: Put, operations: Sequence[Operation]) -> Revision | None:
         """Return the revision of the write, repeated if necessary; None if another coordinator has

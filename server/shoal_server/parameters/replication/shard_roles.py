@@ -167,8 +167,8 @@ class ShardRoles:
     def stop_pushes(self, effect: StopPushes) -> None:
         replica = self._replica(effect.key)
         replica.is_handing_over = True
-        # The next epoch is the successor's: pushes of this one are refused.
-        replica.state.enter_epoch(replica.epoch + 1)
+        # The next epoch is the successor's.
+        replica.state.refuse_pushes()
         self._report_all()
         self._driver.submit_event(PushesStopped(effect.key, replica.state.version))
 
@@ -244,7 +244,7 @@ class ShardRoles:
 
     def _remove(self, replica: ShardReplica) -> None:
         # An admitted push must not be applied to a dropped replica.
-        replica.state.enter_epoch(replica.epoch + 1)
+        replica.state.refuse_pushes()
         self._end(replica)
         self._catalog.remove(replica)
 

@@ -158,6 +158,8 @@ class VersionedShard(Generic[BodyT]):
         self.body = body
         self._sessions = SessionTable()
         self._version = self._epoch_version = 1
+        self._epoch = spec.epoch
+        """The epoch that began at `_epoch_version`."""
         self._pushes = self._duplicates = self._refused = 0
         self._staleness_counts = [0] * STALENESS_BUCKETS
         self._listener: UpdateListener | None = None
@@ -366,9 +368,15 @@ class VersionedShard(Generic[BodyT]):
     def enter_epoch(self, epoch: int) -> None:
         """Set the shard's epoch: pushes of other epochs are refused."""
         with self._lock:
-            if epoch != self.spec.epoch:
-                self._epoch_version = self._version
+            if epoch != self._epoch:
+                self._epoch, self._epoch_version = epoch, self._version
             self.spec.epoch = epoch
+
+    def refuse_pushes(self) -> None:
+        """Refuse pushes of the present epoch, until `enter_epoch` begins the next one or continues
+        the present one."""
+        with self._lock:
+            self.spec.epoch = self._epoch + 1
 
     def image(self, *, epoch: int = 0) -> ShardImage:
         """Return an image of the shard, to be read in chunks while pushes continue, and closed

@@ -67,8 +67,7 @@ class SnapshotBarrier:
         if self.phase is BarrierPhase.OPEN or step in self._begun:
             return True
         known = self._sessions.get(step.session, {})
-        # Older than any remembered step: a retry of a push that was applied.
-        return step.sequence in known or (len(known) == MAX_STEPS and step.sequence < min(known))
+        return step.sequence in known or self._is_outdated(step)
 
     def enter(self, step: StepId, shards: Shards) -> None:
         """Admit a part of a step for which `may_enter` is true."""
@@ -97,7 +96,8 @@ class SnapshotBarrier:
         """Add the steps of a shard that came from another server or was restored, and check all
         known steps again: that shard may lack some."""
         for step, shards in begun.items():
-            self._note(step, shards)
+            if not self._is_outdated(step):
+                self._note(step, shards)
         for known in (known for steps_of in self._sessions.values() for known in steps_of.values()):
             known.applied = False
 
@@ -200,6 +200,11 @@ class SnapshotBarrier:
     def _is_whole(step: StepId, known: _StepState, lacking: Lacking) -> bool:
         known.applied = known.applied or known.refused.issuperset(lacking(step, known.shards))
         return known.applied
+
+    def _is_outdated(self, step: StepId) -> bool:
+        """True if the step is older than any remembered one: a push that was applied."""
+        known = self._sessions.get(step.session, {})
+        return len(known) >= MAX_STEPS and step.sequence < min(known)
 
     def _of_cut(self) -> list[tuple[StepId, _StepState]]:
         # A step that is too old to be remembered was applied, or cannot be completed.

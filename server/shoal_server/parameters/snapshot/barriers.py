@@ -11,7 +11,7 @@ import structlog
 
 from shoal_proto.errors import InternalError, RefusedError, ShoalError, SnapshotFailed
 from shoal_proto.v1.parameters_pb2 import PushOutcome
-from shoal_server.core.shards.steps import Begun, Shards, StepId, merged
+from shoal_server.core.shards.steps import Begun, Shards, StepId
 from shoal_server.parameters.cluster.fence import Fence
 from shoal_server.parameters.images.image import Stamp
 from shoal_server.parameters.images.shard_image import ShardImage
@@ -40,6 +40,8 @@ class _JobBarrier:
     part_ended: asyncio.Event = field(default_factory=asyncio.Event)
     known: _Led = field(default_factory=dict)
     """Shards whose remembered steps the barrier knows. Replaced by a new one at each change."""
+    led: _Led = field(default_factory=dict)
+    """Shards that this server led when it closed the barrier."""
     images: dict[int, ShardImage] = field(default_factory=dict)
     cut_id: str = ""
     limit: asyncio.TimerHandle | None = None
@@ -88,7 +90,7 @@ class SnapshotBarriers:
         """Admit no new step, for at most `limit_s`; return the steps that have begun here. Raises
         SnapshotFailed while another cut is in progress, or is being written."""
         self._forget_quiet_jobs()
-        led, unknown_steps = await self._unknown_steps(job)
+        led = await self._learn_steps(job)
         cut = self._of(job)
         if cut.images:
             raise SnapshotFailed(
@@ -96,10 +98,8 @@ class SnapshotBarriers:
                 seen=f"cut {cut.cut_id}",
                 fix="Wait for it to end.",
             )
-        if led != cut.known:
-            cut.barrier.add_steps(unknown_steps)
-            cut.known = led
         begun = cut.barrier.close(cut_id)
+        cut.led = led
         self._limit(job, cut_id, limit_s)
         return begun
 
@@ -142,11 +142,11 @@ class SnapshotBarriers:
 
     def _check_led(self, job: str, cut: _JobBarrier) -> None:
         led = self._led_epochs(job)
-        if led != cut.known:
+        if led != cut.led:
             raise SnapshotFailed(
                 f"the shards of job {job} on this server changed during the cut",
                 seen=f"{len(led)} shards",
-                expected=f"the same {len(cut.known)} as when the cut began",
+                expected=f"the same {len(cut.led)} as when the cut began",
             )
 
     def drop_unwanted(
@@ -220,20 +220,29 @@ class SnapshotBarriers:
             except TimeoutError:
                 continue
 
-    async def _unknown_steps(self, job: str) -> tuple[_Led, Begun]:
-        """Return the shards that this server leads; and the steps remembered by those of which it
-        has become primary, or whose epoch has changed. Yields to the event loop after each shard,
-        as a shard remembers up to thousands of pushes, and starts over if shards change."""
+    async def _learn_steps(self, job: str) -> _Led:
+        """Add to the barrier the steps remembered by shards of which this server has become
+        primary, or whose epoch has changed; return all shards that it leads.
+
+        Yields to the event loop after each shard, as a shard remembers up to thousands of pushes.
+        If this call is cancelled, the next one continues behind the last shard.
+        """
         while True:
             self._forget_earlier_placement(job)
-            known, led, begun = self._of(job).known, self._led_epochs(job), dict[StepId, Shards]()
-            for shard_id, (replica, epoch) in led.items():
-                if known.get(shard_id) != (replica, epoch):
-                    found = _begun_in(replica, begun)
-                    begun = merged((begun, found)) if found else begun
-                    await asyncio.sleep(0)
-            if known is self._of(job).known and led == self._led_epochs(job):
-                return led, begun
+            cut, led, added = self._of(job), self._led_epochs(job), set[StepId]()
+            unknown = {n: each for n, each in led.items() if cut.known.get(n) != each}
+            if not unknown:
+                cut.known = led
+                return led
+            for shard_id, (replica, epoch) in unknown.items():
+                found = _begun_in(replica, added)
+                cut.barrier.add_steps(found)
+                added.update(found)
+                known = cut.known = {**cut.known, shard_id: (replica, epoch)}
+                await asyncio.sleep(0)
+                if self._of(job).known is not known:
+                    # Another call has changed the barrier or replaced it.
+                    break
 
     def _led_epochs(self, job: str) -> _Led:
         return {replica.shard_id: (replica, replica.epoch) for replica in self._led(job)}

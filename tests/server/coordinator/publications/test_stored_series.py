@@ -3,7 +3,12 @@
 import os
 
 import pytest
-from support.clusters.hooked_store import HookedStore, Transaction, UnreliableStore
+from support.clusters.hooked_store import (
+    HookedStore,
+    Transaction,
+    UnreliableStore,
+    answer_lost,
+)
 
 from shoal_proto.errors import RefusedError, Unavailable
 from shoal_server.coordinator.publications.stored_series import SeriesWriter, read_one
@@ -98,3 +103,41 @@ async def test_a_layout_that_could_not_be_deleted_is_deleted_later() -> None:
     assert await writer.read_layout(first) == b"first"
     assert await writer.write(WriteSeries(head=SeriesHead(epoch=2)), [])
     assert len(await store.keys(keys.series_layouts(SERIES))) == 1
+
+
+class SlowStore(HookedStore):
+    """A store in which deletions take effect late, while `is_slow`: their callers get an error."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_slow = False
+        self._late: list[Transaction] = []
+
+    async def before(self, transaction: Transaction) -> None:
+        if self.is_slow and any(isinstance(each, Delete) for each in transaction.then):
+            self._late.append(transaction)
+            raise answer_lost()
+
+    async def end_late(self) -> None:
+        self.is_slow = False
+        for each in self._late:
+            await self.transact(*each)
+
+
+@pytest.mark.parametrize("has_version", [False, True])
+async def test_a_late_deletion_leaves_a_layout_that_was_put_anew(has_version: bool) -> None:
+    """The deletion arrives before or after the next version, which uses the layout."""
+    memory = SlowStore()
+    store = LeaderStore(memory, lambda: (), lambda reason: None)
+    writer = SeriesWriter(store, SERIES, Revision(0))
+    first = await writer.keep_layout(b"first")
+    await writer.keep_layout(b"second")
+    memory.is_slow = True
+    assert await writer.write(WriteSeries(head=SeriesHead(epoch=1)), [])
+    assert await writer.keep_layout(b"first") == first
+    if not has_version:
+        await memory.end_late()
+    used, head = version(first), SeriesHead(number=1, epoch=1, kept=(1,))
+    assert await writer.write(WriteSeries(head=head, put=(used,)), [used])
+    await memory.end_late()
+    assert await writer.read_layout(first) == b"first"

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from support.clusters.assignment_records import write_assignments
@@ -19,17 +19,31 @@ from support.clusters.parameter_servers import (
     config,
     servers_fixture,
 )
+from support.models.dense_shards import EPOCH, SIZES, is_live, new_shard, numbers
 
 from shoal_client.parameters.dense import ParameterClient
 from shoal_client.parameters.servers import ShardServers
+from shoal_proto.errors import WrongEpoch
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.shards_pb2 import ParameterSpec
+from shoal_server.core.processes import Holder
+from shoal_server.core.replication.protocol.effects import LeadShard, ResumePushes, StopPushes
+from shoal_server.core.replication.protocol.limits import ReplicationLimits
+from shoal_server.core.replication.replication_core import ReplicationCore
 from shoal_server.core.shards.assignments import JobAssignments, ShardAssignment
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import Revision
 from shoal_server.etcd.mirror import MirroredKey
 from shoal_server.etcd.records import assignments as records
 from shoal_server.parameters.process import running
+from shoal_server.parameters.replication.acknowledgements import Acknowledgements
+from shoal_server.parameters.replication.core_driver import CoreDriver
+from shoal_server.parameters.replication.incoming_images import IncomingImages
+from shoal_server.parameters.replication.outgoing_links import OutgoingLinks
+from shoal_server.parameters.replication.shard_roles import ShardRoles
+from shoal_server.parameters.shard.catalog import Catalog
+from shoal_server.parameters.shard.dense import DensePush
+from shoal_server.parameters.shard.replica import ReplicaRole, ShardReplica
 
 JOB = "job"
 NUM_ELEMENTS = 1_500_000
@@ -218,3 +232,42 @@ async def test_a_future_primary_has_a_link_to_its_backup(part: str) -> None:
         await next_.replicas.refresh(JOB)
         assert "link-to-ps-0" in {task.get_name() for task in asyncio.all_tasks()}
     await store.close()
+
+
+async def test_updates_before_a_handover_that_is_given_up_count_as_staleness_on_an_undone_base(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The primary stops pushes for its successor, and resumes them in the same epoch."""
+    me = Holder("ps-0", "one")
+    driver = CoreDriver(ReplicationCore(me, ReplicationLimits()))
+    monkeypatch.setattr(driver, "submit_event", lambda event: None)
+    catalog = Catalog(MemoryStore(), me)
+    roles = ShardRoles(
+        driver,
+        catalog=catalog,
+        images=cast(IncomingImages, None),
+        acknowledgements=cast(Acknowledgements, None),
+        links=cast(OutgoingLinks, None),
+    )
+    shard = new_shard("sgd", "float32")
+    assert catalog.add(ShardReplica(JOB, shard, ReplicaRole.PRIMARY, EPOCH))
+    key, epoch = (JOB, shard.shard_id), EPOCH + 1
+    roles.lead_shard(LeadShard(key, epoch))
+    undone = DensePush(
+        session="s",
+        sequence=1,
+        epoch=epoch,
+        base_version=500,
+        base_epoch=EPOCH,
+        lr=None,
+        blocks=(1,),
+        gradient=numbers(1, SIZES[1], "float32"),
+    )
+    assert shard.push(undone, is_live).staleness == 0
+    roles.stop_pushes(StopPushes(key))
+    again = replace(undone, sequence=2)
+    with pytest.raises(WrongEpoch):
+        shard.push(again, is_live)
+    roles.resume_pushes(ResumePushes(key))
+    assert shard.push(again, is_live).staleness == 1
+    await roles.close()

@@ -157,6 +157,15 @@ def test_steps_of_a_shard_that_arrived_are_waited_for() -> None:
     assert barrier.waits_for(applied_are(A1), always) == [A2]
 
 
+def test_old_steps_of_a_shard_do_not_displace_later_ones() -> None:
+    """Shards that arrive one after another remember different steps of a session."""
+    barrier = SnapshotBarrier()
+    steps = [StepId("a", 1 + number) for number in range(MAX_STEPS + 1)]
+    for remembered in (steps[:-1], steps[1:], steps[:-1]):
+        barrier.add_steps(dict.fromkeys(remembered))
+    assert sorted(barrier.close("cut")) == steps[1:]
+
+
 def test_only_one_cut_is_taken_at_a_time() -> None:
     barrier = SnapshotBarrier()
     barrier.close("first")

@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 from support.clusters.memory_store import MemoryStore
 
-from shoal_proto.errors import Fenced, StalePush
+from shoal_proto.errors import Fenced, SnapshotFailed, StalePush
 from shoal_proto.status import to_detail
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
@@ -228,6 +228,38 @@ async def test_a_server_works_on_while_a_cut_reads_the_steps_of_its_shards(
     server.lead(3, pushes={second: scope_of(3)})
     assert await closing == {first: {1, 2}, second: {3}}
     server.barriers.abort("job", "cut", "the test ends")
+
+
+async def test_a_cut_continues_where_a_cancelled_one_has_ended(members: Members) -> None:
+    """The deadline of the call may end before all shards are read, at each attempt."""
+    steps = {number: StepId("a", number) for number in range(1, 6)}
+    server = Server(members.fence)
+    for number, step in steps.items():
+        server.lead(number, pushes={step: scope_of(number)})
+    closing = asyncio.create_task(server.barriers.close("job", "first", 60.0))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    closing.cancel()
+    await asyncio.wait([closing])
+    assert closing.cancelled()
+    from_bits.cache_clear()
+    begun = await server.barriers.close("job", "second", 60.0)
+    assert begun == {step: {number} for number, step in steps.items()}
+    assert from_bits.cache_info().misses == 2
+    server.barriers.abort("job", "second", "the test ends")
+
+
+async def test_shards_that_change_during_a_cut_end_it_if_another_cut_is_asked_for(
+    members: Members,
+) -> None:
+    """The other cut is refused, and learns the steps of the shard that has arrived."""
+    server = Server(members.fence, 1)
+    begun = await server.barriers.close("job", "first", 60.0)
+    server.lead(2, pushes={StepId("a", 1): scope_of(2)})
+    with pytest.raises(SnapshotFailed, match="another snapshot is being taken"):
+        await server.barriers.close("job", "second", 60.0)
+    with pytest.raises(SnapshotFailed, match="changed during the cut"):
+        await server.barriers.freeze("job", "first", begun, wait_s=1.0, take_torn=False)
 
 
 def scope_of(*shard_ids: int) -> Scope:
