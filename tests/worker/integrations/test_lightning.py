@@ -25,6 +25,7 @@ from lightning.pytorch.callbacks import (
     Timer,
 )
 from support.members.held_members import replaced_in_step_6
+from support.members.thread_members import ThreadJob
 from support.processes.framework_agents import EXAMPLES, Agents
 from support.processes.ranks import Ranks
 from support.training import lightning_bodies
@@ -57,6 +58,39 @@ def session(cluster: LocalCluster) -> Iterator[shoal.Session]:
     name = f"lightning-{secrets.token_hex(4)}"
     with shoal.join(name, coordinator=cluster.coordinator) as joined:
         yield joined
+
+
+def fit_in_threads(cluster: LocalCluster, *trainers: dict[str, Any]) -> list[Trainer]:
+    """Train `Numbered` on one member for each dict of the Trainer's options; return the
+    Trainers."""
+    job = ThreadJob(cluster=cluster, num_members=len(trainers))
+
+    def member(rank: int) -> Trainer:
+        with job.join(member_id=f"m{rank}") as session:
+            elastic = SessionStrategy(session)
+            trainer = trainer_of(elastic, enable_checkpointing=True, **trainers[rank])
+            module = Numbered(session, say_nothing, Run(**NOBODY), float(rank))
+            batches = elastic.batches(data(), global_batch_size=12)
+            trainer.fit(module, batches, DataLoader(TensorDataset(*data()), 50))
+            assert trainer.global_step == session.step_number
+            return trainer
+
+    return job.results(member, *((rank,) for rank in range(len(trainers))))
+
+
+class Numbered(Net):
+    """Logs the member's own number as a metric."""
+
+    def __init__(self, session: shoal.Session, report: Any, run: Run, number: float) -> None:
+        super().__init__(session, report, run)
+        self.number = number
+
+    def training_step(self, batch: list[Tensor]) -> Tensor:
+        self.log("own", self.number, on_step=False, on_epoch=True)
+        return super().training_step(batch)
+
+    def validation_step(self, batch: list[Tensor]) -> None:
+        self.log("score", self.number)
 
 
 def fit(session: shoal.Session, kind: type[Net], **changes: Any) -> None:
@@ -184,6 +218,7 @@ def test_a_single_member_under_a_sharded_strategy(cluster: LocalCluster) -> None
         ({"overfit_batches": 1}, "overfit_batches"),
         ({"fast_dev_run": True}, "fast_dev_run"),
         ({"max_steps": 0}, "max_steps=0"),
+        ({"val_check_interval": "00:00:30:00"}, "saw val_check_interval, a time"),
     ],
 )
 def test_settings_that_a_session_cannot_keep_exact_are_refused(
@@ -298,6 +333,28 @@ def test_a_newcomer_takes_over_the_record_of_kept_checkpoints(
     }
     assert newcomer.best_model_score == 1.0
     assert newcomer.kth_value == 2.0
+
+
+def test_names_of_checkpoints_contain_the_mean_of_the_members_metrics(
+    cluster: LocalCluster, tmp_path: Path
+) -> None:
+    """The names are registered state: with each member's own metrics, the job would end."""
+
+    def kept() -> ModelCheckpoint:
+        named = ModelCheckpoint(
+            tmp_path,
+            "{epoch}-{score:.2f}-{own:.3f}",
+            monitor="score",
+            save_last=True,
+            save_weights_only=True,
+            save_on_train_epoch_end=True,
+        )
+        named.CHECKPOINT_NAME_LAST = "last-{own:.1f}"
+        return named
+
+    fit_in_threads(cluster, *({"callbacks": [kept()]} for _ in range(2)))
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"epoch=0-score=0.50-own=0.500.ckpt", "last-own=0.5.ckpt"}
 
 
 @pytest.mark.long
