@@ -104,6 +104,20 @@ def test_a_callback_ends_the_job(session: shoal.Session) -> None:
 
 
 @pytest.mark.long
+def test_the_others_wait_while_the_model_is_saved(session: shoal.Session, tmp_path: Path) -> None:
+    class Watched(SessionTrainer):
+        def _save(self, *given: Any, **options: Any) -> None:
+            with pytest.raises(InvalidSpec, match="pauses do not nest"), session.pause("a test"):
+                pass
+            super()._save(*given, **options)
+
+    trainer = Watched(session, **inputs_of(max_steps=1))
+    trainer.train()
+    trainer.save_model(str(tmp_path))
+    assert (tmp_path / "model.safetensors").exists()
+
+
+@pytest.mark.long
 def test_a_callback_of_one_member_ends_the_job_on_all(cluster: LocalCluster) -> None:
     """The epoch within which the job ends is evaluated, by all members together."""
     job = ThreadJob(cluster=cluster, num_members=2)

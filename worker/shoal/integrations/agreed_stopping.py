@@ -12,7 +12,6 @@ from torch import Tensor
 
 from shoal.session.session import Session
 
-
 COUNTS = frozenset({"epoch", "step"})
 """Values of a checkpoint's name that are the job's own, and so equal on all members."""
 
@@ -35,12 +34,15 @@ class AgreedStopping:
     def __init__(self, callback: EarlyStopping, session: Session) -> None:
         self._callback: Any = callback
         self._session = session
+        self.has_stopped = False
         self._evaluate: Callable[[Tensor], Any] = self._callback._evaluate_stopping_criteria
         vars(callback)["_evaluate_stopping_criteria"] = self.evaluate
 
     def evaluate(self, current: Tensor) -> Any:
         monitor = self._callback.monitor
-        return self._evaluate(agreed(self._session, {monitor: current})[monitor])
+        found = self._evaluate(agreed(self._session, {monitor: current})[monitor])
+        self.has_stopped = self.has_stopped or bool(found[0])
+        return found
 
     def state_dict(self) -> dict[str, Any]:
         callback = self._callback
