@@ -16,6 +16,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
+    Callback,
     EarlyStopping,
     EMAWeightAveraging,
     GradientAccumulationScheduler,
@@ -24,7 +25,9 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     Timer,
 )
+from lightning.pytorch.plugins import TorchCheckpointIO
 from support.members.held_members import replaced_in_step_6
+from support.members.thread_members import ThreadJob
 from support.processes.framework_agents import EXAMPLES, Agents
 from support.processes.ranks import Ranks
 from support.training import lightning_bodies
@@ -57,6 +60,39 @@ def session(cluster: LocalCluster) -> Iterator[shoal.Session]:
     name = f"lightning-{secrets.token_hex(4)}"
     with shoal.join(name, coordinator=cluster.coordinator) as joined:
         yield joined
+
+
+def fit_in_threads(cluster: LocalCluster, *trainers: dict[str, Any]) -> list[Trainer]:
+    """Train `Numbered` on one member for each dict of the Trainer's options; return the
+    Trainers."""
+    job = ThreadJob(cluster=cluster, num_members=len(trainers))
+
+    def member(rank: int) -> Trainer:
+        with job.join(member_id=f"m{rank}") as session:
+            elastic = SessionStrategy(session)
+            trainer = trainer_of(elastic, enable_checkpointing=True, **trainers[rank])
+            module = Numbered(session, say_nothing, Run(**NOBODY), float(rank))
+            batches = elastic.batches(data(), global_batch_size=12)
+            trainer.fit(module, batches, DataLoader(TensorDataset(*data()), 50))
+            assert trainer.global_step == session.step_number
+            return trainer
+
+    return job.results(member, *((rank,) for rank in range(len(trainers))))
+
+
+class Numbered(Net):
+    """Logs the member's own number as a metric."""
+
+    def __init__(self, session: shoal.Session, report: Any, run: Run, number: float) -> None:
+        super().__init__(session, report, run)
+        self.number = number
+
+    def training_step(self, batch: list[Tensor]) -> Tensor:
+        self.log("own", self.number, on_step=False, on_epoch=True)
+        return super().training_step(batch)
+
+    def validation_step(self, batch: list[Tensor]) -> None:
+        self.log("score", self.number)
 
 
 def fit(session: shoal.Session, kind: type[Net], **changes: Any) -> None:
@@ -184,6 +220,7 @@ def test_a_single_member_under_a_sharded_strategy(cluster: LocalCluster) -> None
         ({"overfit_batches": 1}, "overfit_batches"),
         ({"fast_dev_run": True}, "fast_dev_run"),
         ({"max_steps": 0}, "max_steps=0"),
+        ({"val_check_interval": "00:00:30:00"}, "saw val_check_interval, a time"),
     ],
 )
 def test_settings_that_a_session_cannot_keep_exact_are_refused(
@@ -191,6 +228,20 @@ def test_settings_that_a_session_cannot_keep_exact_are_refused(
 ) -> None:
     with pytest.raises(InvalidSpec, match=message):
         fit(session, Net, default_root_dir=tmp_path, **changes)
+
+
+@pytest.mark.parametrize(
+    "callback", [EarlyStopping("score"), ModelCheckpoint(monitor="score", save_weights_only=True)]
+)
+def test_callbacks_whose_record_a_newcomer_lacks_are_refused(
+    session: shoal.Session, callback: Callback
+) -> None:
+    elastic = SessionStrategy(session)
+    module = Net(session, say_nothing, Run(**NOBODY, strategy="local-sgd"))
+    checkpoints = isinstance(callback, ModelCheckpoint)
+    trainer = trainer_of(elastic, callbacks=[callback], enable_checkpointing=checkpoints)
+    with pytest.raises(InvalidSpec, match=r"monitor='score'\) under strategy local-sgd"):
+        trainer.fit(module, elastic.batches(data(), global_batch_size=12))
 
 
 def test_validation_that_needs_all_members_is_refused(cluster: LocalCluster) -> None:
@@ -298,6 +349,29 @@ def test_a_newcomer_takes_over_the_record_of_kept_checkpoints(
     }
     assert newcomer.best_model_score == 1.0
     assert newcomer.kth_value == 2.0
+
+
+@pytest.mark.long
+def test_names_of_checkpoints_contain_the_mean_of_the_members_metrics(
+    cluster: LocalCluster, tmp_path: Path
+) -> None:
+    """The names are registered state: with each member's own metrics, the job would end."""
+
+    def kept() -> ModelCheckpoint:
+        named = ModelCheckpoint(
+            tmp_path,
+            "{epoch}-{score:.2f}-{own:.3f}",
+            monitor="score",
+            save_last=True,
+            save_weights_only=True,
+            save_on_train_epoch_end=True,
+        )
+        named.CHECKPOINT_NAME_LAST = "last-{own:.1f}"
+        return named
+
+    fit_in_threads(cluster, *({"callbacks": [kept()]} for _ in range(2)))
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"epoch=0-score=0.50-own=0.500.ckpt", "last-own=0.5.ckpt"}
 
 
 @pytest.mark.long
@@ -437,6 +511,81 @@ def test_a_callback_that_stops_ends_the_job(
         shoal.join(name, coordinator=cluster.coordinator),
     ):
         pass
+
+
+class StopsAfter(Callback):
+    """Stops this member's Trainer once a step is done, as Timer may."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
+        trainer.should_stop = trainer.should_stop or trainer.global_step == self._step
+
+
+@pytest.mark.long
+def test_a_stop_of_one_member_ends_the_job_on_all(cluster: LocalCluster, tmp_path: Path) -> None:
+    """Callbacks with shared calls follow a stop: all members make them after the same step."""
+
+    def following() -> list[Callback]:
+        options = {"monitor": "score", "save_weights_only": True}
+        kept = ModelCheckpoint(tmp_path, "{step}", **options)  # type: ignore[arg-type]
+        return [EarlyStopping("score", patience=9), kept]
+
+    one, other = fit_in_threads(
+        cluster,
+        {"callbacks": [StopsAfter(3), *following()], "max_epochs": 3},
+        {"callbacks": following(), "max_epochs": 3},
+    )
+    assert one.global_step == other.global_step == 3
+    assert [path.name for path in tmp_path.iterdir()] == ["step=3.ckpt"]
+
+
+def is_paused(session: shoal.Session) -> bool:
+    try:
+        with session.pause("a test"):
+            return False
+    except InvalidSpec as nested:
+        return "pauses do not nest" in str(nested)
+
+
+class Pauses(Net):
+    """Records where a pause is on."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.seen: dict[str, bool] = {}
+
+    def validation_step(self, batch: list[Tensor]) -> None:
+        self.seen["batch"] = is_paused(self.session)
+
+    def on_validation_epoch_end(self) -> None:
+        self.seen["end"] = is_paused(self.session)
+
+
+def test_the_others_wait_for_validations_and_checkpoints(
+    session: shoal.Session, tmp_path: Path
+) -> None:
+    """Hooks after a validation are outside of the pause: they may make shared calls, or pause."""
+    module = Pauses(session, say_nothing, Run(**NOBODY))
+
+    class Watched(TorchCheckpointIO):
+        def save_checkpoint(self, *given: Any, **options: Any) -> None:
+            module.seen["write"] = is_paused(session)
+            super().save_checkpoint(*given, **options)
+
+    elastic = SessionStrategy(session)
+    kept = ModelCheckpoint(tmp_path, save_weights_only=True)
+    trainer = trainer_of(
+        elastic,
+        enable_checkpointing=True,
+        callbacks=[kept],
+        plugins=[Watched()],
+        num_sanity_val_steps=0,
+    )
+    batches = elastic.batches(data(), global_batch_size=12)
+    trainer.fit(module, batches, DataLoader(TensorDataset(*data()), 50))
+    assert module.seen == {"batch": True, "end": False, "write": True}
 
 
 class Parts(LightningModule):

@@ -19,6 +19,7 @@ from support.frameworks.transformers_bodies import (
     plain_trainer,
 )
 from support.members.held_members import replaced_in_step_6
+from support.members.thread_members import ThreadJob
 from torch import Tensor
 from transformers import (
     BartConfig,
@@ -100,6 +101,39 @@ def test_a_callback_ends_the_job(session: shoal.Session) -> None:
     trainer = SessionTrainer(session, **inputs_of(), callbacks=[StopsIn()])
     trainer.train()
     assert session.step_number == trainer.state.global_step == 3
+
+
+@pytest.mark.long
+def test_the_others_wait_while_the_model_is_saved(session: shoal.Session, tmp_path: Path) -> None:
+    class Watched(SessionTrainer):
+        def _save(self, *given: Any, **options: Any) -> None:
+            with pytest.raises(InvalidSpec, match="pauses do not nest"), session.pause("a test"):
+                pass
+            super()._save(*given, **options)
+
+    trainer = Watched(session, **inputs_of(max_steps=1))
+    trainer.train()
+    trainer.save_model(str(tmp_path))
+    assert (tmp_path / "model.safetensors").exists()
+
+
+@pytest.mark.long
+def test_a_callback_of_one_member_ends_the_job_on_all(cluster: LocalCluster) -> None:
+    """The epoch within which the job ends is evaluated, by all members together."""
+    job = ThreadJob(cluster=cluster, num_members=2)
+    # Threads of a process share its generator, so models are made before.
+    made = [(inputs_of(), callbacks) for callbacks in ([StopsIn()], [])]
+
+    def member(inputs: dict[str, Any], callbacks: list[TrainerCallback]) -> Any:
+        with job.join() as session:
+            trainer = SessionTrainer(session, **inputs, callbacks=callbacks)
+            trainer.train()
+            return session.step_number, trainer.state.global_step, losses_of(trainer)
+
+    one, other = job.results(member, *made)
+    assert one == other
+    assert one[:2] == (3, 3)
+    assert len(one[2]) == 1
 
 
 @pytest.mark.long

@@ -1,8 +1,9 @@
 """Lightning's EarlyStopping and ModelCheckpoint with the same decisions on all members."""
 
 import os
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,14 +12,19 @@ from torch import Tensor
 
 from shoal.session.session import Session
 
+COUNTS = frozenset({"epoch", "step"})
+"""Values of a checkpoint's name that are the job's own, and so equal on all members."""
 
-def agreed(session: Session, metric: Any) -> Tensor:
-    """Return the mean of a metric over members; its exact value if all have the same."""
-    value = float(metric)
-    extremes = session.all_reduce({"high": value, "low": -value}, "max")
-    if float(extremes["high"]) != -float(extremes["low"]):
-        value = float(session.all_reduce(value, "mean"))
-    return torch.tensor(value, dtype=torch.float64)
+
+def agreed(session: Session, metrics: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the mean of each metric over members; its exact value if all have the same."""
+    own = {name: float(value) for name, value in metrics.items()}
+    low = session.all_reduce(own, "min") if own else {}
+    high = session.all_reduce(own, "max") if own else {}
+    # NaN differs from itself, and its mean is NaN.
+    differ = {name: value for name, value in own.items() if low[name] != high[name]}
+    found = {**own, **(session.all_reduce(differ, "mean") if differ else {})}
+    return {name: torch.tensor(value, dtype=torch.float64) for name, value in found.items()}
 
 
 class AgreedStopping:
@@ -28,11 +34,15 @@ class AgreedStopping:
     def __init__(self, callback: EarlyStopping, session: Session) -> None:
         self._callback: Any = callback
         self._session = session
+        self.has_stopped = False
         self._evaluate: Callable[[Tensor], Any] = self._callback._evaluate_stopping_criteria
         vars(callback)["_evaluate_stopping_criteria"] = self.evaluate
 
     def evaluate(self, current: Tensor) -> Any:
-        return self._evaluate(agreed(self._session, current))
+        monitor = self._callback.monitor
+        found = self._evaluate(agreed(self._session, {monitor: current})[monitor])
+        self.has_stopped = self.has_stopped or bool(found[0])
+        return found
 
     def state_dict(self) -> dict[str, Any]:
         callback = self._callback
@@ -61,14 +71,28 @@ class AgreedCheckpoints:
         self._session = session
         attributes = vars(callback)
         self._save_best: Callable[..., None] = self._callback._save_topk_checkpoint
+        self._save_last: Callable[..., None] = self._callback._save_last_checkpoint
         self._exists: Callable[..., bool] = self._callback.file_exists
-        attributes["_save_topk_checkpoint"], attributes["file_exists"] = self.save_best, self.exists
+        attributes["_save_topk_checkpoint"] = self.save_best
+        attributes["_save_last_checkpoint"] = self.save_last
+        attributes["file_exists"] = self.exists
 
     def save_best(self, trainer: Any, metrics: dict[str, Tensor]) -> None:
-        monitor = self._callback.monitor
-        if monitor in metrics and sys.exception() is None:
-            metrics = {**metrics, monitor: agreed(self._session, metrics[monitor])}
-        self._save_best(trainer, metrics)
+        callback = self._callback
+        named = _names_in(callback.filename or "") | {callback.monitor}
+        self._save_best(trainer, self._agreed(metrics, named))
+
+    def save_last(self, trainer: Any, metrics: dict[str, Tensor]) -> None:
+        if self._callback.save_last:
+            metrics = self._agreed(metrics, _names_in(self._callback.CHECKPOINT_NAME_LAST))
+        self._save_last(trainer, metrics)
+
+    def _agreed(self, metrics: dict[str, Tensor], names: set[str]) -> dict[str, Tensor]:
+        """Return the metrics, those of these names as members agree on them."""
+        if sys.exception() is not None:
+            return metrics  # this member has raised: no collectives
+        own = {name: metrics[name] for name in sorted((names & metrics.keys()) - COUNTS)}
+        return {**metrics, **agreed(self._session, own)}
 
     def exists(self, path: Any, trainer: Any) -> bool:
         """True if rank 0 found the file: another member may find what rank 0 has just written. A
@@ -108,3 +132,8 @@ class AgreedCheckpoints:
 
     def _absolute(self, path: str) -> str:
         return f"{self._callback.dirpath}/{path}" if path else ""
+
+
+def _names_in(filename: str) -> set[str]:
+    """Return the names of the metrics that a checkpoint's file name contains, `{name:.2f}`."""
+    return set(re.findall(r"\{([^:}]*)[:}]", filename))

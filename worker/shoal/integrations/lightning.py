@@ -18,10 +18,11 @@ Every member counts the job's epochs and steps. Ranks, logged values and the pro
 member's own."""
 
 import signal
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Unpack
 
@@ -44,6 +45,7 @@ from shoal.integrations.agreed_stopping import AgreedCheckpoints, AgreedStopping
 from shoal.integrations.job_batches import JobBatches, WholeCollate
 from shoal.integrations.lightning_batches import LightningBatches
 from shoal.integrations.trainer_limits import refuse_parts_of_epochs
+from shoal.integrations.trainer_loops import AgreedEnd, PausedValidation
 from shoal.session.session import Session
 from shoal.strategies import FORWARD_ALONE
 from shoal_proto.errors import InvalidSpec
@@ -179,20 +181,29 @@ class SessionStrategy(SingleDeviceStrategy):
             if self._session.strategy.name not in {"ddp", *OWN_REPLICAS}:
                 trainer.num_sanity_val_steps = 0  # no weights before the first batch
             self._take_schedules()
-            for number, each in enumerate(trainer.early_stopping_callbacks):
-                stopping = AgreedStopping(each, self._session)
-                if self._session.strategy.name not in OWN_REPLICAS:
-                    self._session.register(f"lightning-early-stopping-{number}", stopping)
+            agreed = self._take_stopping(trainer)
             self._take_checkpoints(trainer)
+            AgreedEnd(self._session, trainer, self._present_batches(), agreed)
+            if trainer.enable_validation:
+                PausedValidation(self._session, trainer)
             _turn_off_gathering(self.lightning_module)
 
+    def _take_stopping(self, trainer: Trainer) -> list[AgreedStopping]:
+        """Make members agree on the end of the job."""
+        found = [AgreedStopping(each, self._session) for each in trainer.early_stopping_callbacks]
+        for number, each in enumerate(found):
+            self._session.register(f"lightning-early-stopping-{number}", each)
+        return found
+
     def _take_checkpoints(self, trainer: Trainer) -> None:
-        """Make members agree on checkpoints, except those at times of a member's own clock."""
+        """Make members agree on checkpoints, except those at times of a member's own clock, and
+        those of `OWN_REPLICAS`, which follow no metric."""
+        if self._session.strategy.name in OWN_REPLICAS:
+            return
         for number, each in enumerate(trainer.checkpoint_callbacks):
             if isinstance(each, ModelCheckpoint) and each._train_time_interval is None:
                 kept = AgreedCheckpoints(each, self._session)
-                if self._session.strategy.name not in OWN_REPLICAS:
-                    self._session.register(f"lightning-checkpoints-{number}", kept)
+                self._session.register(f"lightning-checkpoints-{number}", kept)
 
     def _refuse_distributed(self, trainer: Trainer) -> None:
         strategy = self._session.strategy
@@ -209,6 +220,8 @@ class SessionStrategy(SingleDeviceStrategy):
                     seen=type(config.scheduler).__name__,
                     expected="a scheduler that counts steps or epochs",
                 )
+        if strategy.name in OWN_REPLICAS:
+            _refuse_monitors(trainer, strategy.name)
         checkpoints = trainer.checkpoint_callbacks
         if checkpoints and strategy.name not in FORWARD_ALONE:
             raise InvalidSpec(
@@ -264,9 +277,12 @@ class SessionStrategy(SingleDeviceStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        """Write the checkpoint on rank 0."""
+        """Write the checkpoint on rank 0, while the others wait."""
         if self._session.is_first:
-            super().save_checkpoint(checkpoint, filepath, storage_options)
+            # A member that has raised leaves: the others must not wait for it.
+            has_raised = sys.exception() is not None
+            with nullcontext() if has_raised else self._session.pause("saving a checkpoint"):
+                super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         if self._session.is_first:
@@ -303,6 +319,8 @@ class SessionStrategy(SingleDeviceStrategy):
             repeated = batches.next_batch()
             if repeated is None:
                 self._trainer().should_stop = True
+                if not step.committed:
+                    batches.discard_step()
                 return result
             self._replacement = self.batch_to_device(repeated)
 
@@ -406,6 +424,18 @@ def _turn_off_gathering(module: LightningModule | None) -> None:
     for part in module.modules():
         if isinstance(part, Metric):
             part.sync_on_compute = False
+
+
+def _refuse_monitors(trainer: Trainer, strategy: str) -> None:
+    for each in (*trainer.early_stopping_callbacks, *trainer.checkpoint_callbacks):
+        monitor = getattr(each, "monitor", None)
+        if monitor is not None:
+            raise InvalidSpec(
+                "a callback that follows a metric, whose record a member that joins would lack",
+                seen=f"{type(each).__name__}(monitor={monitor!r}) under strategy {strategy}",
+                expected="ModelCheckpoint without monitor, and no EarlyStopping",
+                fix="Decide in a hook by session.all_reduce, and call session.stop.",
+            )
 
 
 def _refuse_callbacks(trainer: Trainer) -> None:

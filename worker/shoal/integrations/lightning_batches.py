@@ -64,6 +64,12 @@ class LightningBatches:
         assert self._counters is not None, "it was begun"
         self._counters.count_steps(self._job.step_number)
 
+    def discard_step(self) -> None:
+        """Set the number of steps to the committed ones, before Lightning counts the last attempt,
+        which did not happen."""
+        assert self._counters is not None, "it was begun"
+        self._counters.count_steps(self._job.step_number - 1)
+
     def __len__(self) -> int:
         """Return the number of steps of a whole epoch. Without it, Lightning would fetch a batch in
         advance."""

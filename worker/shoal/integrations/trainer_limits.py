@@ -48,7 +48,8 @@ def epochs_of(trainer: Trainer, epochs: int | None, steps_per_epoch: int) -> int
 
 
 def refuse_parts_of_epochs(trainer: Trainer) -> None:
-    """Raise InvalidSpec for options that end an epoch before the job does, or train nothing."""
+    """Raise InvalidSpec for options that end an epoch before the job does, train nothing, or
+    validate after different steps on each member."""
     refused = {
         # First, so that the error names the script's option: these two set limit_train_batches.
         "fast_dev_run": bool(trainer.fast_dev_run),  # type: ignore[attr-defined]
@@ -66,6 +67,12 @@ def refuse_parts_of_epochs(trainer: Trainer) -> None:
                 fix="Pass a part of the data set, a torch.utils.data.Subset, to `batches`; or pass"
                 " max_steps= to the Trainer.",
             )
+    if getattr(trainer, "_val_check_time_interval", None) is not None:
+        raise InvalidSpec(
+            "validation after a time, which passes at another step on each member",
+            seen="val_check_interval, a time",
+            expected="val_check_interval in batches, or as a part of an epoch",
+        )
 
 
 def _is_part(limit: int | float | None) -> bool:

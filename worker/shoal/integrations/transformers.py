@@ -73,6 +73,8 @@ class SessionTrainer(Trainer):
         self._samples: DataLoader[Any] | None = None
         self._counted: dict[int, Tensor] = {}
         """Sum of losses since the last log, before each step that may be repeated."""
+        self._shares_stop = False
+        """True from the begin of a step until its callbacks have run."""
         super().__init__(*arguments, **options)
         _refuse(self)
         self.add_callback(_Position(self))
@@ -99,7 +101,8 @@ class SessionTrainer(Trainer):
             return
         state = dict(self._session.state_dict())
         if self._session.is_first:
-            self._save(output_dir, state_dict=state)
+            with self._session.pause("saving the model"):
+                self._save(output_dir, state_dict=state)
 
     def hyperparameter_search(self, *_: Any, **__: Any) -> Any:
         """Refuse: a session trains one job."""
@@ -232,11 +235,36 @@ class SessionTrainer(Trainer):
             except StepRetaken:
                 self._restore_position()
                 control = self.control
-                number, _ = steps.order.epoch_and_batch_index(self.state.global_step)
-                if number <= epoch:
+                number, taken = steps.order.epoch_and_batch_index(self.state.global_step)
+                if steps.is_over and taken:
+                    self._end_short_epoch(number, rest)
+                elif number <= epoch and not steps.is_over:
                     self.control = control = self.callback_handler.on_epoch_begin(
                         self.args, self.state, control
                     )
+
+    def _end_short_epoch(self, epoch: int, rest: Mapping[str, Any]) -> None:
+        """End the epoch within which the job was stopped, as Trainer's loop does."""
+        self.control = self.callback_handler.on_epoch_end(self.args, self.state, self.control)
+        self._maybe_log_save_evaluate(
+            self._tr_loss,
+            None,
+            rest["model"],
+            rest["trial"],
+            epoch,
+            rest["ignore_keys_for_eval"],
+            rest["start_time"],
+        )
+        self.control.should_training_stop = True
+
+    def _maybe_log_save_evaluate(self, *positional: Any, **options: Any) -> None:
+        """Log and evaluate. If this member's callbacks stop the training within an epoch, continue
+        until all members stop: the epoch's end may be an evaluation, a shared call."""
+        super()._maybe_log_save_evaluate(*positional, **options)
+        shares, self._shares_stop = self._shares_stop, False
+        if shares and self.control.should_training_stop and not self._present().is_done:
+            self._session.stop("Trainer's callbacks stopped the training")
+            self.control.should_training_stop = False
 
     def _restore_position(self) -> None:
         steps, state = self._present(), self.state
@@ -276,6 +304,7 @@ class SessionTrainer(Trainer):
         if not steps.begin(num_batches, self.state.global_step):
             self.control.should_training_stop = True
             return [], None
+        self._shares_stop = True
         first = self._session.is_first
         self.state.is_world_process_zero = self.state.is_local_process_zero = first
         self._counted[self.state.global_step] = self._tr_loss.clone()
