@@ -113,8 +113,10 @@ def test_the_others_wait_while_the_model_is_saved(session: shoal.Session, tmp_pa
 
     trainer = Watched(session, **inputs_of(max_steps=1))
     trainer.train()
-    trainer.save_model(str(tmp_path))
-    assert (tmp_path / "model.safetensors").exists()
+    trainer.save_model(str(tmp_path / "a"))
+    with session.pause("saving, as the script has it"):
+        trainer.save_model(str(tmp_path / "b"))
+    assert all((tmp_path / name / "model.safetensors").exists() for name in "ab")
 
 
 @pytest.mark.long

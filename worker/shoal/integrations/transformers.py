@@ -101,7 +101,7 @@ class SessionTrainer(Trainer):
             return
         state = dict(self._session.state_dict())
         if self._session.is_first:
-            with self._session.pause("saving the model"):
+            with self._session.pause_unless_paused("saving the model"):
                 self._save(output_dir, state_dict=state)
 
     def hyperparameter_search(self, *_: Any, **__: Any) -> Any:

@@ -406,6 +406,11 @@ class Session:
         check_entered(self._reports, "session.pause")
         return self._pause.hold(reason, limit_s)
 
+    def pause_unless_paused(self, reason: str) -> AbstractContextManager[None]:
+        """Pause, unless the script does already: for parts of other libraries, which a script may
+        call within a pause of its own."""
+        return self._pause.hold_unless_paused(reason, PAUSE_S)
+
     def forward_backward(self, batch: Batch, loss_function: LossFunction) -> Tensor:
         """Run the forward and backward pass of a batch in one call: as
 
