@@ -93,12 +93,15 @@ class JobReset:
                 # A plain script may have published under this name.
                 return had_weights
             earlier = known or EarlierRuns(job=job, last_generation=NO_GENERATION)
+            # Kept series refuse earlier generations, also if no record of earlier runs is readable.
+            last_generation, expelled = self._weights.last_generation(job), list[str]()
             if actor is not None:
+                last_generation = max(last_generation, actor.job.last_generation)
                 expelled = list(actor.job.table.expelled)
-                earlier = earlier.with_run(actor.job.last_generation, expelled)
             else:
                 # Only etcd has the last generation of a job that was not taken over.
-                earlier = earlier.with_run(_newest_generation(job, held), ())
+                last_generation = max(last_generation, _newest_generation(job, held))
+            earlier = earlier.with_run(last_generation, expelled)
             await self._jobs.apply(_operations(earlier, keeps_runs=not forgets_processes))
             if forgets_processes:
                 self._registry.earlier_runs.pop(job, None)

@@ -26,12 +26,16 @@ from shoal_proto.health import CourseFigures
 from shoal_proto.protocol import OWN_PROTOCOLS
 from shoal_proto.status import from_detail, from_rpc_error
 from shoal_proto.v1 import membership_pb2 as pb
+from shoal_proto.v1 import weights_pb2
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.membership_pb2_grpc import MembershipStub
 from shoal_proto.v1.samples_pb2 import LeaseRequest
+from shoal_proto.v1.weights_pb2_grpc import WeightSeriesStub
 from shoal_server.core.limits import Limits
 from shoal_server.core.processes import MemberProcess
+from shoal_server.core.publications.records import Publisher, SeriesHead
 from shoal_server.etcd import keys
+from shoal_server.etcd.records.series import encode_head
 from shoal_server.status.views import HealthView
 
 
@@ -248,6 +252,24 @@ async def test_a_removal_replaces_an_unreadable_record_of_earlier_runs() -> None
         assert await asyncio.to_thread(reset_job, [world.address], "j")
     async with served(store) as world:
         await world.training("a")
+
+
+async def test_the_run_after_an_unreadable_record_of_earlier_runs_publishes() -> None:
+    """An earlier run has published in generation 9. The next one continues the numbers, since a
+    series refuses an earlier generation."""
+    store, series = MemoryStore(), "j/policy"
+    await store.put(keys.reset("j"), b"{garbage")
+    head = SeriesHead(number=3, epoch=2, publisher=Publisher(generation=9))
+    await store.put(keys.series_head(series), encode_head(head))
+    async with served(store) as world:
+        assert await asyncio.to_thread(reset_job, [world.address], "j")
+        (member,) = await world.training("a")
+        assert member.token.generation == 10
+        sender = weights_pb2.Publisher(token=member.token)
+        request = weights_pb2.BeginPublicationRequest(series=series, publisher=sender, world=1)
+        async with grpc.aio.insecure_channel(world.address) as channel:
+            begun = await WeightSeriesStub(channel).Begin(request)
+        assert (begun.epoch, begun.head) == (3, 3)
 
 
 @pytest.mark.parametrize("new_leader", [False, True])

@@ -136,6 +136,12 @@ class WeightSeriesService(WeightSeriesServicer):
         """Series of a job, by name."""
         return [each for each in self.series() if messages.job_of(each.series.name) == job]
 
+    def last_generation(self, job: str) -> int:
+        """Newest generation that has published a series of the job; 0 without one."""
+        return max(
+            (each.series.head.publisher.generation for each in self.series_of(job)), default=0
+        )
+
     async def clear(self, job: str, *, forgets_numbers: bool, of_scripts: bool = True) -> bool:
         """Drop all versions of a job that is removed or started over; True if there were any.
 
