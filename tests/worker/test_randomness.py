@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -280,6 +281,13 @@ def plain(segment: nn.Module, value: Tensor) -> Tensor:
     return output
 
 
+def composable(segment: nn.Module, value: Tensor) -> Tensor:
+    """Checkpoint the segment by hooks on it."""
+    if composable_checkpoint.state(segment) is None:
+        composable_checkpoint(segment)
+    return plain(segment, value)
+
+
 RECOMPUTING: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
     "reentrant": (partial(checkpoint, use_reentrant=True), plain),
     "not reentrant": (partial(checkpoint, use_reentrant=False), plain),
@@ -288,6 +296,7 @@ RECOMPUTING: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
         plain,
     ),
     "nested": (nested, unnested),
+    "composable": (composable, plain),
 }
 
 
@@ -317,7 +326,8 @@ def test_a_forward_pass_that_is_computed_again_draws_the_same(
         return found
 
     recomputed, kept = RECOMPUTING[way]
-    assert torch.equal(gradients(recomputed), gradients(kept))
+    expected = gradients(kept)
+    assert torch.equal(gradients(recomputed), expected)
 
 
 class RecomputedByScript(torch.autograd.Function):
