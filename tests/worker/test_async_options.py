@@ -1,6 +1,7 @@
 """Staleness policies and schedules, as options of members that train at their own pace."""
 
 import copy
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -46,12 +47,26 @@ def restarts_behind_a_rise(optimizer: torch.optim.Optimizer) -> LRScheduler:
     return lr_scheduler.SequentialLR(optimizer, phases, [2])
 
 
+class Later(LRScheduler):
+    """A script's own schedule: after two steps, that of another one."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.after = lr_scheduler.ExponentialLR(optimizer, 0.9)
+        super().__init__(optimizer)
+
+    def step(self, epoch: int | None = None) -> None:
+        self.last_epoch += 1
+        if self.last_epoch > 2:
+            self.after.step()
+
+
 FOLLOWED: dict[str, Callable[[torch.optim.Optimizer], LRScheduler]] = {
     "function": lambda o: lr_scheduler.LambdaLR(o, lambda update: (update + 1) / 4),
     "polynomial": lambda o: lr_scheduler.PolynomialLR(o, 5, 2.0),
     "one cycle": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=6, cycle_momentum=False),
     "chained": lambda o: lr_scheduler.ChainedScheduler([lr_scheduler.ExponentialLR(o, 0.9)], o),
     "restarts": restarts_behind_a_rise,
+    "another within": Later,
 }
 
 
@@ -69,6 +84,23 @@ def test_a_schedule_that_members_step_goes_back_with_updates_that_were_undone(ki
         fresh, expected = new()
         expected.step_to(num_updates)
         assert [g["lr"] for g in optimizer.param_groups] == [g["lr"] for g in fresh.param_groups]
+
+
+class Locked(lr_scheduler.ExponentialLR):
+    """A script's own schedule, with an attribute that cannot be copied."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.lock = threading.Lock()
+        super().__init__(optimizer, 0.5)
+
+
+def test_a_schedule_that_cannot_be_copied_is_refused_only_when_it_must_go_back() -> None:
+    optimizer = torch.optim.SGD(new_model().parameters(), lr=0.1)
+    schedule = FollowedSchedule(Locked(optimizer))
+    schedule.step_to(2)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.025)
+    with pytest.raises(InvalidSpec, match="Locked, TypeError"):
+        schedule.step_to(1)
 
 
 @pytest.mark.long

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -280,6 +281,13 @@ def plain(segment: nn.Module, value: Tensor) -> Tensor:
     return output
 
 
+def composable(segment: nn.Module, value: Tensor) -> Tensor:
+    """Checkpoint the segment by hooks on it."""
+    if composable_checkpoint.state(segment) is None:
+        composable_checkpoint(segment)
+    return plain(segment, value)
+
+
 RECOMPUTING: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
     "reentrant": (partial(checkpoint, use_reentrant=True), plain),
     "not reentrant": (partial(checkpoint, use_reentrant=False), plain),
@@ -288,6 +296,7 @@ RECOMPUTING: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
         plain,
     ),
     "nested": (nested, unnested),
+    "composable": (composable, plain),
 }
 
 
@@ -317,7 +326,8 @@ def test_a_forward_pass_that_is_computed_again_draws_the_same(
         return found
 
     recomputed, kept = RECOMPUTING[way]
-    assert torch.equal(gradients(recomputed), gradients(kept))
+    expected = gradients(kept)
+    assert torch.equal(gradients(recomputed), expected)
 
 
 class RecomputedByScript(torch.autograd.Function):
@@ -340,11 +350,58 @@ class RecomputedByScript(torch.autograd.Function):
         return None, value.grad
 
 
-def test_another_recomputation_is_refused() -> None:
-    """The forward call that it repeats is unknown."""
+def recomputed_by_script(segment: nn.Module, value: Tensor) -> Tensor:
+    output: Tensor = RecomputedByScript.apply(segment, value)
+    return output
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_an_autograd_function_that_calls_a_module_again_in_backward_draws_the_same(
+    elsewhere: bool,
+) -> None:
+    """Each micro-batch has its backward pass before the next one; a module is called once in
+    each function."""
+    model = nn.ModuleList(nn.Sequential(nn.Dropout(), nn.Tanh(), nn.Dropout()) for _ in range(2))
+    key_dropout(model)
+
+    def gradient(run: Callable[..., Tensor]) -> Tensor:
+        value = torch.ones(NUM_SAMPLES, 7, requires_grad=True)
+        with at(seed=3, step=5, first=0, count=NUM_SAMPLES), ThreadPoolExecutor(1) as autograd:
+            for start, stop in ((0, 4), (4, NUM_SAMPLES)):
+                with part(start, stop):
+                    loss = run(model[1], run(model[0], value[start:stop])).sum()
+                    if elsewhere:
+                        autograd.submit(loss.backward).result()
+                    else:
+                        loss.backward()
+        assert value.grad is not None
+        return value.grad
+
+    assert torch.equal(gradient(recomputed_by_script), gradient(plain))
+
+
+def two_calls(layer: nn.Module, value: Tensor) -> Tensor:
+    return recomputed_by_script(nn.Sequential(layer, nn.Tanh(), layer), value)
+
+
+def two_functions(layer: nn.Module, value: Tensor) -> Tensor:
+    return recomputed_by_script(layer, value) + recomputed_by_script(layer, value)
+
+
+def a_call_between(layer: nn.Module, value: Tensor) -> Tensor:
+    output = recomputed_by_script(layer, value)
+    with torch.no_grad():
+        layer(value)
+    return output
+
+
+@pytest.mark.parametrize("run", [two_calls, two_functions, a_call_between])
+def test_a_recomputation_of_an_unknown_call_is_refused(
+    run: Callable[[nn.Module, Tensor], Tensor],
+) -> None:
     value = torch.randn(NUM_SAMPLES, 7, requires_grad=True)
     with at(seed=3, step=5, first=0, count=NUM_SAMPLES):
-        output: Tensor = RecomputedByScript.apply(keyed(nn.Dropout()), value)
+        output = run(keyed(nn.Dropout()), value)
         with pytest.raises(InvalidSpec, match="unknown which forward call"):
             output.sum().backward()
 

@@ -9,7 +9,7 @@ The dropout modules of torch.nn are covered; functions (`F.dropout`, attention's
 
 import itertools
 import weakref
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,8 @@ from shoal.torch_private.compiling import eager
 from shoal.torch_private.recomputing import is_recomputing, same_again, watch_checkpointing
 from shoal.torch_private.tensors import in_backward, node_in_progress, num_nodes
 from shoal_proto.errors import InvalidSpec
+
+T = TypeVar("T")
 
 _WORD = 0xFFFFFFFF
 _BLOCK_ELEMENTS = 1 << 19
@@ -107,14 +109,39 @@ def _drawn(
     return kept.view(sizes).movedim(0, dim)
 
 
+class _CallsOfNode(Generic[T]):
+    """Results of the calls made in the forward pass of the newest autograd node that runs its
+    operators itself: a compiled graph, or a `torch.autograd.Function`."""
+
+    def __init__(self) -> None:
+        self._num_nodes = 0
+        self._results: list[T] = []
+
+    def add(self, result: T) -> None:
+        if self._num_nodes != (num := num_nodes()):
+            self._num_nodes, self._results = num, []
+        self._results.append(result)
+
+    def repeated(self) -> T:
+        """Return the result of the call that the backward pass of the node in progress repeats.
+
+        Raises InvalidSpec if it is unknown: backward may repeat some of several calls, in any
+        order.
+        """
+        # Such a node is made just before its operators run, and they make no nodes.
+        if self._num_nodes != node_in_progress() + 1 or len(self._results) != 1:
+            raise _unknown_repetition()
+        return self._results[0]
+
+
 class _Layer:
     def __init__(self, key: int) -> None:
         self.key = key
         self._samples: PresentSamples | None = None
         self._num_calls = 0
-        self._graph = 0
-        self._numbers: list[list[int]] = []
-        """Numbers of the calls of the newest compiled graph."""
+        self._draws: _CallsOfNode[_Draw] = _CallsOfNode()
+        self._numbers: _CallsOfNode[list[int]] = _CallsOfNode()
+        """Results of `next_numbers`."""
         number = next(_numbers)
         _layers[number] = self
         self.handle = torch.tensor([number, 0], dtype=torch.int64, device="cpu")
@@ -129,14 +156,21 @@ class _Layer:
         self.__init__(key)  # type: ignore[misc]
 
     def next_draw(self) -> "_Draw | None":
-        """Return the samples and key of this call; in activation checkpointing, those of the
-        forward call that it repeats. None without samples."""
-        return same_again(self._next_draw)
+        """Return the samples and key of this call; in a backward pass, those of the forward call
+        that it repeats. None without samples."""
+        draw = same_again(self._next_draw)
+        # torch disables gradients in the forward pass of an `autograd.Function`.
+        if draw is not None and not torch.is_grad_enabled() and not _repeats_a_node():
+            self._draws.add(draw)
+        return draw
 
     def _next_draw(self) -> "_Draw | None":
         samples = present()
         if in_backward() and (samples or self._samples):
-            raise _unknown_repetition()
+            if is_recomputing():
+                # The recomputation makes more calls than the forward pass did.
+                raise _unknown_repetition()
+            return self._draws.repeated()
         if samples is None:
             return None
         # Compared by identity: a repeated step has equal samples, and counts from 0 again.
@@ -148,22 +182,21 @@ class _Layer:
     def next_numbers(self) -> list[int]:
         """Return the numbers of `dropout_key` for this call; if a compiled graph recomputes its
         forward pass, those of the forward call."""
-        if in_backward() and not is_recomputing():
-            # The graph is one node, made just before its operators ran. Backward may repeat some of
-            # its calls, in any order.
-            if self._graph != node_in_progress() + 1 or len(self._numbers) != 1:
-                raise _unknown_repetition()
-            return self._numbers[0]
+        if _repeats_a_node():
+            return self._numbers.repeated()
         draw = self.next_draw()
         if draw is None:
             numbers = [*torch.randint(-(1 << 31), 1 << 31, (2,)).tolist(), 0, 0]
         else:
             samples, key = draw
             numbers = [_signed(key & _WORD), _signed(key >> 32), samples.first, samples.count]
-        if self._graph != (graph := num_nodes()):
-            self._graph, self._numbers = graph, []
-        self._numbers.append(numbers)
+        self._numbers.add(numbers)
         return numbers
+
+
+def _repeats_a_node() -> bool:
+    """True in a backward pass, unless torch's checkpointing recomputes a function."""
+    return in_backward() and not is_recomputing()
 
 
 _Draw = tuple[PresentSamples, int]
@@ -173,10 +206,11 @@ _Draw = tuple[PresentSamples, int]
 def _unknown_repetition() -> InvalidSpec:
     return InvalidSpec(
         "a backward pass called a dropout module, and it is unknown which forward call it repeats",
-        seen="a call that torch.utils.checkpoint does not repeat, or a module that a compiled graph"
-        " calls several times",
-        expected="activation checkpointing by torch.utils.checkpoint, and within a compiled graph"
-        " a dropout module of its own for each call",
+        seen="a call that neither torch.utils.checkpoint nor the newest autograd.Function with this"
+        " module repeats, or a module that one function or compiled graph calls several times",
+        expected="activation checkpointing by torch.utils.checkpoint; within an autograd.Function"
+        " or a compiled graph a dropout module of its own for each call, and the backward pass"
+        " before the next forward pass",
         fix="With distribute(..., keyed_dropout=False), masks are drawn by torch.",
     )
 

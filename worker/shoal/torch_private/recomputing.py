@@ -7,6 +7,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from torch.distributed._composable import checkpoint_activation
 from torch.utils import checkpoint
 
 T = TypeVar("T")
@@ -82,6 +83,9 @@ def watch_checkpointing() -> None:
 
     setattr(generator, _WATCHED, True)
     torch_module._checkpoint_without_reentrant_generator = generator
+    # The composable API has a reference of its own.
+    composable: Any = checkpoint_activation
+    composable._checkpoint_without_reentrant_generator = generator
     torch_module.CheckpointFunction.forward = staticmethod(forward)
 
 

@@ -146,7 +146,11 @@ class FollowedSchedule:
         """Takes ownership of a schedule that has not been stepped."""
         self._schedule = schedule
         self._num_steps = 0
-        self._first_state = deepcopy(schedule.state_dict())
+        self._first_state: dict[str, Any] | None = None
+        try:
+            self._first_state = self._copied(schedule.state_dict())
+        except Exception as error:  # noqa: BLE001 - raised by `_begin_anew`, if it is ever called
+            self._not_copied = error
         self._first_rates = deepcopy([group["lr"] for group in schedule.optimizer.param_groups])
 
     @staticmethod
@@ -169,9 +173,23 @@ class FollowedSchedule:
             self._schedule.step()
             self._num_steps += 1
 
+    def _copied(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Copy the state; a part that is a schedule still changes the same optimizer."""
+        optimizer = self._schedule.optimizer
+        return deepcopy(state, {id(optimizer): optimizer})
+
     def _begin_anew(self) -> None:
+        if self._first_state is None:
+            raise InvalidSpec(
+                "a restore has undone updates, and the schedule cannot go back with them: its first"
+                " state could not be copied",
+                seen=f"{type(self._schedule).__name__}, {type(self._not_copied).__name__}:"
+                f" {self._not_copied}",
+                expected="a schedule whose state_dict() copy.deepcopy can copy",
+                fix="Leave locks, generators and the like out of its state_dict().",
+            ) from self._not_copied
         # Copied, as the schedule changes what it loads.
-        self._schedule.load_state_dict(deepcopy(self._first_state))
+        self._schedule.load_state_dict(self._copied(self._first_state))
         groups = self._schedule.optimizer.param_groups
         for group, rate in zip(groups, deepcopy(self._first_rates), strict=True):
             group["lr"] = rate
