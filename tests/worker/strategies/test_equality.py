@@ -42,7 +42,7 @@ def test_equal_with_clipping_and_accumulation(
     """A fifth of the steps accumulate over two passes; most norms are clipped."""
     clipped = StepOptions(max_norm=0.1)
     expected = by_one_process(run_of(optimizer, step_options=clipped))
-    assert difference(expected, by_one_process(run_of(optimizer))) > 1e-2, "clipping does nothing"
+    assert difference(expected, by_one_process(run_of(optimizer))) > 5e-3, "clipping does nothing"
     run = run_of(optimizer, step_options=replace(clipped, passes=(1, 1, 1, 1, 2)))
     for ours in run_in_memory(by_a_rank, world_size, run, made(strategy, world_size)):
         assert difference(ours, expected) < TOLERANCE
