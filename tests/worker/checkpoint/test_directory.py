@@ -99,6 +99,19 @@ def test_a_checkpoint_that_cannot_be_deleted_keeps_no_other_from_being_deleted(
     ]
 
 
+def test_a_checkpoint_that_cannot_be_examined_keeps_no_other_from_being_deleted(tmp_path):
+    for step in (10, 20, 30, 40):
+        made(tmp_path, step)
+    unreadable = tmp_path / "step-00000005"
+    unreadable.symlink_to(unreadable.name)
+    with capture_logs() as logs:
+        retire(tmp_path, 40, keep=2)
+    assert names_in(tmp_path) == ["step-00000005", "step-00000030", "step-00000040"]
+    assert [(line["event"], line["path"]) for line in logs if line["log_level"] == "warning"] == [
+        ("checkpoint_not_examined", str(unreadable))
+    ]
+
+
 def test_a_checkpoint_that_cannot_be_examined_is_not_skipped(tmp_path):
     """A run that did not see the checkpoint would continue from an older one."""
     made(tmp_path, 10)

@@ -127,9 +127,10 @@ def test_fit_of_two_by_two_members_is_keras_own(cluster: LocalCluster, strategy:
 def test_a_callback_that_stops_training_on_one_member_ends_the_job(
     cluster: LocalCluster, hook: str, num_steps: int
 ) -> None:
-    """The Keras models of both get the trained weights. An epoch has 5 steps."""
+    """The Keras models of both get the trained weights. An epoch has 5 steps: either stop is in the
+    first epoch, and Keras begins no second."""
 
-    def member(member_id: str) -> tuple[int, list[list[float]]]:
+    def member(member_id: str) -> tuple[int, list[list[float]], list[int]]:
         def stop(number: int, logs: Any = None) -> None:
             if member_id == "a" and session.step_number == num_steps:
                 model.stop_training = True
@@ -140,13 +141,13 @@ def test_a_callback_that_stops_training_on_one_member_ends_the_job(
             session.distribute(model, model.optimizer, "zero2")
             batches = SessionBatches(model, bodies.data(), global_batch_size=12, epochs=3)
             callback = keras.callbacks.LambdaCallback(**{hook: stop})
-            model.fit(batches, epochs=batches.epochs, verbose=0, callbacks=callback)
-            return session.step_number, bodies.weights_of(model)
+            history = model.fit(batches, epochs=batches.epochs, verbose=0, callbacks=callback)
+            return session.step_number, bodies.weights_of(model), history.epoch
 
     job = ThreadJob(cluster=cluster, num_members=2)
-    (steps, weights), other = job.results(member, ("a",), ("b",))
-    assert steps == num_steps
-    assert other == (steps, weights)
+    (steps, weights, epochs), other = job.results(member, ("a",), ("b",))
+    assert (steps, epochs) == (num_steps, [0])
+    assert other == (steps, weights, epochs)
 
 
 def parameters_of(model: Any) -> list[tuple[Any, torch.nn.Parameter]]:

@@ -32,8 +32,10 @@ def name_of_step(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def complete(directory: Path) -> dict[int, Path]:
-    """Return all complete checkpoints by step. Raises InvalidSpec if that fails."""
+def complete(directory: Path, *, skip_unreadable: bool = False) -> dict[int, Path]:
+    """Return all complete checkpoints by step. Raises InvalidSpec if that fails; with
+    `skip_unreadable`, a checkpoint that cannot be examined is left out, with a warning in the
+    log."""
     checkpoints: dict[int, Path] = {}
     for name, kind, path in _temporary_directories(directory):
         matched = STEP.fullmatch(name)
@@ -41,8 +43,13 @@ def complete(directory: Path) -> dict[int, Path]:
             checkpoints[int(matched[1])] = path
     for path in _entries(directory):
         matched = STEP.fullmatch(path.name)
-        if matched and _is_complete(path):
-            checkpoints[int(matched[1])] = path
+        try:
+            if matched and _is_complete(path):
+                checkpoints[int(matched[1])] = path
+        except InvalidSpec as error:
+            if not skip_unreadable:
+                raise
+            log.warning("checkpoint_not_examined", path=str(path), error=str(error))
     return checkpoints
 
 

@@ -12,11 +12,14 @@ from shoal_proto.errors import InvalidSpec
 log = structlog.get_logger(__name__)
 
 
-def complete(location: CheckpointPath) -> Mapping[int, CheckpointPath]:
-    """Return complete checkpoints by step. Raises InvalidSpec if that fails."""
+def complete(
+    location: CheckpointPath, *, skip_unreadable: bool = False
+) -> Mapping[int, CheckpointPath]:
+    """Return complete checkpoints by step. Raises InvalidSpec if that fails; with
+    `skip_unreadable`, leaves out those in a directory that cannot be examined."""
     if isinstance(location, BucketPath):
         return bucket.complete(location)
-    return directory.complete(location)
+    return directory.complete(location, skip_unreadable=skip_unreadable)
 
 
 def newest(location: CheckpointPath) -> CheckpointPath | None:
@@ -56,8 +59,9 @@ def refuse_later(location: CheckpointPath, step: int) -> None:
 
 def retire(location: CheckpointPath, step: int, keep: int) -> None:
     """Delete complete checkpoints of this step and earlier ones, except the newest `keep`, and log
-    a warning for each that cannot be deleted. Raises what `complete` raises."""
-    checkpoints = complete(location)
+    a warning for each that cannot be examined or deleted. Raises InvalidSpec if they cannot be
+    listed."""
+    checkpoints = complete(location, skip_unreadable=True)
     for old in sorted(each for each in checkpoints if each <= step)[:-keep]:
         path = checkpoints[old]
         log.debug("checkpoint_retired", path=str(path))

@@ -11,7 +11,8 @@ again within Keras's current batch, so Keras counts each step of the job once.""
 
 import inspect
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -144,6 +145,7 @@ class KerasFit:
         self.trained: nn.Module = module
         self.batches: SessionBatches | None = None
         self._forgotten = False
+        self._epoch_is_empty = True
 
     def train_step(self, data: Any) -> Any:
         """Train the job's next step, and repeat failed or rolled-back steps. Returns Keras's
@@ -166,6 +168,8 @@ class KerasFit:
             if repeated is None:
                 break
             data = repeated
+        if self.session.step_number >= target:
+            self._epoch_is_empty = False
         return self._log(data, loss, outputs)
 
     def _log(self, data: Any, loss: Any, outputs: Any) -> Any:
@@ -183,9 +187,25 @@ class KerasFit:
         if first:
             self._module.give_back(self.session.state_dict())
 
-    def stop_together(self, number: int, logs: Any = None) -> None:
-        """Callback of a batch's or an epoch's end, after those of the script: end the job on all
-        members if one of them has set `stop_training`. `fit` goes on to the agreed end."""
+    def end_batch(self, run_callbacks: Callable[..., None], number: int, logs: Any = None) -> None:
+        """End Keras's batch."""
+        run_callbacks(number, logs)
+        self._stop_together()
+
+    def end_epoch(self, run_callbacks: Callable[..., None], number: int, logs: Any = None) -> None:
+        """End Keras's epoch, without callbacks if the job trained no step in it.
+
+        Members agree on a stop at an epoch's end only when they begin the next step, which Keras
+        counts to the next epoch.
+        """
+        if not self._epoch_is_empty:
+            run_callbacks(number, logs)
+        self._epoch_is_empty = True
+        self._stop_together()
+
+    def _stop_together(self) -> None:
+        """End the job on all members if a callback of this one has set `stop_training`. `fit` goes
+        on to the agreed end."""
         if self._model.stop_training and not self._present_batches().ended:
             self.session.stop("a Keras callback set stop_training")
             self._model.stop_training = False
@@ -244,15 +264,44 @@ def distribute(session: "Session", model: Any, strategy: str | Strategy, **optio
 
 
 def _fit(model: Any, *arguments: Any, **options: Any) -> Any:
-    fit = model.__dict__["shoal_plain_fit"]
+    fit, fitting = model.__dict__["shoal_plain_fit"], model.__dict__[_MARK]
     bound = inspect.signature(fit).bind(*arguments, **options)
-    stop, given = model.__dict__[_MARK].stop_together, bound.arguments.get("callbacks")
-    own = keras.callbacks.LambdaCallback(on_train_batch_end=stop, on_epoch_end=stop)
-    if isinstance(given, keras.callbacks.CallbackList):
-        given.append(own)
-    else:
-        bound.arguments["callbacks"] = [*keras.tree.flatten(given or []), own]
+    bound.apply_defaults()
+    callbacks = bound.arguments["callbacks"]
+    if not isinstance(callbacks, keras.callbacks.CallbackList):
+        callbacks = _callback_list(model, fitting.batches, **bound.arguments)
+    for name, end in (
+        ("on_train_batch_end", fitting.end_batch),
+        ("on_epoch_end", fitting.end_epoch),
+    ):
+        # Not getattr: the script's list may have those of an earlier fit.
+        run_callbacks = types.MethodType(getattr(type(callbacks), name), callbacks)
+        setattr(callbacks, name, partial(end, run_callbacks))
+    bound.arguments["callbacks"] = callbacks
     return fit(*bound.args, **bound.kwargs)
+
+
+def _callback_list(
+    model: Any,
+    batches: SessionBatches | None,
+    *,
+    callbacks: Any,
+    verbose: Any,
+    epochs: int,
+    steps_per_epoch: int | None,
+    **_: Any,
+) -> Any:
+    """Return a list of callbacks as Keras's `fit` makes it."""
+    return keras.callbacks.CallbackList(
+        # Keras runs a callback that is in no list in another thread.
+        keras.tree.flatten(callbacks or []),
+        add_history=True,
+        add_progbar=verbose != 0,
+        verbose=verbose,
+        epochs=epochs,
+        steps=steps_per_epoch or (None if batches is None else len(batches)),
+        model=model,
+    )
 
 
 def _train_step(model: Any, data: Any) -> Any:

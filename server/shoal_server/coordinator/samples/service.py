@@ -319,7 +319,9 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
                 f"job {job} trains on other samples",
                 seen=f"dataset_size {dataset_size}, num_epochs {num_epochs}",
                 expected=f"dataset_size {expected[0]}, num_epochs {expected[1]}",
-                fix="Give every member of the job the same dataset and number of epochs.",
+                fix="Give every member of the job the same dataset and number of epochs. With"
+                " drop_last=True dataset_size depends on the global batch size: keep both, also"
+                " when the job continues.",
                 details={"dataset_size": str(expected[0]), "num_epochs": str(expected[1])},
             )
         return opened

@@ -403,6 +403,7 @@ async def test_members_with_another_dataset_size_or_epochs_are_refused(world: Wo
             await Worker(address, "b", size=99, epochs=2).lease(10)
     assert "99" in refusal.value.seen
     assert "100" in refusal.value.expected
+    assert "drop_last=True dataset_size depends on the global batch size" in refusal.value.fix
 
 
 async def test_many_leases_make_few_writes(world: World) -> None:
