@@ -61,7 +61,7 @@ def replaced_in_step_6(
         tried, same = (tried_without_the_lost(rank) for rank in (c, a))
         assert tried == same
         assert tried["world_size"] == 2
-        assert earliest <= tried["step"] <= max(6, earliest)
+        assert earliest <= tried["step"] <= max(6, earliest), tried
         return a.expect("finished"), c.expect("finished"), a, tried["step"]
 
 

@@ -63,12 +63,13 @@ def test_a_member_alone_trains_as_trainer_does(session: shoal.Session) -> None:
 
 @pytest.mark.long
 @pytest.mark.sampled()
-@pytest.mark.parametrize(("strategy", "earliest"), [("ddp", 7), ("fsdp", 1)])
+@pytest.mark.parametrize(("strategy", "earliest"), [("ddp", 6), ("fsdp", 1)])
 def test_a_session_goes_on_without_a_lost_member(
     cluster: LocalCluster, tmp_path: Path, strategy: str, earliest: int
 ) -> None:
-    """Member b of two is killed once both have clipped their gradients of step 6, and so agreed on
-    them; a third takes its place. Weights and evaluations are those of Trainer alone."""
+    """Member b of two is killed once both have clipped their gradients of step 6; a third takes its
+    place. The step is repeated, as the members vote again after clipping. Weights and evaluations
+    are those of Trainer alone."""
     run = Run(
         coordinator=cluster.coordinator, job=f"hf-{strategy}", member_id="", strategy=strategy
     )
