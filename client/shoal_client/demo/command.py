@@ -19,7 +19,7 @@ from shoal_client.demo.show import Bars, summary, table
 from shoal_client.demo.training import DemoTraining
 from shoal_client.local.access import LocalTls
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig, last_lines
-from shoal_client.local.directory import given_directory, keep_logs, temporary_directory
+from shoal_client.local.directory import keep_logs, temporary_directory
 from shoal_client.local.keeper import RestartPolicy
 from shoal_client.local.leftovers import adopt_orphans, sweep
 from shoal_client.local.process import ChildCommand, Process, Supervisor
@@ -149,7 +149,7 @@ def _run_directory(chosen: Path | None) -> AbstractContextManager[Path]:
     if chosen.exists() and any(chosen.iterdir()):
         raise InvalidSpec("--dir is in use", seen=str(chosen), expected="an empty directory")
     chosen.mkdir(parents=True, exist_ok=True)
-    return nullcontext(given_directory(chosen))
+    return nullcontext(chosen)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:

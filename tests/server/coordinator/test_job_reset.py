@@ -15,6 +15,7 @@ from shoal_client.membership import calls as membership_calls
 from shoal_client.membership.member_session import MemberSession
 from shoal_proto.errors import (
     Fenced,
+    InvalidSpec,
     JobFinished,
     JobInUse,
     JobQuarantined,
@@ -172,6 +173,16 @@ async def test_the_next_run_has_no_steps_of_the_last() -> None:
         assert board.last_loss("j") is None
         assert board.health("j", "a", "p") is None
         assert len(board.events("j")) >= num_events > 0
+
+
+async def test_a_refused_retry_leaves_the_reports_of_a_running_job() -> None:
+    async with served(MemoryStore()) as world:
+        await world.training("a")
+        board, registry = world.coordinator.board, world.coordinator.registry
+        board.report("j", "a", HealthView(public_id="p", received_unix_s=1.0, step=60, loss=1.5))
+        with pytest.raises(InvalidSpec):
+            await registry.retry("j", from_scratch=True)
+        assert board.highest_step("j") == 60
 
 
 @pytest.mark.parametrize("from_scratch", [False, True])

@@ -281,7 +281,8 @@ class SessionStrategy(SingleDeviceStrategy):
         if self._session.is_first:
             # A member that has raised leaves: the others must not wait for it.
             has_raised = sys.exception() is not None
-            with nullcontext() if has_raised else self._session.pause_unless_paused("saving a checkpoint"):
+            pause = self._session.pause_unless_paused("saving a checkpoint")
+            with nullcontext() if has_raised else pause:
                 super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def remove_checkpoint(self, filepath: Any) -> None:

@@ -426,17 +426,18 @@ class Registry:
         """Allow members to join a job that is over; with `from_scratch`, without its reports and
         charts. Raises what `find`, `JobActor.retry` and the store raise."""
         actor = self.find(job)
+        was_over = actor.job.phase in OVER
         try:
             await actor.retry("an operator lets members join again", from_scratch=from_scratch)
-            if from_scratch:
-                await self._dependencies.jobs.apply([Delete(keys.history(job))])
         finally:
             # Also if the call is cancelled: the job is no longer over then, and needs its timers.
-            if from_scratch and actor.job.phase not in OVER:
+            if from_scratch and was_over and actor.job.phase not in OVER:
                 self._dependencies.board.reset_reports(job)
             task = self._tasks.get(job)
             if (task is None or task.done()) and self._actors.get(job) is actor:
                 self._run(actor)
+        if from_scratch:
+            await self._dependencies.jobs.apply([Delete(keys.history(job))])
         return actor
 
     async def declare_lost(self, job: str, who: MemberProcess, reason: str) -> None:

@@ -405,11 +405,12 @@ def _check_complete(cut: _Cut, stamps: Mapping[str, Sequence[pb.ShardStamp]]) ->
         )
     for server_id, each in stamps.items():
         for stamp in each:
-            if stamp.epoch < cut.epochs[stamp.shard_id]:
+            planned = cut.epochs.get(stamp.shard_id, 0)
+            if stamp.epoch < planned:
                 raise SnapshotFailed(
                     f"server {server_id} froze shard {stamp.shard_id} of job {layout.job} as of"
                     " before it was moved or restored",
                     seen=f"epoch {stamp.epoch}",
-                    expected=f"epoch {cut.epochs[stamp.shard_id]} or later",
+                    expected=f"epoch {planned} or later",
                     fix="Take another snapshot.",
                 )

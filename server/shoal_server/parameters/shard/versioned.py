@@ -384,7 +384,10 @@ class VersionedShard(Generic[BodyT]):
         the shard is large."""
         with self._body_lock:
             with self._lock:
-                spec = self.body.spec_message(self.spec).SerializeToString(deterministic=True)
+                shard = Shard()
+                shard.CopyFrom(self.spec)
+                shard.epoch = self._epoch  # also while pushes of it are refused
+                spec = self.body.spec_message(shard).SerializeToString(deterministic=True)
             frozen, version = self._sessions.freeze(), self._version
             content, small = self.body.image()
         sessions = exported(frozen)

@@ -63,7 +63,7 @@ async function refusalOf(question, reason) {
   });
   if (answer.ok) return "";
   const error = await answer.json();
-  return [error.what, error.seen && `saw ${error.seen}`, error.expected && `expected ${error.expected}`, error.fix].filter(Boolean).join("; ");
+  return [error.what, error.seen && `saw ${error.seen}`, error.expected && `expected ${error.expected}`, error.fix].filter(Boolean).join("; ") || `HTTP ${answer.status}`;
 }
 
 // --- one member ---

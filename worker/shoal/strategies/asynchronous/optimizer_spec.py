@@ -181,7 +181,7 @@ class FollowedSchedule:
     def _begin_anew(self) -> None:
         if self._first_state is None:
             raise InvalidSpec(
-                "a restore has undone updates, and the schedule cannot go back with them: its first"
+                "updates were undone, and the schedule cannot go back with them: its first"
                 " state could not be copied",
                 seen=f"{type(self._schedule).__name__}, {type(self._not_copied).__name__}:"
                 f" {self._not_copied}",
