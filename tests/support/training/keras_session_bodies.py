@@ -44,11 +44,11 @@ def data() -> tuple[Tensor, Tensor]:
     return x, torch.randn(NUM_SAMPLES, 3, generator=drawn)
 
 
-def new_model(wide: int = 7) -> Any:
+def new_model(wide: int = 7, kind: Any = keras.Sequential) -> Any:
     """Make a model with a pair of layers, a single one, a regulariser, and sizes that no rank count
     divides."""
     keras.utils.set_random_seed(0)
-    return keras.Sequential(
+    return kind(
         [
             keras.Input((6,)),
             keras.layers.Dense(wide, activation="relu"),

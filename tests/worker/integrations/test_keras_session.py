@@ -150,6 +150,35 @@ def test_a_callback_that_stops_training_on_one_member_ends_the_job(
     assert other == (steps, weights, epochs)
 
 
+class OwnFit(keras.Sequential):  # type: ignore[misc]
+    def fit(self, *data: Any, **options: Any) -> Any:
+        return super().fit(*data, **options)
+
+
+class OwnFitWithCallbacks(keras.Sequential):  # type: ignore[misc]
+    def fit(self, x: Any, callbacks: Any = None, **options: Any) -> Any:
+        return super().fit(x, callbacks=callbacks, **options)
+
+
+@pytest.mark.parametrize("kind", [OwnFit, OwnFitWithCallbacks])
+def test_a_model_may_have_its_own_fit(cluster: LocalCluster, kind: type[Any]) -> None:
+    def member(member_id: str) -> int:
+        def stop(number: int, logs: Any = None) -> None:
+            model.stop_training = session.step_number == 3
+
+        with job.join(member_id=member_id) as session:
+            model = bodies.new_model(kind=kind)
+            model.compile(optimizer=bodies.new_optimizer("sgd"), loss="mse")
+            session.distribute(model, model.optimizer, "ddp")
+            batches = SessionBatches(model, bodies.data(), global_batch_size=12, epochs=3)
+            callbacks = [keras.callbacks.LambdaCallback(on_train_batch_end=stop)]
+            model.fit(batches, epochs=batches.epochs, verbose=0, callbacks=callbacks)
+            return session.step_number
+
+    job = ThreadJob(cluster=cluster, num_members=1)
+    assert job.results(member, ("a",)) == [3]
+
+
 def parameters_of(model: Any) -> list[tuple[Any, torch.nn.Parameter]]:
     return [(v, torch.nn.Parameter(v.value.detach().clone())) for v in model.trainable_variables]
 

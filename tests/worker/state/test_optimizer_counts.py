@@ -34,3 +34,10 @@ def test_other_state_goes_to_the_parameters_device(shape: tuple[int, ...], key: 
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     assert place_state(parameter, key, torch.ones(shape), optimizer).device.type == "meta"
     assert place_state(parameter, key, torch.tensor(1.0), optimizer).device.type == "meta"
+
+
+def test_what_nadam_reads_in_each_step_stays_on_the_host() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2, device="meta"))
+    optimizer = torch.optim.NAdam([parameter])
+    placed = place_state(parameter, "mu_product", torch.tensor(0.5), optimizer)
+    assert placed.device.type == "cpu"

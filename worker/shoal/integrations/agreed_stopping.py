@@ -1,5 +1,6 @@
 """Lightning's EarlyStopping and ModelCheckpoint with the same decisions on all members."""
 
+import math
 import os
 import re
 import sys
@@ -17,13 +18,20 @@ COUNTS = frozenset({"epoch", "step"})
 
 
 def agreed(session: Session, metrics: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the mean of each metric over members; its exact value if all have the same."""
-    own = {name: float(value) for name, value in metrics.items()}
-    low = session.all_reduce(own, "min") if own else {}
-    high = session.all_reduce(own, "max") if own else {}
+    """Return the mean of each metric over the members that have it (a member that has just joined
+    may have None); its exact value if they have the same. Without those that no member has."""
+    if not metrics:
+        return {}
+    own = {name: float(value) for name, value in metrics.items() if value is not None}
+    counts = session.all_reduce({name: float(name in own) for name in metrics}, "sum")
+    low = session.all_reduce({name: own.get(name, math.inf) for name in metrics}, "min")
+    high = session.all_reduce({name: own.get(name, -math.inf) for name in metrics}, "max")
+    found = {name: low[name] for name in metrics if counts[name]}
     # NaN differs from itself, and its mean is NaN.
-    differ = {name: value for name, value in own.items() if low[name] != high[name]}
-    found = {**own, **(session.all_reduce(differ, "mean") if differ else {})}
+    differ = [name for name in found if low[name] != high[name]]
+    if differ:
+        sums = session.all_reduce({name: own.get(name, 0.0) for name in differ}, "sum")
+        found |= {name: sums[name] / counts[name] for name in differ}
     return {name: torch.tensor(value, dtype=torch.float64) for name, value in found.items()}
 
 
@@ -79,7 +87,7 @@ class AgreedCheckpoints:
 
     def save_best(self, trainer: Any, metrics: dict[str, Tensor]) -> None:
         callback = self._callback
-        named = _names_in(callback.filename or "") | {callback.monitor}
+        named = _names_in(callback.filename or "") | ({callback.monitor} - {None})
         self._save_best(trainer, self._agreed(metrics, named))
 
     def save_last(self, trainer: Any, metrics: dict[str, Tensor]) -> None:
@@ -91,7 +99,7 @@ class AgreedCheckpoints:
         """Return the metrics, those of these names as members agree on them."""
         if sys.exception() is not None:
             return metrics  # this member has raised: no collectives
-        own = {name: metrics[name] for name in sorted((names & metrics.keys()) - COUNTS)}
+        own = {name: metrics.get(name) for name in sorted(names - COUNTS)}
         return {**metrics, **agreed(self._session, own)}
 
     def exists(self, path: Any, trainer: Any) -> bool:

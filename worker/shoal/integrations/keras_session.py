@@ -265,11 +265,18 @@ def distribute(session: "Session", model: Any, strategy: str | Strategy, **optio
 
 def _fit(model: Any, *arguments: Any, **options: Any) -> Any:
     fit, fitting = model.__dict__["shoal_plain_fit"], model.__dict__[_MARK]
-    bound = inspect.signature(fit).bind(*arguments, **options)
+    signature = inspect.signature(fit)
+    bound = signature.bind(*arguments, **options)
     bound.apply_defaults()
-    callbacks = bound.arguments["callbacks"]
+    taking = given = bound.arguments
+    # A model's own `fit` may take options as **kwargs, and pass them on.
+    for each in signature.parameters.values():
+        if each.kind is each.VAR_KEYWORD:
+            given = {**given, **given[each.name]}
+            taking = taking if "callbacks" in taking else taking[each.name]
+    callbacks = given.get("callbacks")
     if not isinstance(callbacks, keras.callbacks.CallbackList):
-        callbacks = _callback_list(model, fitting.batches, **bound.arguments)
+        callbacks = _callback_list(model, fitting.batches, **{**given, "callbacks": callbacks})
     for name, end in (
         ("on_train_batch_end", fitting.end_batch),
         ("on_epoch_end", fitting.end_epoch),
@@ -277,7 +284,7 @@ def _fit(model: Any, *arguments: Any, **options: Any) -> Any:
         # Not getattr: the script's list may have those of an earlier fit.
         run_callbacks = types.MethodType(getattr(type(callbacks), name), callbacks)
         setattr(callbacks, name, partial(end, run_callbacks))
-    bound.arguments["callbacks"] = callbacks
+    taking["callbacks"] = callbacks
     return fit(*bound.args, **bound.kwargs)
 
 
@@ -286,9 +293,9 @@ def _callback_list(
     batches: SessionBatches | None,
     *,
     callbacks: Any,
-    verbose: Any,
-    epochs: int,
-    steps_per_epoch: int | None,
+    verbose: Any = "auto",
+    epochs: int = 1,
+    steps_per_epoch: int | None = None,
     **_: Any,
 ) -> Any:
     """Return a list of callbacks as Keras's `fit` makes it."""

@@ -196,14 +196,21 @@ class SessionStrategy(SingleDeviceStrategy):
         return found
 
     def _take_checkpoints(self, trainer: Trainer) -> None:
-        """Make members agree on checkpoints, except those at times of a member's own clock, and
-        those of `OWN_REPLICAS`, which follow no metric."""
+        """Make members agree on checkpoints, except those at times of a member's own clock. Those
+        of `OWN_REPLICAS` follow no metric; there, only rank 0 looks whether a file exists, as
+        another member may find what rank 0 has just written."""
         if self._session.strategy.name in OWN_REPLICAS:
+            for each in trainer.checkpoint_callbacks:
+                if isinstance(each, ModelCheckpoint):
+                    vars(each)["file_exists"] = partial(self._exists_on_rank_0, each.file_exists)
             return
         for number, each in enumerate(trainer.checkpoint_callbacks):
             if isinstance(each, ModelCheckpoint) and each._train_time_interval is None:
                 kept = AgreedCheckpoints(each, self._session)
                 self._session.register(f"lightning-checkpoints-{number}", kept)
+
+    def _exists_on_rank_0(self, exists: Callable[..., bool], path: Any, trainer: Any) -> bool:
+        return self._session.is_first and exists(path, trainer)
 
     def _refuse_distributed(self, trainer: Trainer) -> None:
         strategy = self._session.strategy
@@ -281,7 +288,7 @@ class SessionStrategy(SingleDeviceStrategy):
         if self._session.is_first:
             # A member that has raised leaves: the others must not wait for it.
             has_raised = sys.exception() is not None
-            pause = self._session.pause_unless_paused("saving a checkpoint")
+            pause = self._session.pause_for_library("saving a checkpoint")
             with nullcontext() if has_raised else pause:
                 super().save_checkpoint(checkpoint, filepath, storage_options)
 

@@ -73,7 +73,7 @@ class PausedValidation:
         if self._trainer.sanity_checking:
             return self._run()  # before the first batch: no member waits
         with self._pause:
-            self._pause.enter_context(self._session.pause_unless_paused("validation"))
+            self._pause.enter_context(self._session.pause_for_library("validation"))
             return self._run()
 
     def end(self) -> Any:

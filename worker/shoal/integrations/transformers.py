@@ -101,7 +101,7 @@ class SessionTrainer(Trainer):
             return
         state = dict(self._session.state_dict())
         if self._session.is_first:
-            with self._session.pause_unless_paused("saving the model"):
+            with self._session.pause_for_library("saving the model"):
                 self._save(output_dir, state_dict=state)
 
     def hyperparameter_search(self, *_: Any, **__: Any) -> Any:
@@ -406,7 +406,7 @@ class SessionTrainer(Trainer):
                 f"compute_metrics or predict under strategy {strategy.name}",
                 f"{', '.join(sorted(FORWARD_ALONE))}; or the loss alone, or session.evaluate",
             )
-        with self._session.pause(description):
+        with self._session.pause_for_library(description):
             output = super().evaluation_loop(
                 dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
             )

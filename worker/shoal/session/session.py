@@ -68,10 +68,25 @@ class ScriptPause:
     def __init__(self, controller: ElasticController) -> None:
         self._controller = controller
         self.is_on = False
+        self._is_for_library = False
 
     def hold_unless_paused(self, reason: str, limit_s: float) -> AbstractContextManager[None]:
         """Pause as `hold` does, unless the script is in a pause already."""
         return nullcontext() if self.is_on else self.hold(reason, limit_s)
+
+    @contextmanager
+    def hold_for_library(self, reason: str) -> Iterator[None]:
+        """Pause unless the script is in a pause already; pauses of the script within this one
+        change nothing."""
+        if self.is_on:
+            yield
+            return
+        with self.hold(reason, LONGEST_S):
+            self._is_for_library = True
+            try:
+                yield
+            finally:
+                self._is_for_library = False
 
     @contextmanager
     def hold(self, reason: str, limit_s: float) -> Iterator[None]:
@@ -85,6 +100,9 @@ class ScriptPause:
                 seen=f"{limit_s:g}",
                 expected=f"above 0, and at most {LONGEST_S:g} s",
             )
+        if self._is_for_library:
+            yield
+            return
         if self.is_on:
             raise InvalidSpec("pauses do not nest", seen=f"pause({reason!r}) within a pause")
         self._controller.pause(reason, limit_s)
@@ -406,10 +424,10 @@ class Session:
         check_entered(self._reports, "session.pause")
         return self._pause.hold(reason, limit_s)
 
-    def pause_unless_paused(self, reason: str) -> AbstractContextManager[None]:
-        """Pause, unless the script does already: for parts of other libraries, which a script may
-        call within a pause of its own."""
-        return self._pause.hold_unless_paused(reason, PAUSE_S)
+    def pause_for_library(self, reason: str) -> AbstractContextManager[None]:
+        """Pause for at most a day while another library works, such as Lightning's validation. The
+        script may pause around it and within it."""
+        return self._pause.hold_for_library(reason)
 
     def forward_backward(self, batch: Batch, loss_function: LossFunction) -> Tensor:
         """Run the forward and backward pass of a batch in one call: as
