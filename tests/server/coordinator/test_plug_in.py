@@ -1,7 +1,9 @@
 """Coordinators without the parameter-server half."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import grpc.aio
 import pytest
@@ -46,7 +48,12 @@ def test_a_coordinator_without_parameters_loads_no_module_of_them() -> None:
     """The coordinator starts, leads and steps down in a process of its own, which then lists the
     modules that it has loaded."""
     run = subprocess.run(
-        [sys.executable, "-c", LEADS], capture_output=True, text=True, check=True, timeout=60.0
+        [sys.executable, "-c", LEADS],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60.0,
     )
     loaded = run.stdout.splitlines()
     assert "shoal_server.coordinator.assembly" in loaded
