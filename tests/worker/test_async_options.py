@@ -72,7 +72,7 @@ FOLLOWED: dict[str, Callable[[torch.optim.Optimizer], LRScheduler]] = {
 
 @pytest.mark.parametrize("kind", FOLLOWED)
 def test_a_schedule_that_members_step_goes_back_with_updates_that_were_undone(kind: str) -> None:
-    """After each restore the rates are those of a new schedule, in every group."""
+    """Rates after each restore are those of a new schedule, in every group."""
 
     def new() -> tuple[torch.optim.Optimizer, FollowedSchedule]:
         optimizer = torch.optim.SGD(groups(new_model()), lr=0.1)  # type: ignore[arg-type]

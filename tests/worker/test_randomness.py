@@ -624,7 +624,8 @@ def test_compiled_dropout_has_the_gradients_of_the_layer(backend: str) -> None:
 
 @pytest.mark.long
 def test_a_compiled_graph_that_is_computed_again_draws_the_same() -> None:
-    """It is unknown which of several calls of a module the backward pass repeats."""
+    """A module that is called several times is refused: which call the backward pass repeats is
+    unknown."""
     layers = [nn.Sequential(nn.Dropout(), nn.Tanh()), nn.Sequential(nn.Dropout(), nn.Tanh())]
     model = nn.ModuleList(layers)
     key_dropout(model)

@@ -193,8 +193,8 @@ async def test_the_record_of_earlier_runs_is_removed_in_time() -> None:
 
 
 async def test_the_series_of_earlier_runs_are_removed_with_their_record() -> None:
-    """The next run begins at generation 1, and is not taken for one before the series' publisher.
-    A plain script's series stays."""
+    """Publications of the next run, which begins at generation 1, are accepted. A plain script's
+    series stays."""
     store = MemoryStore()
     by_a_run, by_a_script = Publisher(generation=9), Publisher(script="p")
     for name, publisher in (("j/policy", by_a_run), ("j/own", by_a_script)):

@@ -789,7 +789,7 @@ def in_one(session: Session, _: Any, batch: shoal.Batch) -> None:
 def test_a_backward_pass_after_clipping_is_refused(
     cluster: LocalCluster, strategy: str, backward: Callable[..., None]
 ) -> None:
-    """Its gradients would be scaled otherwise than those before, or not reduced."""
+    """Gradients of such a pass would be scaled otherwise than those before, or not reduced."""
 
     def clips(session: Session, model: Any, _: Any, batch: shoal.Batch) -> None:
         with session.step():

@@ -239,7 +239,7 @@ def look_up(whole: nn.Module, index: int) -> None:
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("index", [6, -1])
 def test_a_split_embedding_refuses_an_index_that_is_out_of_range(world_size, index):
-    """As torch does in one process, and on every rank: with four ranks the last has no row."""
+    """Every rank refuses it, as torch does in one process: with four ranks the last has no row."""
     whole = nn.Sequential(nn.Embedding(6, 3), nn.Linear(3, 3))
     shoal.run_in_memory(look_up, world_size, whole, index)
 
