@@ -33,7 +33,7 @@ from rows import Row, publish
 sys.path.insert(0, str(Path(__file__).parent / "training"))
 
 from accuracy_tasks import TASKS, Score
-from on_accuracy import STRATEGIES, Training, joined, prepare, train
+from on_accuracy import STRATEGIES, Training, combine_parts, prepare, train
 from patient_servers import patient_servers
 
 NUM_WORKERS = (1, 4, 8)
@@ -67,7 +67,7 @@ class Cell:
         began_s = time.monotonic()
         training = Training(task=self.task, mode=self.mode, num_workers=self.num_workers, seed=seed)
         parts = [pool.submit(train, training, coordinator) for _ in range(self.num_workers)]
-        score, staleness = joined([part.result() for part in parts])
+        score, staleness = combine_parts([part.result() for part in parts])
         self.scores.append(score)
         self.stalenesses.append(staleness)
         print(

@@ -4,8 +4,8 @@
     .venv/bin/python bench/demo.py 5
 
 `ddp_kill_recovery` is the time from the SIGKILL to the next completed step of the generation
-without the killed worker. `async_kill_pause` is the longest time after the kill in which no
-survivor completed a step, minus the usual gap between two steps.
+without the killed worker. `async_kill_pause` is the longest gap between the survivors' steps in
+the two seconds after the kill, minus the median gap in the two seconds before it.
 """
 
 import json

@@ -84,7 +84,7 @@ def alone(task: Task, seed: int) -> Score:
     model = task.new_model(False)
     order = order_of(task, seed)
     optimizer = dense_optimizer(task, model)
-    schedule = falling(optimizer, order)
+    schedule = linear_decay(optimizer, order)
     optimizers: list[Optimizer] = [optimizer]
     optimizers += [Adagrad(rows.parameters(), lr=ROW_LR) for rows in embeddings(model)]
     loader = Loader(task.data()[0], order)
@@ -108,7 +108,7 @@ def together(task: Task, training: Training, coordinator: str, meeting: Barrier)
     ) as session:
         model = task.new_model(True)
         optimizer = dense_optimizer(task, model)
-        schedule = falling(optimizer, order_of(task, training.seed))
+        schedule = linear_decay(optimizer, order_of(task, training.seed))
         session.distribute(model, optimizer, STRATEGIES[training.mode](schedule))
         for batch in session.batches(
             task.data()[0],
@@ -119,8 +119,8 @@ def together(task: Task, training: Training, coordinator: str, meeting: Barrier)
             with session.step():
                 session.backward(task.loss(model(batch.inputs), batch.targets))
             stalenesses.append(session.strategy.metrics()["staleness"])
-        # Once batches end, every sample is done and the model has all updates. No worker leaves
-        # before the model is measured: a job is removed, with its rows, when all members have left.
+        # Once batches end, every sample is done and the model has all updates. The servers drop
+        # parameters and rows when the last member leaves, so the model is measured before any does.
         is_first = meeting.wait(MEETING_S) == 0
         found = score(task, model) if is_first else None
         meeting.wait(MEETING_S)
@@ -137,7 +137,7 @@ def order_of(task: Task, seed: int) -> Order:
     )
 
 
-def falling(optimizer: Optimizer, order: Order) -> LinearLR:
+def linear_decay(optimizer: Optimizer, order: Order) -> LinearLR:
     """Return a schedule whose rate is 0 after the last step."""
     return LinearLR(optimizer, start_factor=1.0, end_factor=0.0, total_iters=order.num_steps)
 
@@ -153,10 +153,10 @@ def dense_optimizer(task: Task, model: nn.Module) -> SGD:
     return SGD(dense, lr=task.lr, momentum=task.momentum)
 
 
-def joined(parts: list[Part]) -> tuple[Score, float]:
+def combine_parts(parts: list[Part]) -> tuple[Score, float]:
     """Return the score of a training, and the mean staleness of the pushes of all workers."""
     (found,) = (part.score for part in parts if part.score is not None)
     return found, mean([s for part in parts for s in part.stalenesses] or [0.0])
 
 
-__all__ = ["STRATEGIES", "Part", "Training", "joined", "prepare", "train"]
+__all__ = ["STRATEGIES", "Part", "Training", "combine_parts", "prepare", "train"]

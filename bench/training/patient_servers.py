@@ -1,7 +1,8 @@
 """A coordinator and parameter servers with time limits for a crowded machine.
 
-With default limits, one of eight workers and two servers on two cores is sometimes declared lost
-because it is slow. bench/accuracy.py measures the quality of a model, not the time.
+Eight workers and two servers share two cores: under the default limits a worker is sometimes
+declared lost only because it is slow. Longer limits do not change the result: bench/accuracy.py
+measures a model's quality, not time.
 """
 
 import json

@@ -62,11 +62,11 @@ class Sending:
                 return
 
     def send_between_answers(self) -> None:
-        """Send like `send_available`, between two answers."""
+        """Like `send_available`, but a broken connection raises only in the next `send_available`:
+        answers that arrived before the break are read first."""
         try:
             self.send_available()
         except OSError:
-            # `send_available` raises the error again, after the received answers.
             return
 
     def _make_ready(self) -> None:

@@ -216,7 +216,8 @@ class Coordinator:
         await self._while_leading.enter_async_context(running(*work))
 
     async def step_down(self) -> None:
-        """Drop every job."""
+        """Stop leading: refuse calls, end the background work and discard the jobs in memory. They
+        stay in etcd for the next leader."""
         # Refuse calls first: a watch opened during the following awaits would never end.
         self.registry.refuse_calls()
         await self._while_leading.aclose()

@@ -45,7 +45,7 @@ class HistoryKeeper:
         self._store = store
         self._registry = registry
         self._board = board
-        self._taken_up: set[str] = set()
+        self._loaded: set[str] = set()
         """Jobs whose stored history has been read."""
         self._dropped: set[str] = set()
         """Jobs among these that the board has dropped since. If one is retried, its history is read
@@ -57,17 +57,17 @@ class HistoryKeeper:
         """Record and store the history of jobs, until cancelled."""
         keep_s = time.monotonic() + KEEP_EACH_S
         while True:
-            await self.take_up()
+            await self.load_histories()
             began_s = time.monotonic()
-            self.read()
-            # The time of `read` alone: `keep` waits for etcd.
+            self.record_readings()
+            # The time of `record_readings` alone: `keep` waits for etcd.
             read_s = time.monotonic() - began_s
             if began_s >= keep_s:
                 keep_s = began_s + KEEP_EACH_S
                 await self.keep()
             await asyncio.sleep(max(READ_EACH_S, read_s / MAX_SHARE))
 
-    def read(self) -> None:
+    def record_readings(self) -> None:
         """Record a reading of each running job with fresh reports."""
         for actor in self._registry.actors():
             roster, job = actor.job.running, actor.job.spec.job
@@ -79,31 +79,31 @@ class HistoryKeeper:
 
     async def keep(self) -> None:
         """Write each changed history of at most MAX_BYTES; forget removed jobs. Logs failures."""
-        gone = {job for job in self._taken_up if self._registry.is_free(job)}
-        self._taken_up -= gone
+        gone = {job for job in self._loaded if self._registry.is_free(job)}
+        self._loaded -= gone
         self._dropped -= gone
         self._kept = {job: value for job, value in self._kept.items() if job not in gone}
         await gather_bounded(self._keep_one, self._registry.actors(), AT_ONCE)
 
-    async def take_up(self) -> None:
-        """Read the history of new jobs, and of jobs that are on the board again."""
-        self._dropped |= {job for job in self._taken_up if self._board.history(job) is None}
+    async def load_histories(self) -> None:
+        """Load from etcd the history of new jobs, and of retried ones that the board dropped."""
+        self._dropped |= {job for job in self._loaded if self._board.history(job) is None}
         new = [a for a in self._registry.actors() if self._is_new(a.job.spec.job)]
-        await gather_bounded(self._take_up_one, new, AT_ONCE)
+        await gather_bounded(self._load_history, new, AT_ONCE)
 
     def _is_new(self, job: str) -> bool:
         if job in self._dropped:
             return self._board.history(job) is not None
-        return job not in self._taken_up
+        return job not in self._loaded
 
-    async def _take_up_one(self, actor: JobActor) -> None:
+    async def _load_history(self, actor: JobActor) -> None:
         job = actor.job.spec.job
         try:
             stored = await self._store.get(keys.history(job))
         except RetryError as error:
             log.debug("history_not_read", job=job, reason=str(error))
             return
-        self._taken_up.add(job)
+        self._loaded.add(job)
         self._dropped.discard(job)
         if stored is None:
             return
@@ -133,7 +133,7 @@ class HistoryKeeper:
         job = actor.job.spec.job
         known = self._board.history(job)
         is_over = actor.job.phase in OVER and actor.job.tally.is_cleared
-        is_continued = job in self._taken_up and job not in self._dropped
+        is_continued = job in self._loaded and job not in self._dropped
         if known is None or is_over or not is_continued:
             return
         reports, series = known

@@ -24,8 +24,9 @@ BindAddress = Annotated[
     Parameter(
         name="--bind",
         metavar="ADDRESS",
-        help="Listen on this address with every port; 0.0.0.0: on all of this machine's addresses."
-        " An address that other machines can reach needs --tls, or --insecure.",
+        help="Address of the ports that are given without a host, except --metrics; 0.0.0.0: all"
+        " addresses of this machine. An address that other machines can reach needs --tls, or"
+        " --insecure.",
     ),
 ]
 ListenAddress = Annotated[

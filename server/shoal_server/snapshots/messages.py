@@ -8,7 +8,7 @@ from shoal_server.core.shards.steps import Begun, Shards, StepId, from_bits, to_
 from shoal_server.snapshots.manifest import ManifestEntry
 
 
-def of_begun(begun: Begun) -> list[BegunSteps]:
+def encode_begun(begun: Begun) -> list[BegunSteps]:
     by_session: dict[str, BegunSteps] = {}
     # Most steps touch the same shards.
     encode = cache(to_bits)
@@ -24,8 +24,8 @@ def of_begun(begun: Begun) -> list[BegunSteps]:
     return list(by_session.values())
 
 
-def to_begun(messages: Iterable[BegunSteps]) -> dict[StepId, Shards]:
-    """Decode the steps that `of_begun` encoded, with their shards; None: every dense shard."""
+def decode_begun(messages: Iterable[BegunSteps]) -> dict[StepId, Shards]:
+    """Decode the steps that `encode_begun` encoded, with their shards; None: every dense shard."""
     return {
         StepId(session.session, step.sequence): None
         if step.touches_all
@@ -35,20 +35,19 @@ def to_begun(messages: Iterable[BegunSteps]) -> dict[StepId, Shards]:
     }
 
 
-def file_of(part: ManifestEntry) -> ShardFile:
-    """Return an entry of a manifest as a message."""
-    stamp = ShardStamp(shard_id=part.shard_id, epoch=part.epoch, version=part.version)
+def encode_entry(entry: ManifestEntry) -> ShardFile:
+    stamp = ShardStamp(shard_id=entry.shard_id, epoch=entry.epoch, version=entry.version)
     return ShardFile(
         shard=stamp,
-        kind=part.kind,
-        file=part.file,
-        num_bytes=part.num_bytes,
-        sha256=part.sha256,
+        kind=entry.kind,
+        file=entry.file,
+        num_bytes=entry.num_bytes,
+        sha256=entry.sha256,
     )
 
 
-def to_part(file: ShardFile) -> ManifestEntry:
-    """Return the manifest's entry for a file in a message, not checked."""
+def decode_entry(file: ShardFile) -> ManifestEntry:
+    """Decode what `encode_entry` encoded. The values are not validated."""
     return ManifestEntry(
         shard_id=file.shard.shard_id,
         epoch=file.shard.epoch,

@@ -67,11 +67,11 @@ async def test_reports_of_members_are_charted_and_read_by_the_next_leader() -> N
         report(world, members[0], step=7, loss=0.25)
         report(world, members[1], step=8, loss=0.75, course=CourseFigures(run=RUN))
         own = keeper(world)
-        await own.take_up()
-        own.read()
+        await own.load_histories()
+        own.record_readings()
         await own.keep()
     async with served(store) as world:
-        await keeper(world).take_up()
+        await keeper(world).load_histories()
         assert world.coordinator.board.run_origin("j") == RUN
         found = world.coordinator.board.history("j")
         assert found is not None
@@ -96,12 +96,12 @@ async def test_the_sum_of_steps_does_not_fall_when_another_coordinator_leads() -
         report(world, b, step=5)
         assert board.total_steps("j") == 107
         own = keeper(world)
-        await own.take_up()
+        await own.load_histories()
         await own.keep()
-        await keeper(world).take_up()
+        await keeper(world).load_histories()
         assert board.total_steps("j") == 107
         board.reset_reports("j")
-        await keeper(world).take_up()
+        await keeper(world).load_histories()
         assert board.total_steps("j") == 107
         report(world, a, step=71)
         assert board.total_steps("j") == 108
@@ -113,14 +113,14 @@ async def test_the_next_leader_knows_how_the_last_member_of_a_job_ended() -> Non
     async with served(store) as world:
         (member,) = await world.training("a")
         own = keeper(world)
-        await own.take_up()
+        await own.load_histories()
         reason = "ValueError('no such file')"
         await asyncio.to_thread(member.leave, completed=False, reason=reason)
         await own.keep()
     async with served(store) as world:
         coordinator = world.coordinator
         await until(lambda: coordinator.registry.actor_if_known("j") is not None)
-        await keeper(world).take_up()
+        await keeper(world).load_histories()
         queries = StatusQueries(coordinator.view, coordinator.board)
         summary = queries.summary(queries.job("j"))
         assert summary.state == "interrupted"
@@ -146,13 +146,13 @@ async def test_a_coordinator_that_leads_again_counts_its_history_once(
         report(world, member)
         board.report("removed", "a", HealthView(public_id="x", received_unix_s=0.0, step=9))
         own = keeper(world)
-        await own.take_up()
+        await own.load_histories()
         await own.keep()
         before = board.history("j")
         assert before is not None
         await coordinator.step_down()
         await coordinator.lead(())
-        await keeper(world).take_up()
+        await keeper(world).load_histories()
         after = board.history("j")
         assert after is not None
         assert board.paused_s("j") == 5.0
@@ -217,7 +217,7 @@ async def test_a_record_that_cannot_be_read_loses_only_the_charts(value: bytes) 
         await world.training("a")
         await store.transact((), [Put(keys.history("j"), value)])
         with structlog.testing.capture_logs() as logs:
-            await keeper(world).take_up()
+            await keeper(world).load_histories()
         assert [line["event"] for line in logs if line["log_level"] == "warning"] == [
             "history_unreadable"
         ]
@@ -231,8 +231,8 @@ async def test_no_charts_are_written_for_a_removed_job() -> None:
         (member,) = await world.training("a")
         report(world, member)
         own = keeper(world)
-        await own.take_up()
-        own.read()
+        await own.load_histories()
+        own.record_readings()
         await store.transact((), [Delete(keys.job_prefix("j"), prefix=True)])
         await own.keep()
         assert await store.get(keys.history("j")) is None
@@ -244,14 +244,14 @@ async def test_a_removed_job_is_forgotten() -> None:
     async with served(store) as world:
         (member,) = await world.training("a")
         own = keeper(world)
-        await own.take_up()
+        await own.load_histories()
         await asyncio.to_thread(member.leave, completed=True, reason="it ended")
         await world.coordinator.resetting.reset("j")
         await own.keep()
         await world.training("b")
         begun_s = world.coordinator.registry.find("j").job.tally.begun_s
         await store.transact((), [Put(keys.history("j"), kept(begun_unix_s=begun_s))])
-        await own.take_up()
+        await own.load_histories()
         found = world.coordinator.board.history("j")
         assert found is not None and found[1].view().step == (1, 2)
 
@@ -267,16 +267,16 @@ async def test_a_retried_job_that_the_board_had_dropped_keeps_its_charts(
         begun_s = world.coordinator.registry.find("j").job.tally.begun_s
         await store.transact((), [Put(keys.history("j"), kept(begun_unix_s=begun_s))])
         own, board = keeper(world), world.coordinator.board
-        await own.take_up()
+        await own.load_histories()
         await asyncio.to_thread(member.leave, completed=False, reason="killed")
         await world.coordinator.registry.find("j").stop("enough")
         board.event("other", "job_finished", "all is done")
         assert board.history("j") is None
-        await own.take_up()
+        await own.load_histories()
         await own.keep()
         await world.coordinator.registry.retry("j", from_scratch=False)
         await own.keep()
-        await own.take_up()
+        await own.load_histories()
         await own.keep()
         found = board.history("j")
         assert found is not None and found[1].view().step == (1, 2)
@@ -325,6 +325,6 @@ async def test_an_old_report_of_a_member_is_not_charted() -> None:
             loss=1.0,
         )
         world.coordinator.board.report("j", "a", old)
-        keeper(world).read()
+        keeper(world).record_readings()
         found = world.coordinator.board.history("j")
         assert found is not None and found[1].view().unix_s == ()

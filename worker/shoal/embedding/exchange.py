@@ -124,8 +124,9 @@ class TableExchange:
             replies = self._connected().look_up(requested) if requested else {}
             return rows.finish(lookup, replies)
 
-    def gather(self) -> dict[Where, Gradients]:
-        """Return the step's gradients. Raises NonFiniteGradient with table and row."""
+    def collect_gradients(self) -> dict[Where, Gradients]:
+        """Return this worker's gradients of the step by table and shard, summed for each row.
+        Raises NonFiniteGradient with table and row."""
         with self._lock:
             parts: dict[Where, Gradients] = {}
             for name, table in self._tables.items():

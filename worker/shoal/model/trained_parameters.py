@@ -21,9 +21,9 @@ Kind = tuple[torch.dtype, torch.Size]
 
 _MAX_NAMED = 5
 TRAINED_LATER = (
-    "Give the optimizer all parameters that are ever trained before session.distribute, and "
-    "drop the gradients of those that are not trained yet, or no longer, after session.backward:"
-    " parameter.grad = None (docs/models.md, 'Layers that are trained later')."
+    "Before session.distribute, give the optimizer every parameter that will ever be trained. After"
+    " each session.backward, set parameter.grad = None for those that this step does not train"
+    " (docs/models.md, 'Layers that are trained later')."
 )
 """Advice to a script that trains some parameters only from a later step on."""
 
@@ -44,14 +44,16 @@ class TrainedParameters:
         self._contents: list[object] = []
         self._parameters: list[Tensor] = []
         self._properties: list[object] = []
-        """`requires_grad`, dtype and shape of each of `_parameters` at that check."""
-        self.note()
+        """`_modules`, `_contents`, `_parameters`: what the last check saw. `_properties`:
+        requires_grad, dtype and shape of each of `_parameters` then."""
+        self.record_parameters()
 
-    def note(self) -> None:
-        """Note the parameters of a new generation, if other modules are behind the model now."""
-        behind = self.modules()
-        if not are_same(behind, self._shown):
-            self._shown, self._layers = behind, self._layers_now()
+    def record_parameters(self) -> None:
+        """Record the parameters again if the proxies of the model point to other modules, as they
+        can in a new generation."""
+        modules = self.modules()
+        if not are_same(modules, self._shown):
+            self._shown, self._layers = modules, self._layers_now()
             self._own = dict(self._model.named_parameters(remove_duplicate=False))
             self._kinds = {name: _kind_of(each) for name, each in self._own.items()}
 
@@ -60,7 +62,7 @@ class TrainedParameters:
         return self._model.parameters()
 
     def modules(self) -> list[nn.Module]:
-        """Return the modules behind the model in the present generation."""
+        """Return the modules that the model's proxies point to in the present generation."""
         return [unwrap_proxy(each) for each in models_of(self._model).values()]
 
     def has_any(self, parameters: Iterable[Tensor]) -> bool:
@@ -70,7 +72,7 @@ class TrainedParameters:
 
     def check(self, step: int) -> list[nn.Module]:
         """Raise InvalidSpec if the parameters have changed. `step`: number of committed steps.
-        Returns the modules behind the model: the same list object until a module changes."""
+        Returns what `modules` returns: the same list object until a module changes."""
         if self._is_unchanged():
             return self._shown
         self._check(step)
@@ -92,7 +94,7 @@ class TrainedParameters:
         return [*self.modules(), *contents_of(self._modules)]
 
     def _check(self, step: int) -> None:
-        self.note()
+        self.record_parameters()
         layers = self._layers_now()
         if not are_same(layers, self._layers):
             raise self._other_layers(layers, step)

@@ -33,8 +33,11 @@ def rows_of(num_rows: int, rank: int, world_size: int) -> int:
 
 
 class ShardedFigures:
-    """Computation of one plan. Each rank's part counts with the size of the first rank's, to which
-    it is padded."""
+    """Computation of one plan.
+
+    Parameters, gradients and collectives are counted with padding, as if every rank had as many
+    rows as rank 0. Optimizer state is counted without padding.
+    """
 
     def __init__(self, subject: PlanInput, options: ShardedOptions) -> None:
         self._subject, self._options = subject, options

@@ -205,7 +205,7 @@ class Distribution:
         self._controller.set_strategy(chosen, options.validators)
         optimizers = list(optimizers_of(optimizer).values())
         trained = self._parameters = TrainedParameters(distributed[0])
-        self._controller.on_entered = trained.note
+        self._controller.on_entered = trained.record_parameters
         self._guard = StepGuard(optimizers, self.registered, trained, chosen, given)
         held.callback(self._guard.release)
         if self.registered:

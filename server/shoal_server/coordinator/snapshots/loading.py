@@ -91,7 +91,7 @@ class SnapshotLoader:
         files: dict[Holder, list[pb.ShardFile]] = {}
         for shard in shards:
             of_holder = files.setdefault(shard.primary, [])
-            of_holder.append(messages.file_of(parts[shard.shard_id]))
+            of_holder.append(messages.encode_entry(parts[shard.shard_id]))
         failed = {}
 
         async def load(holder: Holder) -> None:

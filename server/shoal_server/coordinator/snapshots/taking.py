@@ -273,12 +273,12 @@ class SnapshotTaker:
         started_s = time.monotonic()
         close = pb.CloseRequest(job=job, cut_id=cut.cut_id, limit_s=2 * ANSWER_WITHIN_S)
         closed = await self._ask_all(cut, lambda stub: stub.Close, close, ANSWER_WITHIN_S)
-        begun = merged(messages.to_begun(reply.begun) for reply in closed.values())
+        begun = merged(messages.decode_begun(reply.begun) for reply in closed.values())
         cursor = await self._state.cursor(job)
         freeze = pb.FreezeRequest(
             job=job,
             cut_id=cut.cut_id,
-            begun=messages.of_begun(begun),
+            begun=messages.encode_begun(begun),
             wait_s=wait_s,
             take_torn=take_torn,
             known=[
@@ -295,7 +295,7 @@ class SnapshotTaker:
         torn = [
             f"push {step.sequence} of {step.session} lacks parts at {server}"
             for server, reply in frozen.items()
-            for step in sorted(messages.to_begun(reply.torn))
+            for step in sorted(messages.decode_begun(reply.torn))
         ]
         return _Frozen(stamps=stamps, begun=begun, torn=torn, cursor=cursor, pause_s=pause_s)
 
@@ -319,7 +319,7 @@ class SnapshotTaker:
         written = {
             part.shard_id: part
             for reply in replies.values()
-            for part in map(messages.to_part, reply.files)
+            for part in map(messages.decode_entry, reply.files)
         }
         parts = []
         for stamps in frozen.stamps.values():

@@ -77,13 +77,13 @@ class SnapshotsServicer(ShardSnapshotsServicer):
             )
         await self._maker.make_all(request.job)
         begun = await self._barriers.close(request.job, request.cut_id, request.limit_s)
-        return pb.CloseReply(begun=messages.of_begun(begun))
+        return pb.CloseReply(begun=messages.encode_begun(begun))
 
     async def Freeze(self, request: pb.FreezeRequest, context: Context) -> pb.FreezeReply:
         stamps, torn = await self._barriers.freeze(
             request.job,
             request.cut_id,
-            messages.to_begun(request.begun),
+            messages.decode_begun(request.begun),
             min(request.wait_s, MAX_LIMIT_S),
             take_torn=request.take_torn,
         )
@@ -93,7 +93,7 @@ class SnapshotsServicer(ShardSnapshotsServicer):
             shards=[
                 pb.ShardStamp(shard_id=s.shard_id, epoch=s.epoch, version=s.version) for s in stamps
             ],
-            torn=messages.of_begun(dict.fromkeys(torn)),
+            torn=messages.encode_begun(dict.fromkeys(torn)),
         )
 
     async def Write(self, request: pb.WriteRequest, context: Context) -> pb.WriteReply:
@@ -103,7 +103,7 @@ class SnapshotsServicer(ShardSnapshotsServicer):
             files = []
             for image in self._barriers.images_of_cut(request.job, request.cut_id):
                 part = await self._in_pool(partial(_write, library, request, image))
-                files.append(messages.file_of(part))
+                files.append(messages.encode_entry(part))
             return pb.WriteReply(files=files)
         finally:
             self._barriers.abort(request.job, request.cut_id, "the call that writes the cut ended")
@@ -133,7 +133,7 @@ class SnapshotsServicer(ShardSnapshotsServicer):
 
     async def Load(self, request: pb.LoadRequest, context: Context) -> pb.LoadReply:
         job = request.job
-        parts = [messages.to_part(file) for file in request.files]
+        parts = [messages.decode_entry(file) for file in request.files]
         # The coordinator has written the record before this call.
         await self._replicas.drop_stale_replicas(job)
         epochs = {part.shard_id: self._epoch_to_lead(job, part.shard_id) for part in parts}

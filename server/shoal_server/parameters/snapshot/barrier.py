@@ -93,8 +93,10 @@ class SnapshotBarrier:
             self._is_whole(step, known, lacking)
 
     def add_steps(self, begun: Begun) -> None:
-        """Add the steps of a shard that came from another server or was restored, and check all
-        known steps again: that shard may lack some."""
+        """Add the steps that a shard knows which was moved to this server or restored here.
+
+        Until the next check no known step counts as applied: the new shard may lack it.
+        """
         for step, shards in begun.items():
             if not self._is_outdated(step):
                 self._note(step, shards)

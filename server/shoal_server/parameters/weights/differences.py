@@ -18,7 +18,7 @@ from shoal_server.parameters.shard.memory import Memory
 log = structlog.get_logger(__name__)
 
 MAX_CHANGED = 0.2
-"""Share of changed elements above which the whole segment is sent."""
+"""Share of changed 16-bit words, estimated from samples, above which the whole segment is sent."""
 MAX_SIZE = 0.5
 """Largest difference that is worth sending, as a share of the whole segment."""
 KEPT_S = 60.0

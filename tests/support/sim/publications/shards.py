@@ -127,10 +127,10 @@ class SimShardHost:
         self._known = led
         begun = self._barrier.close(request.cut_id)
         self._set_limit(request.cut_id, request.limit_s)
-        return snapshots.CloseReply(begun=messages.of_begun(begun))
+        return snapshots.CloseReply(begun=messages.encode_begun(begun))
 
     async def freeze(self, request: snapshots.FreezeRequest) -> snapshots.FreezeReply:
-        self._barrier.drain(request.cut_id, messages.to_begun(request.begun))
+        self._barrier.drain(request.cut_id, messages.decode_begun(request.begun))
         self._set_limit()
         self._turn()
         try:
@@ -151,7 +151,7 @@ class SimShardHost:
                 snapshots.ShardStamp(shard_id=each.shard_id, epoch=each.epoch, version=each.version)
                 for each in self._frozen.values()
             ]
-            of_torn = messages.of_begun(dict.fromkeys(torn))
+            of_torn = messages.encode_begun(dict.fromkeys(torn))
             return snapshots.FreezeReply(shards=stamps, torn=of_torn)
         finally:
             self._open(request.cut_id)

@@ -394,7 +394,7 @@ class AsyncSGD(LeasingStrategy):
         """
         refuse_changes(self._shared.optimizer, self._shared.spec, self._step)
         gradients = gradients_of(self._shared.values.parameters, self._step)
-        rows = self._tables.gather()
+        rows = self._tables.collect_gradients()
         self._clock.before_push()
         # A repeated step has pushed its rows to the tables already.
         step, push_of_rows = None, None
