@@ -76,8 +76,17 @@ def proposal_from_pb(proposal: pb.Proposal) -> Proposal:
 
 def limits_to_pb(limits: Limits) -> pb.Limits:
     """Return the limits that members need."""
-    names = [each.name for each in pb.Limits.DESCRIPTOR.fields]
-    return pb.Limits(**{name: getattr(limits, name) for name in names})
+    return pb.Limits(
+        heartbeat_s=limits.heartbeat_s,
+        lease_s=limits.lease_s,
+        prepare_s=limits.prepare_s,
+        bring_up_s=limits.bring_up_s,
+        collective_s=limits.collective_s,
+        watchdog_s=limits.watchdog_s,
+        join_s=limits.join_s,
+        probe_s=limits.probe_s,
+        drain_s=limits.drain_s,
+    )
 
 
 _newest_roster: list[tuple[GenerationRoster, pb.Roster]] = []
