@@ -113,8 +113,9 @@ def test_the_script_trains_over_tls_and_leaves_only_logs(tmp_path: Path) -> None
         check=False,
         timeout=200,
     )
-    logs = "".join(path.read_text() for path in (tmp_path / "shoal" / "logs").iterdir())
-    assert [path.name for path in (tmp_path / "shoal").iterdir()] == ["logs"], "nothing but logs"
+    own = tmp_path / "shoal" / "shoal-7"
+    logs = "".join(path.read_text() for path in (own / "logs").iterdir())
+    assert [path.name for path in own.iterdir()] == ["logs"], "nothing but logs"
     assert done.returncode == 0, done.stdout + done.stderr + logs
     assert (done.stdout + done.stderr).count("test accuracy") == 2, "both nodes trained to the end"
     # No part served without TLS.
@@ -169,6 +170,19 @@ def test_a_notice_before_any_member_has_joined_requeues_the_job(tmp_path: Path) 
     assert (tmp_path / "requeued").exists(), done.stdout + done.stderr
 
 
+def test_the_script_removes_nothing_that_its_own_job_has_not_made(tmp_path: Path) -> None:
+    """`SHOAL_DIR` may be one folder for all jobs of a user, and have the user's own files."""
+    others = [tmp_path / "shared" / name for name in ("snapshots/slurm-8/x", "certs/ca.crt")]
+    for path in others:
+        path.parent.mkdir(parents=True)
+        path.touch()
+    done = run_with_stand_ins(tmp_path, 0, 0, SHOAL_DIR=str(tmp_path / "shared"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert all(path.exists() for path in others)
+    own = tmp_path / "shared" / "shoal-7"
+    assert [path.name for path in own.iterdir()] == ["logs"]
+
+
 def run_with_stand_ins(
     tmp_path: Path,
     launchers: int,
@@ -177,6 +191,7 @@ def run_with_stand_ins(
     error: str = "",
     *,
     wait_says: str = "",
+    **environment: str,
 ) -> subprocess.CompletedProcess[str]:
     programs = tmp_path / "bin"
     programs.mkdir()
@@ -194,6 +209,7 @@ def run_with_stand_ins(
         "FAILURES": str(failures),
         "SAYS": error,
         "WAIT_SAYS": wait_says,
+        **environment,
     }
     return subprocess.run(
         ["bash", SCRIPT, "train.py"],
