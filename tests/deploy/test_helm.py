@@ -155,14 +155,18 @@ def test_another_number_of_workers_only_adds_or_removes_workers() -> None:
 
 
 @pytest.mark.long
-def test_a_changed_job_rolls_the_workers() -> None:
-    def checksum(values: dict[str, Any]) -> str:
-        worker = find(template(values), kinds={"Deployment"}, name="worker")
-        found: str = worker["spec"]["template"]["metadata"]["annotations"]["checksum/job"]
-        return found
+@pytest.mark.parametrize(
+    ("name", "old", "new"), [("job.name", "a", "b"), ("coordinator.replicas", 1, 2)]
+)
+def test_another_job_or_coordinator_rolls_the_workers(name: str, old: Any, new: Any) -> None:
+    """A running pod keeps its environment: the job's settings, and the coordinators' addresses."""
 
-    assert checksum({"job.name": "a"}) == checksum({"job.name": "a"})
-    assert checksum({"job.name": "a"}) != checksum({"job.name": "b"})
+    def pod(value: Any) -> Any:
+        worker = find(template({name: value}), kinds={"Deployment"}, name="worker")
+        return worker["spec"]["template"]
+
+    assert pod(old) == pod(old)
+    assert pod(old) != pod(new)
 
 
 @pytest.mark.long
