@@ -129,6 +129,36 @@ def test_a_script_and_volumes_are_named_in_values() -> None:
     assert container["volumeMounts"][-1] == mount
 
 
+@pytest.mark.parametrize(
+    ("path", "written"),
+    [
+        ("worker.script", "[train.py, --steps, 1000000]"),
+        ("worker.script", "[train.py, --log, yes]"),
+        ("coordinator.arguments", "[--copies, 3]"),
+        ("job.name", "20261130"),
+        ("images.tag", "1.10"),
+    ],
+)
+def test_a_number_where_text_is_expected_is_refused(
+    tmp_path: Path, path: str, written: str
+) -> None:
+    """Helm would pass 1000000 on as 1e+06, and 1.10 as 1.1. In quotes, and by `--set`, they arrive
+    as they are written."""
+    part, _, name = path.partition(".")
+    values = tmp_path / "values.yaml"
+    values.write_text(f"{part}: {{{name}: {written}}}")
+    command = [HELM, "template", "any-name", str(CHART)]
+    done = subprocess.run(
+        [*command, f"--values={values}"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode != 0
+    assert f"bad {path}; saw " in done.stderr and "write it in quotes" in done.stderr
+    quoted = {"worker": {"script": ["train.py", "--steps", "1000000"]}, "images": {"tag": "1.10"}}
+    values.write_text(json.dumps(quoted))
+    text = helm(*command[1:], f"--values={values}", "--set=job.name=7")
+    assert "1000000" in text and "shoal/worker:1.10" in text and 'SHOAL_JOB: "7"' in text
+
+
 def spec(resources: list[Resource]) -> JobSpec:
     """The bounds that new workers get."""
     job = find(resources, kinds={"ConfigMap"}, name="job")["data"]
