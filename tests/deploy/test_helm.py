@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import yaml
 from deploy.kustomization import Resource, find, render
 
 from shoal_server.core.generations.roster import JobSpec
+from shoal_server.status.http.hosts import AllowedHosts
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 CHART = DEPLOY / "helm" / "shoal"
@@ -127,6 +129,14 @@ def test_a_script_and_volumes_are_named_in_values() -> None:
     assert container["args"] == ["train.py", "--lr=0.1"]
     assert pod["volumes"][-1] == volume
     assert container["volumeMounts"][-1] == mount
+
+
+def test_the_page_answers_to_each_name_of_its_certificate() -> None:
+    names = ["shoal.example", "a.example"]
+    given = json.dumps(template({"coordinator.hosts": names}))
+    assert re.findall(r"--host=([\w.]+)", given) == ["localhost", "coordinator", *names]
+    allowed = AllowedHosts(re.findall(r"--http-host=([\w.]+)", given))
+    assert all(allowed.allows(name) for name in names)
 
 
 @pytest.mark.parametrize(
