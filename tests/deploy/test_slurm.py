@@ -33,7 +33,10 @@ exit $code
 
 
 STAND_INS = {
-    "srun": "> $TMPDIR/away; exit $LAUNCHERS",
+    "srun": """if [[ $* == *getent* ]]; then echo "$SECOND_NODE_FINDS" && exit; fi
+    > $TMPDIR/away; exit $LAUNCHERS""",
+    "hostname": "echo node1",
+    "getent": 'echo "127.0.1.1       STREAM node1"',
     "etcd": "exec /bin/sleep 60",
     "sleep": "exec /bin/sleep 0.01",
     # Slurm ends the script.
@@ -183,6 +186,20 @@ def test_the_script_removes_nothing_that_its_own_job_has_not_made(tmp_path: Path
     assert [path.name for path in own.iterdir()] == ["logs"]
 
 
+def test_a_first_node_that_knows_itself_as_loopback_has_the_address_that_others_find(
+    tmp_path: Path,
+) -> None:
+    """Debian's installer writes the node's name to /etc/hosts, as 127.0.1.1."""
+    given = {"SHOAL_HEAD": "", "SLURM_JOB_NUM_NODES": "2"}
+    for finds, code, says in (
+        ("10.0.0.1        STREAM node1", 0, "cluster 10.0.0.1:"),
+        ("127.0.1.1       STREAM node1", 2, "bad SHOAL_HEAD; saw 'node1'; expected "),
+        ("", 2, "bad SHOAL_HEAD; saw 'node1'; expected "),
+    ):
+        done = run_with_stand_ins(tmp_path, 0, 0, SECOND_NODE_FINDS=finds, **given)
+        assert done.returncode == code and says in done.stdout + done.stderr
+
+
 def run_with_stand_ins(
     tmp_path: Path,
     launchers: int,
@@ -194,7 +211,7 @@ def run_with_stand_ins(
     **environment: str,
 ) -> subprocess.CompletedProcess[str]:
     programs = tmp_path / "bin"
-    programs.mkdir()
+    programs.mkdir(exist_ok=True)
     for name, body in STAND_INS.items():
         (programs / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
         (programs / name).chmod(0o755)
