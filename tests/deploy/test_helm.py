@@ -140,6 +140,18 @@ def test_the_page_answers_to_each_name_of_its_certificate() -> None:
 
 
 @pytest.mark.parametrize(
+    ("minimum", "budget"),
+    [(1, {"minAvailable": 1}), (3, {"minAvailable": 3}), (4, {"maxUnavailable": 1})],
+)
+def test_a_drain_can_always_evict_a_worker(minimum: int, budget: dict[str, int]) -> None:
+    """Four workers: a drain leaves the minimum, or if all four are needed, evicts one at a time."""
+    found = template({"job.minMembers": minimum, "worker.replicas": 4})
+    given = find(found, kinds={"PodDisruptionBudget"}, name="worker")["spec"]
+    assert budget.items() <= given.items()
+    assert len({"minAvailable", "maxUnavailable"} & set(given)) == 1
+
+
+@pytest.mark.parametrize(
     ("path", "written"),
     [
         ("worker.script", "[train.py, --steps, 1000000]"),
