@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import yaml
 from deploy.kustomization import Resource, find, render
 
 from shoal_server.core.generations.roster import JobSpec
+from shoal_server.status.http.hosts import AllowedHosts
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 CHART = DEPLOY / "helm" / "shoal"
@@ -129,6 +131,56 @@ def test_a_script_and_volumes_are_named_in_values() -> None:
     assert container["volumeMounts"][-1] == mount
 
 
+def test_the_page_answers_to_each_name_of_its_certificate() -> None:
+    names = ["shoal.example", "a.example"]
+    given = json.dumps(template({"coordinator.hosts": names}))
+    assert re.findall(r"--host=([\w.]+)", given) == ["localhost", "coordinator", *names]
+    allowed = AllowedHosts(re.findall(r"--http-host=([\w.]+)", given))
+    assert all(allowed.allows(name) for name in names)
+
+
+@pytest.mark.parametrize(
+    ("minimum", "budget"),
+    [(1, {"minAvailable": 1}), (3, {"minAvailable": 3}), (4, {"maxUnavailable": 1})],
+)
+def test_a_drain_can_always_evict_a_worker(minimum: int, budget: dict[str, int]) -> None:
+    """Four workers: a drain leaves the minimum, or if all four are needed, evicts one at a time."""
+    found = template({"job.minMembers": minimum, "worker.replicas": 4})
+    given = find(found, kinds={"PodDisruptionBudget"}, name="worker")["spec"]
+    assert budget.items() <= given.items()
+    assert len({"minAvailable", "maxUnavailable"} & set(given)) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "written"),
+    [
+        ("worker.script", "[train.py, --steps, 1000000]"),
+        ("worker.script", "[train.py, --log, yes]"),
+        ("coordinator.arguments", "[--copies, 3]"),
+        ("job.name", "20261130"),
+        ("images.tag", "1.10"),
+    ],
+)
+def test_a_number_where_text_is_expected_is_refused(
+    tmp_path: Path, path: str, written: str
+) -> None:
+    """Helm would pass 1000000 on as 1e+06, and 1.10 as 1.1. In quotes, and by `--set`, they arrive
+    as they are written."""
+    part, _, name = path.partition(".")
+    values = tmp_path / "values.yaml"
+    values.write_text(f"{part}: {{{name}: {written}}}")
+    command = [HELM, "template", "any-name", str(CHART)]
+    done = subprocess.run(
+        [*command, f"--values={values}"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode != 0
+    assert f"bad {path}; saw " in done.stderr and "write it in quotes" in done.stderr
+    quoted = {"worker": {"script": ["train.py", "--steps", "1000000"]}, "images": {"tag": "1.10"}}
+    values.write_text(json.dumps(quoted))
+    text = helm(*command[1:], f"--values={values}", "--set=job.name=7")
+    assert "1000000" in text and "shoal/worker:1.10" in text and 'SHOAL_JOB: "7"' in text
+
+
 def spec(resources: list[Resource]) -> JobSpec:
     """The bounds that new workers get."""
     job = find(resources, kinds={"ConfigMap"}, name="job")["data"]
@@ -155,14 +207,18 @@ def test_another_number_of_workers_only_adds_or_removes_workers() -> None:
 
 
 @pytest.mark.long
-def test_a_changed_job_rolls_the_workers() -> None:
-    def checksum(values: dict[str, Any]) -> str:
-        worker = find(template(values), kinds={"Deployment"}, name="worker")
-        found: str = worker["spec"]["template"]["metadata"]["annotations"]["checksum/job"]
-        return found
+@pytest.mark.parametrize(
+    ("name", "old", "new"), [("job.name", "a", "b"), ("coordinator.replicas", 1, 2)]
+)
+def test_another_job_or_coordinator_rolls_the_workers(name: str, old: Any, new: Any) -> None:
+    """A running pod keeps its environment: the job's settings, and the coordinators' addresses."""
 
-    assert checksum({"job.name": "a"}) == checksum({"job.name": "a"})
-    assert checksum({"job.name": "a"}) != checksum({"job.name": "b"})
+    def pod(value: Any) -> Any:
+        worker = find(template({name: value}), kinds={"Deployment"}, name="worker")
+        return worker["spec"]["template"]
+
+    assert pod(old) == pod(old)
+    assert pod(old) != pod(new)
 
 
 @pytest.mark.long

@@ -219,7 +219,7 @@ def test_budgets_leave_a_quorum(resources: list[Resource]) -> None:
     for name in ("etcd", "ps", "coordinator"):
         assert budgets[name]["maxUnavailable"] == 1
     minimum = int(config(resources, "job")["SHOAL_MIN_MEMBERS"])
-    assert budgets["worker"]["minAvailable"] >= minimum
+    assert budgets["worker"]["minAvailable"] == minimum
 
 
 def test_stateful_sets_have_their_headless_service(resources: list[Resource]) -> None:
@@ -387,10 +387,12 @@ def test_the_image_is_stopped_by_the_signal_that_drains() -> None:
 
 
 def test_ready_file_is_the_one_that_is_written(resources: list[Resource]) -> None:
-    """The parameter server's startup probe checks the file of its --ready-file."""
+    """The parameter server's readiness probe checks the file of its --ready-file. Its startup probe
+    does not: the server may read its journal for longer than any limit before that."""
     server = find(resources, kinds={"StatefulSet"}, name="ps")
     [container] = server["spec"]["template"]["spec"]["containers"]
-    path = container["startupProbe"]["exec"]["command"][-1]
+    assert container["startupProbe"]["tcpSocket"] == {"port": "grpc"}
+    path = container["readinessProbe"]["exec"]["command"][-1]
     assert f"--ready-file={path}" in container["args"]
     assert path.startswith("/tmp/"), "the rest of the file system is read-only"
 

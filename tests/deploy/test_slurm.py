@@ -33,7 +33,10 @@ exit $code
 
 
 STAND_INS = {
-    "srun": "> $TMPDIR/away; exit $LAUNCHERS",
+    "srun": """if [[ $* == *getent* ]]; then echo "$SECOND_NODE_FINDS" && exit; fi
+    > $TMPDIR/away; exit $LAUNCHERS""",
+    "hostname": "echo node1",
+    "getent": 'echo "127.0.1.1       STREAM node1"',
     "etcd": "exec /bin/sleep 60",
     "sleep": "exec /bin/sleep 0.01",
     # Slurm ends the script.
@@ -113,8 +116,9 @@ def test_the_script_trains_over_tls_and_leaves_only_logs(tmp_path: Path) -> None
         check=False,
         timeout=200,
     )
-    logs = "".join(path.read_text() for path in (tmp_path / "shoal" / "logs").iterdir())
-    assert [path.name for path in (tmp_path / "shoal").iterdir()] == ["logs"], "nothing but logs"
+    own = tmp_path / "shoal" / "shoal-7"
+    logs = "".join(path.read_text() for path in (own / "logs").iterdir())
+    assert [path.name for path in own.iterdir()] == ["logs"], "nothing but logs"
     assert done.returncode == 0, done.stdout + done.stderr + logs
     assert (done.stdout + done.stderr).count("test accuracy") == 2, "both nodes trained to the end"
     # No part served without TLS.
@@ -169,6 +173,33 @@ def test_a_notice_before_any_member_has_joined_requeues_the_job(tmp_path: Path) 
     assert (tmp_path / "requeued").exists(), done.stdout + done.stderr
 
 
+def test_the_script_removes_nothing_that_its_own_job_has_not_made(tmp_path: Path) -> None:
+    """`SHOAL_DIR` may be one folder for all jobs of a user, and have the user's own files."""
+    others = [tmp_path / "shared" / name for name in ("snapshots/slurm-8/x", "certs/ca.crt")]
+    for path in others:
+        path.parent.mkdir(parents=True)
+        path.touch()
+    done = run_with_stand_ins(tmp_path, 0, 0, SHOAL_DIR=str(tmp_path / "shared"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert all(path.exists() for path in others)
+    own = tmp_path / "shared" / "shoal-7"
+    assert [path.name for path in own.iterdir()] == ["logs"]
+
+
+def test_a_first_node_that_knows_itself_as_loopback_has_the_address_that_others_find(
+    tmp_path: Path,
+) -> None:
+    """Debian's installer writes the node's name to /etc/hosts, as 127.0.1.1."""
+    given = {"SHOAL_HEAD": "", "SLURM_JOB_NUM_NODES": "2"}
+    for finds, code, says in (
+        ("10.0.0.1        STREAM node1", 0, "cluster 10.0.0.1:"),
+        ("127.0.1.1       STREAM node1", 2, "bad SHOAL_HEAD; saw 'node1'; expected "),
+        ("", 2, "bad SHOAL_HEAD; saw 'node1'; expected "),
+    ):
+        done = run_with_stand_ins(tmp_path, 0, 0, SECOND_NODE_FINDS=finds, **given)
+        assert done.returncode == code and says in done.stdout + done.stderr
+
+
 def run_with_stand_ins(
     tmp_path: Path,
     launchers: int,
@@ -177,9 +208,10 @@ def run_with_stand_ins(
     error: str = "",
     *,
     wait_says: str = "",
+    **environment: str,
 ) -> subprocess.CompletedProcess[str]:
     programs = tmp_path / "bin"
-    programs.mkdir()
+    programs.mkdir(exist_ok=True)
     for name, body in STAND_INS.items():
         (programs / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
         (programs / name).chmod(0o755)
@@ -194,6 +226,7 @@ def run_with_stand_ins(
         "FAILURES": str(failures),
         "SAYS": error,
         "WAIT_SAYS": wait_says,
+        **environment,
     }
     return subprocess.run(
         ["bash", SCRIPT, "train.py"],

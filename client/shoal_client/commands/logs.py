@@ -93,7 +93,10 @@ def logs(config: LogsConfig) -> int:
             config = _with_job(client, config)
             return _from_coordinator(client, config)
     except ELSEWHERE as error:
-        root = log_root(os.environ)
+        try:
+            root = log_root(os.environ)
+        except FileNotFoundError:  # a container without a writable folder, so without files
+            raise error from None
         if not _files(config, root):
             raise
         _say(f"{error.what}; these are the files of this host")

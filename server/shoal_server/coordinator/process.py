@@ -28,6 +28,7 @@ from shoal_server.serving.listening import (
     StopRequest,
     advertised_address,
     is_loopback,
+    remove_ready_file,
     warn_of_exposure,
     write_ready_file,
 )
@@ -56,6 +57,7 @@ async def serve(config: CoordinatorConfig) -> None:
     InvalidSpec for the file of tokens, and AccessDenied from etcd.
     """
     stop = StopRequest()
+    remove_ready_file(config.ready_file)
     descriptor_limit.raise_limit()
     async with AsyncExitStack() as stack:
         calls, durations = CallCounts(config.admission.calls), call_durations()

@@ -65,6 +65,7 @@ from shoal_server.serving.admission.calls import CallCounts
 from shoal_server.serving.durations import Durations
 from shoal_server.serving.listening import (
     advertised_address,
+    remove_ready_file,
     warn_of_exposure,
     write_ready_file,
 )
@@ -112,6 +113,7 @@ async def serve(config: ParameterServerConfig, stop: asyncio.Event | None = None
     start; Unavailable if etcd cannot be reached; and what ended a watch of etcd or the
     registration.
     """
+    remove_ready_file(config.ready_file)
     # Shards are worked on in parallel; threads within a kernel would compete with that.
     torch.set_num_threads(1)
     descriptor_limit.raise_limit()

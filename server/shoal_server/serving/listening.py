@@ -32,6 +32,13 @@ def write_ready_file(path: Path | None, addresses: dict[str, str]) -> None:
     part.replace(path)
 
 
+def remove_ready_file(path: Path | None) -> None:
+    """Remove the ready file that an earlier process may have left. Call it before the port is
+    open: a volume outlives a restarted container."""
+    if path is not None:
+        path.unlink(missing_ok=True)
+
+
 class StopRequest:
     """Signals that ask this process to stop. Construct it on the running loop."""
 

@@ -62,7 +62,8 @@ ReadyFile = Annotated[
     Parameter(
         name="--ready-file",
         metavar="FILE",
-        help="File to which the process writes its addresses, as JSON, once it serves.",
+        help="File to which the process writes its addresses, as JSON, once it serves. It is"
+        " removed at the start.",
     ),
 ]
 

@@ -1,6 +1,8 @@
 """`shoal logs`: the output of workers, from their launchers or from files of this host."""
 
+import errno
 import os
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,11 +10,11 @@ from types import SimpleNamespace
 import pytest
 from support.clusters.status_world import World
 
-from shoal_client.cli import INTERRUPTED, main
+from shoal_client.cli import INTERRUPTED, main, parse
 from shoal_client.commands import logs
 from shoal_client.local import worker_logs
 from shoal_client.local.worker_logs import WorkerLog, log_path
-from shoal_proto.errors import InvalidSpec
+from shoal_proto.errors import InvalidSpec, UnknownJob
 
 NOWHERE = "http://127.0.0.1:1"
 
@@ -119,6 +121,21 @@ def test_without_output_from_a_launcher_files_of_this_host_are_shown(
     shown, errors = capsys.readouterr()
     assert shown == "of a file\n"
     assert "no launcher passes on the output of w9; these are the files of this host" in errors
+
+
+def test_a_host_without_temporary_files_gets_the_coordinators_error(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container with a read-only root may have no folder for temporary files."""
+
+    def fail() -> str:
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
+
+    monkeypatch.delenv("SHOAL_LOG_DIR", raising=False)
+    command = parse(["logs", "digitz", "--http", url])
+    monkeypatch.setattr(tempfile, "gettempdir", fail)
+    with pytest.raises(UnknownJob, match="no member is named digitz"):
+        command()
 
 
 @pytest.mark.long

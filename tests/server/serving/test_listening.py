@@ -123,6 +123,27 @@ def test_ports_open_to_other_machines_are_one_warning() -> None:
     assert hidden["event"] == "reachable_from_this_host_only" and "--bind" in hidden["reason"]
 
 
+@pytest.mark.parametrize("program", ["coordinator", "ps"])
+def test_the_ready_file_of_an_earlier_process_is_removed(tmp_path: Path, program: str) -> None:
+    """Without etcd the new process is not ready. `/tmp` of a pod outlives its container."""
+    ready = tmp_path / "ready.json"
+    ready.write_text("{}")
+    http = ("--http", "127.0.0.1:0") if program == "coordinator" else ()
+    with Supervisor() as supervisor:
+        process = supervisor.spawn(
+            ChildCommand(
+                name=program,
+                arguments=[
+                    *(sys.executable, "-m", "shoal_client", program, "--etcd", "127.0.0.1:1"),
+                    *("--listen", "127.0.0.1:0", "--ready-file", str(ready), *http),
+                ],
+                log_path=(log := tmp_path / "log"),
+            )
+        )
+        while ready.exists():
+            assert process.wait(0.05) is None, log.read_text()
+
+
 @pytest.mark.long
 @pytest.mark.sampled()
 @pytest.mark.parametrize("bind", ["", "0.0.0.0"])

@@ -2,13 +2,16 @@
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any
 
 import pytest
 from support.clusters.memory_store import MemoryStore
 from support.clusters.parameter_servers import config
+from support.network.ports import free_port
 
 from shoal_proto.errors import AddressInUse, InvalidSpec
 from shoal_server.core.processes import Holder
@@ -16,6 +19,8 @@ from shoal_server.etcd import keys
 from shoal_server.etcd.api import EventKind, KeyValue, Revision
 from shoal_server.parameters.cluster.registration import Registration, ServerIdentity
 from shoal_server.parameters.config import ParameterServerConfig, WorkLimits
+from shoal_server.parameters.journal.config import JournalConfig
+from shoal_server.parameters.journal.log import Journal
 from shoal_server.parameters.process import running
 
 KEY = keys.server("ps-0")
@@ -62,6 +67,36 @@ async def test_a_server_is_registered_while_it_serves(store: MemoryStore) -> Non
         assert record["address"] == server.address == f"127.0.0.7:{server.port}"
         assert record["started_unix_s"] > 0
     assert await store.get(KEY) is None
+
+
+async def test_the_port_is_open_while_the_journal_is_read(
+    store: MemoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A probe that connects counts a server as started however long it reads its journal."""
+    is_reading, may_end, recover = threading.Event(), threading.Event(), Journal.recover
+
+    def slow(journal: Journal, make: Any) -> Any:
+        is_reading.set()
+        assert may_end.wait(30)
+        return recover(journal, make)
+
+    monkeypatch.setattr(Journal, "recover", slow)
+    port = free_port()
+    given = config("ps-0", listen=f"127.0.0.1:{port}", journal=JournalConfig(directory=tmp_path))
+
+    async def serve() -> None:
+        async with running(given, store):
+            await registration_record(store)
+
+    starting = asyncio.create_task(serve())
+    try:
+        assert await asyncio.to_thread(is_reading.wait, 30)
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.close()
+        assert await store.get(KEY) is None
+    finally:
+        may_end.set()
+        await starting
 
 
 async def test_a_server_registers_again_after_its_lease_was_lost(store: MemoryStore) -> None:
