@@ -72,8 +72,9 @@ class JobReset:
         """Delete the job's state. Returns True if it had any state or published versions.
 
         `forgets_processes`: True to keep no record of earlier runs, once none of their processes
-        can return. Raises JobInUse while the job has members, Unavailable while etcd cannot be
-        reached or the job is being read or reset, NotLeader, and the error of the job's last write.
+        can return; series that plain scripts publish then stay. Raises JobInUse while the job has
+        members, Unavailable while etcd cannot be reached or the job is being read or reset,
+        NotLeader, and the error of the job's last write.
         Published versions may then be gone, and all keys if only etcd's answer was lost.
         """
         known = self._registry.earlier_runs.get(job)
@@ -141,7 +142,7 @@ class JobReset:
             return True
         try:
             async with self._registry.block_and_forget(job):
-                await self._weights.clear(job, forgets_numbers=True, of_scripts=False)
+                await self._weights.clear(job, forgets_numbers=True)
         except RetryError:
             raise
         except ShoalError as error:

@@ -209,6 +209,18 @@ async def test_the_series_of_earlier_runs_are_removed_with_their_record() -> Non
         assert await names(store) == {"series/j/own/head"}
 
 
+async def test_the_series_of_a_script_outlives_a_job_of_its_name() -> None:
+    """The retention removes series of the job itself only: nobody asked for a removal."""
+    store = MemoryStore()
+    for name, publisher in (("j/policy", Publisher(generation=1)), ("j/own", Publisher(script="p"))):
+        head = SeriesHead(number=3, epoch=1, publisher=publisher)
+        await store.put(keys.series_head(name), encode_head(head))
+    async with served(store) as world:
+        await leave(await world.training("a"), completed=True)
+        await Sweeper(world).after(31 * DAY_S)
+        assert await names(store) == {"series/j/own/head"}
+
+
 async def test_the_result_of_a_job_is_written_with_its_end() -> None:
     """The leader ends before it sweeps: only that record has the loss."""
     store = MemoryStore()
