@@ -114,10 +114,18 @@ class JobReset:
         log.info("job_reset", job=job, last_generation=earlier.last_generation)
         return True
 
+    def is_read(self, job: str) -> bool:
+        """True if anybody reads (or publishes) a series of the job's runs. Its numbers continue:
+        readers ignore lower ones."""
+        return any(
+            not (each.is_idle or each.series.head.publisher.script)
+            for each in self._weights.series_of(job)
+        )
+
     async def forget_runs(self, before_unix_s: float) -> None:
         """Delete the record of earlier runs of each unused name that was last reset before
         `before_unix_s`, and what is left of the series that these runs published: the next run
-        numbers its generations from 1.
+        numbers its generations from 1. Both stay while such a series is read.
 
         Raises Unavailable while etcd cannot be reached, and NotLeader.
         """
@@ -127,6 +135,7 @@ class JobReset:
             for name, earlier in list(known.items())
             if 0 < earlier.ended_unix_s < before_unix_s
             and self._registry.is_free(name)
+            and not self.is_read(name)
             and await self._forget_series(name)
         ]
         for start in range(0, len(old), FORGOTTEN_AT_ONCE):
