@@ -18,7 +18,6 @@ from shoal_server.coordinator.persistence.stored_json import name_in_key
 from shoal_server.coordinator.plug_in.interface import PlugIn
 from shoal_server.coordinator.publications.service import WeightSeriesService
 from shoal_server.coordinator.rendezvous import RendezvousService
-from shoal_server.core.generations.roster import NO_GENERATION
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import Delete, KeyValue, Operation, Put
 from shoal_server.etcd.json_fields import Fields, UnreadableRecord, as_unreadable
@@ -93,7 +92,7 @@ class JobReset:
             if not existed:
                 # A plain script may have published under this name.
                 return had_weights
-            earlier = known or EarlierRuns(job=job, last_generation=NO_GENERATION)
+            earlier = known or EarlierRuns(job=job)
             # Kept series refuse earlier generations, also if no record of earlier runs is readable.
             last_generation, expelled = self._weights.last_generation(job), list[str]()
             if actor is not None:

@@ -22,7 +22,6 @@ from shoal_server.coordinator.jobs.job_actor import JobActor
 from shoal_server.coordinator.persistence.earlier_runs import EarlierRuns
 from shoal_server.coordinator.retention import Retention
 from shoal_server.coordinator.retention_policy import DAY_S, HOUR_S, RetentionPolicy
-from shoal_server.core.generations.roster import Generation
 from shoal_server.core.membership.phases import Phase
 from shoal_server.core.publications.limits import HELD_S
 from shoal_server.core.publications.records import Publisher, SeriesHead
@@ -248,7 +247,7 @@ async def test_numbers_of_a_series_are_kept_while_it_is_read(is_removed: bool) -
 
 async def test_a_new_leader_removes_nothing_until_readers_have_come_back() -> None:
     store = MemoryStore()
-    await store.put(keys.reset("j"), EarlierRuns(job="j", last_generation=Generation(1), ended_unix_s=1.0).to_json())
+    await store.put(keys.reset("j"), EarlierRuns(job="j", ended_unix_s=1.0).to_json())
     async with served(store) as world:
         sweeper = Sweeper(world)
         with suppress(TimeoutError):
