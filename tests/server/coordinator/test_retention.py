@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from unittest.mock import patch
 
@@ -216,8 +216,8 @@ async def test_the_series_of_earlier_runs_are_removed_with_their_record() -> Non
 
 @pytest.mark.parametrize("is_removed", [False, True], ids=["summary", "after-rm"])
 async def test_numbers_of_a_series_are_kept_while_it_is_read(is_removed: bool) -> None:
-    """A connected reader gets the versions of the next run: their numbers continue. A plain script's
-    reader has no effect on the job."""
+    """A connected reader gets the versions of the next run: their numbers continue. A reader of a
+    plain script's series has no effect on the job."""
     store = MemoryStore()
     policy = SeriesHead(number=3, epoch=1, publisher=Publisher(generation=9))
     own = SeriesHead(number=3, epoch=1, publisher=Publisher(script="p"))
@@ -228,21 +228,21 @@ async def test_numbers_of_a_series_are_kept_while_it_is_read(is_removed: bool) -
         resetting, sweeper = world.coordinator.resetting, Sweeper(world)
         if is_removed:
             await resetting.reset("j")
-        with closing(Coordinators([world.address])) as coordinators:
-            with closing(SeriesWatch(coordinators, "j/own")) as of_script:
-                await asyncio.to_thread(of_script.newest, -1, 10.0)
-                assert not resetting.is_read("j")
-                with closing(SeriesWatch(coordinators, "j/policy")) as watch:
-                    await asyncio.to_thread(watch.newest, -1, 10.0)
-                    await sweeper.after(31 * DAY_S)
-                    kept = "resets/j" if is_removed else "jobs/j/state"
-                    series = {"series/j/policy/head", "series/j/own/head"}
-                    assert await names(store) == {kept, *series}
-                async with asyncio.timeout(20):
-                    while resetting.is_read("j"):  # noqa: ASYNC110 - there is no event to wait for
-                        await asyncio.sleep(0.02)
-                await sweeper.after(0.0)
-                assert await names(store) == {"series/j/own/head"}
+        with ExitStack() as stack:
+            coordinators = stack.enter_context(closing(Coordinators([world.address])))
+            of_script = stack.enter_context(closing(SeriesWatch(coordinators, "j/own")))
+            await asyncio.to_thread(of_script.newest, -1, 10.0)
+            assert not resetting.is_read("j")
+            with closing(SeriesWatch(coordinators, "j/policy")) as watch:
+                await asyncio.to_thread(watch.newest, -1, 10.0)
+                await sweeper.after(31 * DAY_S)
+                kept = "resets/j" if is_removed else "jobs/j/state"
+                assert await names(store) == {kept, "series/j/policy/head", "series/j/own/head"}
+            async with asyncio.timeout(20):
+                while resetting.is_read("j"):  # noqa: ASYNC110 - there is no event to wait for
+                    await asyncio.sleep(0.02)
+            await sweeper.after(0.0)
+            assert await names(store) == {"series/j/own/head"}
 
 
 async def test_a_new_leader_removes_nothing_until_readers_have_come_back() -> None:
@@ -262,7 +262,10 @@ async def test_a_new_leader_removes_nothing_until_readers_have_come_back() -> No
 async def test_the_series_of_a_script_outlives_a_job_of_its_name() -> None:
     """The retention removes series of the job itself only: nobody asked for a removal."""
     store = MemoryStore()
-    for name, publisher in (("j/policy", Publisher(generation=1)), ("j/own", Publisher(script="p"))):
+    for name, publisher in (
+        ("j/policy", Publisher(generation=1)),
+        ("j/own", Publisher(script="p")),
+    ):
         head = SeriesHead(number=3, epoch=1, publisher=publisher)
         await store.put(keys.series_head(name), encode_head(head))
     async with served(store) as world:

@@ -1,12 +1,10 @@
 """A limit on the files that this process may open."""
 
 import itertools
-import os
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
-
-OPEN = "/proc/self/fd"
+from pathlib import Path
 
 
 @contextmanager
@@ -14,7 +12,7 @@ def few_files(num_further: int) -> Iterator[None]:
     """Have the soft limit allow this process so many further files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     # Without the descriptor of the listing itself.
-    used = {int(each) for each in os.listdir(OPEN) if os.path.lexists(f"{OPEN}/{each}")}
+    used = {int(each.name) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()}
     free = (number for number in itertools.count() if number not in used)
     resource.setrlimit(
         resource.RLIMIT_NOFILE, (next(itertools.islice(free, num_further, None)), hard)
