@@ -738,7 +738,9 @@ def test_a_snapshot_of_a_job_that_is_removed_meanwhile_leaves_no_record(
 
     calls = ServerCalls()
     opened.callback(lambda: servers.run(calls.close()))
-    taker = SnapshotTaker(servers.store, calls, JobPosition(cursor=removed, training=lambda job: {}))
+    taker = SnapshotTaker(
+        servers.store, calls, JobPosition(cursor=removed, training=lambda job: {})
+    )
     with pytest.raises(SnapshotFailed, match="has no shards"):
         servers.run(taker.take(snapshots.library))
     assert servers.run(servers.store.keys(keys.job_prefix("job"))) == ()
