@@ -112,7 +112,9 @@ class LargeDriver(Driver):
             num_bytes += reply.ByteSize()
             # This process unpacks a reply once for all its ranks.
             if reply.deflated not in unpacked:
-                whole = unpack(rendezvous_pb2.StoreReply, reply.deflated)
+                whole = reply
+                if reply.deflated:  # a small reply is sent as it is
+                    whole = unpack(rendezvous_pb2.StoreReply, reply.deflated)
                 if len(whole.values) != size:
                     raise RuntimeError("not all values were received")
                 unpacked.add(reply.deflated)

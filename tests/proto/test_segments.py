@@ -1,6 +1,7 @@
 """Sealed segments: immutable, verified, and shared without a copy."""
 
 import ctypes
+import errno
 import gc
 import mmap
 import os
@@ -11,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -90,6 +92,23 @@ def test_a_segment_without_a_descriptor_is_refused_with_the_limit(opened: str) -
             else:
                 receive_into(receiver, memoryview(bytearray(1)))
     assert lacks_descriptor(error.value)
+
+
+def test_the_error_without_a_descriptor_names_the_process_and_the_limit_of_its_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A server's error is read at the publisher, whose own limit is another."""
+
+    def refuse(*_: object) -> NoReturn:
+        raise OSError(errno.ENFILE, "the table is full")
+
+    with monkeypatch.context() as patch, pytest.raises(Overloaded) as error:
+        patch.setattr(os, "getpid", lambda: 17)
+        patch.setattr(os, "memfd_create", refuse)
+        SegmentWriter(3)
+    assert f"process 17 on host {socket.gethostname()} cannot open a file" in str(error.value)
+    assert "of the whole host" in error.value.seen and "fs.file-max" in error.value.fix
+    assert not lacks_descriptor(error.value), "this process"
 
 
 def test_digests_of_chunks_of_another_segment_are_refused() -> None:

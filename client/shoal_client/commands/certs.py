@@ -124,7 +124,7 @@ def certs(config: CertsConfig) -> int:
     valid = given or DEFAULT_VALID
     match config.action:
         case "init" if config.if_absent and folder.has_authority:
-            _report_renewed(folder, folder.renew(given, config.hosts))
+            _renew(folder, given, config.hosts)
         case "init":
             folder.init(valid, config.hosts)
             print(
@@ -139,10 +139,10 @@ def certs(config: CertsConfig) -> int:
             path = folder.issue(CertificateHolder(caller=caller, hosts=config.hosts, valid=valid))
             print(f"{path} and {path.with_suffix('.key')}: {caller}, valid for {valid}")
         case "renew":
-            _report_renewed(folder, folder.renew())
+            _renew(folder)
             if config.every_h:
                 keep_renewed(
-                    lambda: _report_renewed(folder, folder.renew()),
+                    lambda: _renew(folder),
                     timedelta(hours=config.every_h),
                     wait=time.sleep,
                     say=_report,
@@ -152,7 +152,10 @@ def certs(config: CertsConfig) -> int:
     return 0
 
 
-def _report_renewed(folder: CertificateFolder, done: Sequence[Path]) -> None:
+def _renew(
+    folder: CertificateFolder, valid: timedelta | None = None, hosts: Sequence[str] = ()
+) -> None:
+    done = folder.renew(valid, hosts)
     # A message that cannot be printed is no failed renewal: `keep_renewed` would issue all again.
     with suppress(OSError):
         print(f"{folder.path}: renewed {', '.join(path.name for path in done)}", flush=True)

@@ -32,6 +32,7 @@ from shoal_proto.errors import (
     ShoalError,
     Unavailable,
 )
+from shoal_proto.segments.descriptors import duplicate
 from shoal_proto.segments.sealed import Segment
 from shoal_proto.segments.transfer import StagedSegment, requested_chunks
 from shoal_proto.status import to_detail, to_status
@@ -75,7 +76,7 @@ class _Memory:
     """Descriptor of a memory file, open while this object is referenced."""
 
     def __init__(self, descriptor: int) -> None:
-        self.descriptor = os.dup(descriptor)
+        self.descriptor = duplicate(descriptor)
         weakref.finalize(self, os.close, self.descriptor)
 
 

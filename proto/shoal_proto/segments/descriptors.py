@@ -5,12 +5,13 @@ import array
 import errno
 import os
 import socket
+from typing import TypeGuard
 
 from shoal_proto.descriptor_limit import limit
 from shoal_proto.errors import Overloaded, ShoalError
 
 _ONE = socket.CMSG_SPACE(array.array("i").itemsize)
-_RESOURCE = "resource"
+_LACKED_BY = "descriptors_lacked_by"
 
 
 def receive_into(connected: socket.socket, space: memoryview) -> tuple[int, list[int]]:
@@ -35,25 +36,35 @@ def duplicate(descriptor: int) -> int:
     try:
         return os.dup(descriptor)
     except OSError as error:
-        raise no_descriptor() from error
+        raise no_descriptor(error.errno) from error
 
 
-def is_out_of_descriptors(error: Exception) -> bool:
+def is_out_of_descriptors(error: Exception) -> TypeGuard[OSError]:
     """True for the system's error that this process, or the host, can open no further file."""
     return isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
 
 
-def no_descriptor() -> Overloaded:
-    """Return the error of a process, or a host, that can open no further file."""
+def no_descriptor(number: int | None = errno.EMFILE) -> Overloaded:
+    """Return the error of this process, or of its host (errno ENFILE), which can open no further
+    file. It names the process: a server's error is read at the publisher."""
+    seen = f"{os.strerror(errno.EMFILE)}: the limit is {limit()}"
+    fix = "Raise the limit, with `ulimit -n` or LimitNOFILE of systemd."
+    if number == errno.ENFILE:
+        seen = f"{os.strerror(errno.ENFILE)}: the limit is of the whole host"
+        fix = "Raise fs.file-max on that host (see sysctl(8))."
     return Overloaded(
-        "this process cannot open a file for a segment of published weights",
-        seen=f"{os.strerror(errno.EMFILE)}: the limit is {limit()}",
+        f"{_this_process()} cannot open a file for a segment of published weights",
+        seen=seen,
         expected="a descriptor for each segment of a version, and of the version before it",
-        fix="Raise the limit, with `ulimit -n` or LimitNOFILE of systemd.",
-        details={_RESOURCE: "descriptors"},
+        fix=fix,
+        details={_LACKED_BY: _this_process()},
     )
 
 
 def lacks_descriptor(error: ShoalError) -> bool:
-    """True if a process could open no further file."""
-    return error.details.get(_RESOURCE) == "descriptors"
+    """True if this process could open no further file."""
+    return error.details.get(_LACKED_BY) == _this_process()
+
+
+def _this_process() -> str:
+    return f"process {os.getpid()} on host {socket.gethostname()}"

@@ -282,7 +282,7 @@ def _seal(descriptor: int) -> None:
 
 def _no_memory(num_bytes: int, error: Exception) -> Overloaded:
     if is_out_of_descriptors(error):
-        return no_descriptor()
+        return no_descriptor(error.errno)
     return Overloaded(
         "no memory for a segment of published weights",
         seen=str(error),

@@ -200,7 +200,7 @@ class SegmentConnection:
                 raise
         except (OSError, MalformedMessage) as error:
             if is_out_of_descriptors(error):
-                raise no_descriptor() from error
+                raise no_descriptor(error.errno) from error
             raise Unavailable(
                 f"no bulk connection to the parameter server or relay at {address}",
                 seen=repr(error),

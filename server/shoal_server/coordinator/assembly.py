@@ -183,7 +183,11 @@ class Coordinator:
         outputs_pb2_grpc.add_OutputsServicer_to_server(self.view.outputs, server)
         weights_pb2_grpc.add_WeightSeriesServicer_to_server(self.weights, server)
         repairs = RepairService(
-            self._store, self.registry, self.plug_in.check_record, self._resume_quarantined
+            self._store,
+            self.registry,
+            self.plug_in.check_record,
+            self._resume_quarantined,
+            published_in=self.weights.last_generation,
         )
         repair_pb2_grpc.add_RepairsServicer_to_server(repairs, server)
         self.plug_in.add_services(server)

@@ -18,7 +18,6 @@ from shoal_server.coordinator.persistence.stored_json import name_in_key
 from shoal_server.coordinator.plug_in.interface import PlugIn
 from shoal_server.coordinator.publications.service import WeightSeriesService
 from shoal_server.coordinator.rendezvous import RendezvousService
-from shoal_server.core.generations.roster import NO_GENERATION
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import Delete, KeyValue, Operation, Put
 from shoal_server.etcd.json_fields import Fields, UnreadableRecord, as_unreadable
@@ -72,8 +71,9 @@ class JobReset:
         """Delete the job's state. Returns True if it had any state or published versions.
 
         `forgets_processes`: True to keep no record of earlier runs, once none of their processes
-        can return. Raises JobInUse while the job has members, Unavailable while etcd cannot be
-        reached or the job is being read or reset, NotLeader, and the error of the job's last write.
+        can return; series that plain scripts publish then stay. Raises JobInUse while the job has
+        members, Unavailable while etcd cannot be reached or the job is being read or reset,
+        NotLeader, and the error of the job's last write.
         Published versions may then be gone, and all keys if only etcd's answer was lost.
         """
         known = self._registry.earlier_runs.get(job)
@@ -92,7 +92,7 @@ class JobReset:
             if not existed:
                 # A plain script may have published under this name.
                 return had_weights
-            earlier = known or EarlierRuns(job=job, last_generation=NO_GENERATION)
+            earlier = known or EarlierRuns(job=job)
             # Kept series refuse earlier generations, also if no record of earlier runs is readable.
             last_generation, expelled = self._weights.last_generation(job), list[str]()
             if actor is not None:
@@ -113,10 +113,18 @@ class JobReset:
         log.info("job_reset", job=job, last_generation=earlier.last_generation)
         return True
 
+    def is_read(self, job: str) -> bool:
+        """True if anybody reads (or publishes) a series of the job's runs. Its numbers continue:
+        readers ignore lower ones."""
+        return any(
+            not (each.is_idle or each.series.head.publisher.script)
+            for each in self._weights.series_of(job)
+        )
+
     async def forget_runs(self, before_unix_s: float) -> None:
         """Delete the record of earlier runs of each unused name that was last reset before
         `before_unix_s`, and what is left of the series that these runs published: the next run
-        numbers its generations from 1.
+        numbers its generations from 1. Both stay while such a series is read.
 
         Raises Unavailable while etcd cannot be reached, and NotLeader.
         """
@@ -126,6 +134,7 @@ class JobReset:
             for name, earlier in list(known.items())
             if 0 < earlier.ended_unix_s < before_unix_s
             and self._registry.is_free(name)
+            and not self.is_read(name)
             and await self._forget_series(name)
         ]
         for start in range(0, len(old), FORGOTTEN_AT_ONCE):
@@ -141,7 +150,7 @@ class JobReset:
             return True
         try:
             async with self._registry.block_and_forget(job):
-                await self._weights.clear(job, forgets_numbers=True, of_scripts=False)
+                await self._weights.clear(job, forgets_numbers=True)
         except RetryError:
             raise
         except ShoalError as error:

@@ -6,6 +6,7 @@ Each removal is one transaction: after a crash, the next sweep continues.
 import asyncio
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from math import inf
 
 import structlog
 
@@ -20,6 +21,7 @@ from shoal_server.coordinator.plug_in.interface import PlugIn
 from shoal_server.core.driver.job_write import StateRecord
 from shoal_server.core.generations.progress import JobResult
 from shoal_server.core.membership.phases import OVER
+from shoal_server.core.publications.limits import HELD_S
 from shoal_server.core.retention import (
     REMOVES,
     DueAction,
@@ -61,7 +63,8 @@ class Retention:
         self._clock = clock or registry.clock
         self._mark = ClockMark(store, self._clock)
         self._may_remove = True
-        """True if this coordinator's clock is trusted for removals."""
+        """True if this coordinator's clock is trusted for removals, and all readers are known."""
+        self._removes_from_s = 0.0
         self._empty_since_s: dict[str, float] = {}
         """Jobs that are not over and have no members, by the time at which this leader first saw
         that."""
@@ -77,6 +80,8 @@ class Retention:
         """Sweep periodically and on wake-up, until cancelled."""
         self._empty_since_s.clear()
         self._mark.begin()
+        # Earlier, readers that the last leader knew may not have reported to this one.
+        self._removes_from_s = self._clock() + HELD_S
         while True:
             self._woken.clear()
             await self.sweep()
@@ -88,7 +93,8 @@ class Retention:
 
     async def sweep(self) -> None:
         """Do what is due; log failures of single jobs. Raises NotLeader."""
-        self._may_remove = await self._mark.update_mark()
+        is_trusted = await self._mark.update_mark()
+        self._may_remove = is_trusted and self._clock() >= self._removes_from_s
         await self._forget_runs()
         actors = self._registry.actors()
         self._note_empty(actors)
@@ -130,6 +136,8 @@ class Retention:
             is_cleared=job.tally.is_cleared,
         )
         what = due_action(age, self._limits, self._clock())
+        if what is DueAction.FORGET and self._resetting.is_read(job.spec.job):
+            what = due_action(age, replace(self._limits, summary_s=inf), self._clock())
         return what if self._may_remove or what not in REMOVES else DueAction.NOTHING
 
     def _is_known(self, actor: JobActor) -> bool:

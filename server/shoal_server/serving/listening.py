@@ -11,7 +11,7 @@ from pathlib import Path
 
 import structlog
 
-from shoal_proto.addresses import join_address, split_address
+from shoal_proto.addresses import is_reachable_address, join_address, split_address
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.tls import identity
 
@@ -77,16 +77,22 @@ def advertised_address(advertise: str, listen: str, port: int) -> str:
     """host:port for others to connect to.
 
     `advertise` is HOST:PORT, or HOST, which gets `port`; empty: the host of `listen`. A HOST in
-    WILDCARDS becomes this machine's name. Raises InvalidSpec if `listen` is needed and is not
-    host:port.
+    WILDCARDS becomes this machine's name. Raises InvalidSpec for any other text.
     """
     host, number = advertise or split_address(listen)[0], str(port)
     name, colon, last = host.rpartition(":")
-    if colon and last.isdigit() and (":" not in name or name.endswith("]")):
+    if colon and (":" not in name or name.endswith("]")):
         host, number = name, last
     if host.strip("[]") in WILDCARDS:
         host = socket.gethostname()
-    return join_address(host, number)
+    address = join_address(host, number)
+    if not is_reachable_address(address):
+        raise InvalidSpec(
+            "bad --advertise",
+            seen=repr(advertise),
+            expected="HOST, or HOST:PORT with a port from 1 to 65535",
+        )
+    return address
 
 
 def is_loopback(host: str) -> bool:

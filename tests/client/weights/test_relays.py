@@ -14,6 +14,7 @@ from pathlib import Path
 import grpc
 import pytest
 from support.clusters.parameter_cluster import ParameterCluster
+from support.processes.few_files import few_files
 from support.processes.served_process import awaited
 from support.weights import halting_relay
 from support.weights.publishing_script import LIMIT_S, SERIES, Script, contents
@@ -25,8 +26,14 @@ from shoal_client.weights.reader import Base, SeriesReader
 from shoal_client.weights.relay import Relay
 from shoal_client.weights.stores import RelaySource, WeightStores
 from shoal_proto import CHUNK_BYTES
-from shoal_proto.errors import AccessDenied, ChecksumMismatch, InvalidSpec, Unavailable
-from shoal_proto.segments.digests import chunk_digests
+from shoal_proto.errors import (
+    AccessDenied,
+    ChecksumMismatch,
+    InvalidSpec,
+    Overloaded,
+    Unavailable,
+)
+from shoal_proto.segments.digests import chunk_digests, root_digest
 from shoal_proto.segments.sealed import Segment, SegmentWriter
 from shoal_proto.segments.transfer import StagedSegment
 from shoal_proto.v1 import weights_pb2 as pb
@@ -65,6 +72,18 @@ def test_a_relay_passes_on_its_segments(relay: Relay, may_be_local: bool) -> Non
     found = fetched(relay, segment.digest, may_be_local=may_be_local)
     assert found.view() == segment.view()
     assert os.path.sameopenfile(found.descriptor, segment.descriptor) == may_be_local
+
+
+def test_a_relay_that_can_open_no_further_file_names_the_limit(relay: Relay) -> None:
+    """A relay has another descriptor of each segment, also while the segment arrives."""
+    whole, data = segment_of(b"whole"), b"arriving"
+    of_chunks = chunk_digests(data)
+    staged = relay.staged(root_digest(of_chunks))
+    with few_files(0), pytest.raises(Overloaded, match="ulimit -n"):
+        relay.add(whole)
+    with few_files(1), pytest.raises(Overloaded, match="ulimit -n"):
+        staged.open(of_chunks, len(data))
+    assert staged.descriptor is not None, "the only further file"
 
 
 def arrive(staged: StagedSegment, data: bytes, index: int) -> None:

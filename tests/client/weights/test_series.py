@@ -1,17 +1,16 @@
 """Versions of a series, published and read while real parts are killed and restarted."""
 
-import itertools
 import os
-import resource
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import numpy as np
 import pytest
 from support.clusters.parameter_cluster import ParameterCluster
+from support.processes.few_files import few_files
 from support.processes.served_process import awaited
 from support.weights.publishing_script import LIMIT_S, SERIES, Script, contents
 from support.weights.segments import segment_of
@@ -49,21 +48,6 @@ def script(cluster: ParameterCluster) -> Iterator[Script]:
 def reader(cluster: ParameterCluster) -> Iterator[SeriesReader]:
     with closing(SeriesReader([cluster.coordinator.grpc], SERIES, "reader-1")) as reader:
         yield reader
-
-
-@contextmanager
-def few_files(num_further: int) -> Iterator[None]:
-    """Have the soft limit allow this process so many further files."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    used = {int(each.name) for each in Path("/proc/self/fd").iterdir()}
-    free = (number for number in itertools.count() if number not in used)
-    resource.setrlimit(
-        resource.RLIMIT_NOFILE, (next(itertools.islice(free, num_further, None)), hard)
-    )
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.mark.long

@@ -1,7 +1,8 @@
 """Jobs that start over: what is deleted, what stays, and which processes are refused then."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import closing
 
 import grpc.aio
 import pytest
@@ -11,6 +12,7 @@ from support.clusters.memory_store import MemoryStore
 from support.processes.served_process import awaited
 
 from shoal_client.commands.jobs import check_not_finished, reset_job
+from shoal_client.connection.coordinators import Coordinators
 from shoal_client.membership import calls as membership_calls
 from shoal_client.membership.member_session import MemberSession
 from shoal_proto.errors import (
@@ -30,6 +32,8 @@ from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1 import weights_pb2
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.membership_pb2_grpc import MembershipStub
+from shoal_proto.v1.repair_pb2 import RepairRequest
+from shoal_proto.v1.repair_pb2_grpc import RepairsStub
 from shoal_proto.v1.samples_pb2 import LeaseRequest
 from shoal_proto.v1.weights_pb2_grpc import WeightSeriesStub
 from shoal_server.core.limits import Limits
@@ -265,7 +269,17 @@ async def test_a_removal_replaces_an_unreadable_record_of_earlier_runs() -> None
         await world.training("a")
 
 
-async def test_the_run_after_an_unreadable_record_of_earlier_runs_publishes() -> None:
+def repair_job(addresses: Sequence[str], job: str) -> bool:
+    with closing(Coordinators(addresses)) as coordinators:
+        request = RepairRequest(job=job, apply=True)
+        reply = coordinators.call(lambda c: RepairsStub(c).Repair, request, timeout_s=10.0)
+    return reply.goes_on
+
+
+@pytest.mark.parametrize("free_name", [reset_job, repair_job])
+async def test_the_run_after_an_unreadable_record_of_earlier_runs_publishes(
+    free_name: Callable[[Sequence[str], str], bool],
+) -> None:
     """An earlier run has published in generation 9. The next one continues the numbers, since a
     series refuses an earlier generation."""
     store, series = MemoryStore(), "j/policy"
@@ -273,7 +287,8 @@ async def test_the_run_after_an_unreadable_record_of_earlier_runs_publishes() ->
     head = SeriesHead(number=3, epoch=2, publisher=Publisher(generation=9))
     await store.put(keys.series_head(series), encode_head(head))
     async with served(store) as world:
-        assert await asyncio.to_thread(reset_job, [world.address], "j")
+        assert await asyncio.to_thread(free_name, [world.address], "j")
+    async with served(store) as world:
         (member,) = await world.training("a")
         assert member.token.generation == 10
         sender = weights_pb2.Publisher(token=member.token)

@@ -39,8 +39,10 @@ from shoal_server.core.generations.roster import (
     Step,
     Verdict,
 )
+from shoal_server.core.publications.records import Publisher, SeriesHead
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import RangeResult
+from shoal_server.etcd.records.series import encode_head
 
 FATAL = [each for each in all_garbage() if each.is_fatal]
 
@@ -209,6 +211,23 @@ async def test_a_broken_job_record_is_replaced_by_one_with_what_can_be_read() ->
         assert job.last_generation == 1
         assert job.progress.has_trained
         assert sorted(job.members) == ["a", "b"]
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+async def test_a_broken_record_of_earlier_runs_refuses_no_process_of_a_run_that_has_begun(
+    has_begun: bool,
+) -> None:
+    """The series was published by the run that has begun, or by an earlier one."""
+    store = MemoryStore()
+    head = SeriesHead(number=3, epoch=2, publisher=Publisher(generation=9))
+    await store.put(keys.series_head("j/policy"), encode_head(head))
+    await store.put(keys.reset("j"), b"garbage")
+    if has_begun:
+        await store.put(keys.job_state("j"), as_json(good_state("j") | {"last_generation": 9}))
+    async with served(store) as world:
+        assert (await ask(world, "j", apply=True)).goes_on
+        known = world.coordinator.registry.earlier_runs.get("j")
+        assert (known.last_generation if known is not None else 0) == (0 if has_begun else 9)
 
 
 async def test_a_broken_ledger_is_moved_aside_with_its_deltas() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from unittest.mock import patch
 
@@ -11,14 +12,18 @@ from support.clusters.coordinator_world import Served, entered, served
 from support.clusters.hooked_store import Transaction, UnreliableStore
 from support.clusters.memory_store import MemoryStore
 
+from shoal_client.connection.coordinators import Coordinators
 from shoal_client.membership.member_session import MemberSession
+from shoal_client.weights.watch import SeriesWatch
 from shoal_proto.errors import InvalidSpec, NotLeader
 from shoal_proto.incarnation import public_id
 from shoal_proto.v1.samples_pb2 import LeaseRequest
 from shoal_server.coordinator.jobs.job_actor import JobActor
+from shoal_server.coordinator.persistence.earlier_runs import EarlierRuns
 from shoal_server.coordinator.retention import Retention
 from shoal_server.coordinator.retention_policy import DAY_S, HOUR_S, RetentionPolicy
 from shoal_server.core.membership.phases import Phase
+from shoal_server.core.publications.limits import HELD_S
 from shoal_server.core.publications.records import Publisher, SeriesHead
 from shoal_server.core.retention import RetentionLimits
 from shoal_server.core.samples.requests import LedgerCounts
@@ -205,6 +210,66 @@ async def test_the_series_of_earlier_runs_are_removed_with_their_record() -> Non
         await world.coordinator.resetting.reset("j")
         series = {f"series/{each}/head" for each in ("j/policy", "j/own")}
         assert await names(store) == {"resets/j", *series}
+        await Sweeper(world).after(31 * DAY_S)
+        assert await names(store) == {"series/j/own/head"}
+
+
+@pytest.mark.parametrize("is_removed", [False, True], ids=["summary", "after-rm"])
+async def test_numbers_of_a_series_are_kept_while_it_is_read(is_removed: bool) -> None:
+    """A connected reader gets the versions of the next run: their numbers continue. A reader of a
+    plain script's series has no effect on the job."""
+    store = MemoryStore()
+    policy = SeriesHead(number=3, epoch=1, publisher=Publisher(generation=9))
+    own = SeriesHead(number=3, epoch=1, publisher=Publisher(script="p"))
+    await store.put(keys.series_head("j/policy"), encode_head(policy))
+    await store.put(keys.series_head("j/own"), encode_head(own))
+    async with served(store) as world:
+        await leave(await world.training("a"), completed=True)
+        resetting, sweeper = world.coordinator.resetting, Sweeper(world)
+        if is_removed:
+            await resetting.reset("j")
+        with ExitStack() as stack:
+            coordinators = stack.enter_context(closing(Coordinators([world.address])))
+            of_script = stack.enter_context(closing(SeriesWatch(coordinators, "j/own")))
+            await asyncio.to_thread(of_script.newest, -1, 10.0)
+            assert not resetting.is_read("j")
+            with closing(SeriesWatch(coordinators, "j/policy")) as watch:
+                await asyncio.to_thread(watch.newest, -1, 10.0)
+                await sweeper.after(31 * DAY_S)
+                kept = "resets/j" if is_removed else "jobs/j/state"
+                assert await names(store) == {kept, "series/j/policy/head", "series/j/own/head"}
+            async with asyncio.timeout(20):
+                while resetting.is_read("j"):  # noqa: ASYNC110 - there is no event to wait for
+                    await asyncio.sleep(0.02)
+            await sweeper.after(0.0)
+            assert await names(store) == {"series/j/own/head"}
+
+
+async def test_a_new_leader_removes_nothing_until_readers_have_come_back() -> None:
+    store = MemoryStore()
+    await store.put(keys.reset("j"), EarlierRuns(job="j", ended_unix_s=1.0).to_json())
+    async with served(store) as world:
+        sweeper = Sweeper(world)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(0):
+                await sweeper.retention.run()
+        await sweeper.after(HELD_S - 1.0)
+        assert await names(store) == {"resets/j"}
+        await sweeper.after(2.0)
+        assert await names(store) == set()
+
+
+async def test_the_series_of_a_script_outlives_a_job_of_its_name() -> None:
+    """The retention removes series of the job itself only: nobody asked for a removal."""
+    store = MemoryStore()
+    for name, publisher in (
+        ("j/policy", Publisher(generation=1)),
+        ("j/own", Publisher(script="p")),
+    ):
+        head = SeriesHead(number=3, epoch=1, publisher=publisher)
+        await store.put(keys.series_head(name), encode_head(head))
+    async with served(store) as world:
+        await leave(await world.training("a"), completed=True)
         await Sweeper(world).after(31 * DAY_S)
         assert await names(store) == {"series/j/own/head"}
 

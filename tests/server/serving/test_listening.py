@@ -70,6 +70,12 @@ def test_the_announced_address_is_reachable(advertise: str, listen: str, address
     assert advertised_address(advertise, listen, 9) == address
 
 
+@pytest.mark.parametrize("advertise", ["name:²", "name:http", "name:0", "name:65536", "name:"])
+def test_an_address_that_nobody_can_reach_is_not_announced(advertise: str) -> None:
+    with pytest.raises(InvalidSpec, match="bad --advertise"):
+        advertised_address(advertise, "0.0.0.0:0", 9)
+
+
 def test_only_this_machine_is_loopback() -> None:
     assert all(map(is_loopback, ["127.0.0.1", "127.0.0.9", "::1", "[::1]", "localhost"]))
     assert not any(map(is_loopback, ["0.0.0.0", "::", "10.0.0.1", "vm-0", ""]))

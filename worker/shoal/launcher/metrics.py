@@ -9,6 +9,7 @@ from importlib.metadata import version
 from typing import Any
 
 from shoal.launcher.worker_slots import DRAINED, Exit, WorkerSlot
+from shoal_proto.addresses import split_address
 from shoal_proto.errors import AddressInUse, InvalidSpec
 from shoal_proto.exit_codes import exit_cause
 
@@ -18,9 +19,10 @@ LOOPBACK = "127.0.0.1"
 def parse_address(text: str) -> tuple[str, int]:
     """Parse `[HOST:]PORT`; a port alone means 127.0.0.1. Raises InvalidSpec."""
     host, _, port = text.rpartition(":")
-    if not (port.isascii() and port.isdigit() and int(port) < 65536):
-        raise InvalidSpec("bad --metrics", seen=repr(text), expected="[HOST:]PORT")
-    return host.strip("[]") or LOOPBACK, int(port)
+    try:
+        return split_address(f"{host or LOOPBACK}:{port}")
+    except InvalidSpec as error:
+        raise InvalidSpec("bad --metrics", seen=repr(text), expected="[HOST:]PORT") from error
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from shoal_proto.errors import InternalError, JobInUse
 from shoal_proto.short_lists import short_list
 from shoal_proto.v1.identity_pb2 import Token
-from shoal_server.core.generations.roster import Generation
+from shoal_server.core.generations.roster import NO_GENERATION, Generation
 from shoal_server.core.job.job import Job
 from shoal_server.core.membership import refusals
 from shoal_server.core.membership.events import Refusal
@@ -29,7 +29,7 @@ class EarlierRuns:
     """All earlier runs of one name."""
 
     job: str
-    last_generation: Generation
+    last_generation: Generation = NO_GENERATION
     expelled: tuple[str, ...] = ()
     """Expelled incarnations, oldest first."""
     ended_unix_s: float = 0.0

@@ -142,11 +142,12 @@ class WeightSeriesService(WeightSeriesServicer):
             (each.series.head.publisher.generation for each in self.series_of(job)), default=0
         )
 
-    async def clear(self, job: str, *, forgets_numbers: bool, of_scripts: bool = True) -> bool:
+    async def clear(self, job: str, *, forgets_numbers: bool) -> bool:
         """Drop all versions of a job that is removed or started over; True if there were any.
 
-        Later versions continue the numbers, unless `forgets_numbers`. Unreadable series stay; so do
-        series that plain scripts publish, unless `of_scripts`.
+        `forgets_numbers`: delete the series themselves, else later versions continue the numbers.
+        Series that plain scripts publish then stay, as nobody asked for a removal. Unreadable
+        series stay.
         Raises Unavailable while etcd cannot be reached, NotLeader, and the error with which a
         series ends meanwhile; some versions may then be gone.
         """
@@ -155,7 +156,7 @@ class WeightSeriesService(WeightSeriesServicer):
             async with asyncio.timeout(CLEARED_WITHIN_S):
                 for each in self.series_of(job):
                     actor = await self._find(each.series.name)
-                    if actor.series.head.publisher.script and not of_scripts:
+                    if forgets_numbers and actor.series.head.publisher.script:
                         continue
                     had_any = had_any or bool(actor.series.head.kept)
                     await self._clear(actor, forgets_numbers=forgets_numbers)

@@ -37,7 +37,8 @@ REMEDIES: Mapping[RecordKind, str] = {
     RecordKind.SAMPLES: "It is moved aside, and samples are leased from the first one on: all are"
     " trained on again.",
     RecordKind.EARLIER_RUNS: "It is moved aside: processes of earlier runs of the job can no longer"
-    " be recognised. Make sure that none is left.",
+    " be recognised. Make sure that none is left. The next run numbers its generations above those"
+    " that have published weights.",
 }
 """Effect of repairing each kind; other kinds cannot be repaired."""
 NO_REMEDY = (

@@ -13,6 +13,7 @@ from shoal_proto.names import NAME_RULE, is_name
 from shoal_proto.v1 import repair_pb2 as pb
 from shoal_proto.v1.repair_pb2_grpc import RepairsServicer
 from shoal_server.coordinator.jobs.registry import Registry
+from shoal_server.coordinator.persistence.earlier_runs import EarlierRuns
 from shoal_server.coordinator.persistence.stored_generations import stored_record
 from shoal_server.coordinator.persistence.stored_json import state_to_json
 from shoal_server.coordinator.plug_in.interface import CheckRecord
@@ -39,12 +40,20 @@ class RepairService(RepairsServicer):
     """Repairs jobs, on the coordinator's event loop."""
 
     def __init__(
-        self, store: LeaderStore, registry: Registry, check_other: CheckRecord, take_up: TakeUp
+        self,
+        store: LeaderStore,
+        registry: Registry,
+        check_other: CheckRecord,
+        take_up: TakeUp,
+        *,
+        published_in: Callable[[str], int],
     ) -> None:
+        """`published_in` returns the newest generation that has published a series of a job."""
         self._store = store
         self._registry = registry
         self._check_other = check_other
         self._take_up = take_up
+        self._published_in = published_in
 
     async def Repair(self, request: pb.RepairRequest, context: Context) -> pb.RepairReply:
         self._registry.require_leading()
@@ -86,21 +95,30 @@ class RepairService(RepairsServicer):
             key = each.item.key
             target = keys.quarantined(job, stamp, key)
             writes: list[Operation] = [Put(target, each.item.value)]
+            earlier: EarlierRuns | None = None
             if each.kind is RecordKind.SAMPLES:
                 writes.append(await self._deltas_moved(job, stamp, items))
-            writes.append(
-                self._new_state(request, items, each.item)
-                if each.kind is RecordKind.STATE
-                else Delete(key)
-            )
+            if each.kind is RecordKind.EARLIER_RUNS:
+                earlier = self._new_earlier_runs(job, items)
+            if each.kind is RecordKind.STATE:
+                writes.append(self._new_state(request, items, each.item))
+            else:
+                writes.append(Delete(key) if earlier is None else Put(key, earlier.to_json()))
             result = await self._store.transact(
                 [unchanged_since(key, each.item.mod_revision)], writes
             )
             if result.succeeded:
                 moved[key] = target
-            if each.kind is RecordKind.EARLIER_RUNS:
-                self._registry.earlier_runs.pop(job, None)
+                if earlier is not None:
+                    self._registry.earlier_runs[job] = earlier
         return moved
+
+    def _new_earlier_runs(self, job: str, items: Sequence[KeyValue]) -> EarlierRuns | None:
+        """Record from which the next run numbers its generations above those of the kept series,
+        which refuse lower ones. None if a run has begun: its generations would count as earlier."""
+        if any(item.key == keys.job_state(job) for item in items):
+            return None
+        return EarlierRuns(job=job).with_run(self._published_in(job), ())
 
     async def _deltas_moved(self, job: str, stamp: str, items: Sequence[KeyValue]) -> Delete:
         prefix = keys.sample_deltas(job)

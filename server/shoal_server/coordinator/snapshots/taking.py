@@ -32,7 +32,7 @@ from shoal_server.coordinator.servers.server_calls import ServerCalls
 from shoal_server.core.shards import losses
 from shoal_server.core.shards.steps import Shards, StepId, merged
 from shoal_server.etcd import keys
-from shoal_server.etcd.api import Get, Put, absent
+from shoal_server.etcd.api import Get, Put, absent, created_at
 from shoal_server.etcd.leader_store import LeaderStore
 from shoal_server.etcd.records import assignments, shard_map
 from shoal_server.serving.tasks import gather_settled
@@ -118,7 +118,6 @@ class SnapshotTaker:
         """
         job = library.job
         async with self._locks.setdefault(job, asyncio.Lock()):
-            await self._check_has_shards(job)
             before = await asyncio.to_thread(library.newest)
             number = await asyncio.to_thread(library.next_number)
             cut, frozen = await self._frozen(job, before, number)
@@ -160,7 +159,6 @@ class SnapshotTaker:
         the store and the servers raise.
         """
         async with self._locks.setdefault(job, asyncio.Lock()):
-            await self._check_has_shards(job)
             cut, frozen = await self._frozen(job, None, 0)
             requests = {server: request_to(server) for server in cut.addresses}
             for request in requests.values():
@@ -196,19 +194,22 @@ class SnapshotTaker:
             pause_s=frozen.pause_s,
         )
 
-    async def _check_has_shards(self, job: str) -> None:
-        """Raise SnapshotFailed unless the job's shards are placed. Called before any key is
-        made."""
-        if await self._store.get(keys.assignments_head(job)) is None:
-            raise no_shards_error(job)
-
     async def _lineage(self, job: str) -> str:
         """Return the lineage of the job's shards: a random text, drawn at their first cut and at
-        each restore."""
+        each restore. Raises SnapshotFailed, and draws none, if the job has no shards."""
         key = keys.lineage(job)
+        placed = await self._store.get(keys.assignments_head(job))
+        if placed is None:
+            raise no_shards_error(job)
         drawn = Put(key, secrets.token_hex(8).encode())
-        result = await self._store.transact([absent(key)], [drawn], [Get(key)])
-        return (drawn.value if result.succeeded else result.reads[0][0].value).decode()
+        # A job that is removed meanwhile must not leave a key.
+        is_new = [absent(key), created_at(placed.key, placed.create_revision)]
+        result = await self._store.transact(is_new, [drawn], [Get(key)])
+        if result.succeeded:
+            return drawn.value.decode()
+        if not result.reads[0]:
+            raise no_shards_error(job)
+        return result.reads[0][0].value.decode()
 
     async def current_lineage(self, job: str) -> str | None:
         """Lineage of the snapshots of the job's present shards; None before the first cut."""

@@ -726,6 +726,26 @@ def test_a_cut_of_shards_that_a_restore_replaces_meanwhile_is_not_used(
     assert (taken.manifest.lineage, cursors) == ("restored", 2)
 
 
+def test_a_snapshot_of_a_job_that_is_removed_meanwhile_leaves_no_record(
+    opened: ExitStack, tmp_path: Path
+) -> None:
+    servers, snapshots = start(opened, tmp_path, num_servers=1)
+    pusher(opened, servers, "m")
+
+    async def removed(job: str) -> None:
+        await servers.store.delete(keys.job_prefix(job), prefix=True)
+        await servers.store.delete(keys.assignments(job), prefix=True)
+
+    calls = ServerCalls()
+    opened.callback(lambda: servers.run(calls.close()))
+    taker = SnapshotTaker(
+        servers.store, calls, JobPosition(cursor=removed, training=lambda job: {})
+    )
+    with pytest.raises(SnapshotFailed, match="has no shards"):
+        servers.run(taker.take(snapshots.library))
+    assert servers.run(servers.store.keys(keys.job_prefix("job"))) == ()
+
+
 def test_a_cut_of_an_earlier_epoch_of_a_shard_is_not_used(
     opened: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
