@@ -466,7 +466,7 @@ def test_each_port_admits_only_its_callers(resources: list[Resource]) -> None:
         ("etcd", "client"): {"etcd", "coordinator", "ps"},
         ("etcd", "peer"): {"etcd"},
         ("etcd", "metrics"): {"namespace monitoring"},
-        ("coordinator", "grpc"): {"worker"},
+        ("coordinator", "grpc"): {"coordinator", "worker"},
         ("coordinator", "http"): {"worker", "namespace monitoring"},
         ("ps", "grpc"): {"coordinator", "ps", "worker"},
         ("ps", "bulk"): {"ps", "worker"},
