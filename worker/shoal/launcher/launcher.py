@@ -40,7 +40,7 @@ from shoal_client.liveness.beat_board import BeatBoard, MembershipEnding
 from shoal_client.liveness.lifeline import ExitWatch
 from shoal_client.local.directory import temporary_directory
 from shoal_client.local.process import ChildCommand, Process, Supervisor
-from shoal_client.local.worker_logs import WorkerLog, log_path, log_root
+from shoal_client.local.worker_logs import WorkerLog, log_path, log_root, remove_old
 from shoal_proto.errors import Unavailable
 from shoal_proto.secrets import LAUNCH_VARIABLE, job_secret
 from shoal_proto.v1.membership_pb2 import ReportExitRequest, ReportHaltRequest
@@ -105,6 +105,7 @@ class Launcher:
 
     def run(self) -> int:
         """Start the workers; return the run's exit code when all have ended."""
+        remove_old(log_root({}), time.time())
         with (
             self._orders.received(lambda number: self._events.put(_Signalled(number))),
             BeatBoard(len(self.slots)) as board,
