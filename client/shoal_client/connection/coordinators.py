@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeVar
 import grpc
 import structlog
 
+from shoal_client.connection.admission import ADMISSION_S
 from shoal_client.connection.certificate_wait import CertificateWait, wait_s
 from shoal_client.connection.tls_refusals import explained, note_answer
 from shoal_proto import MAX_ANSWER_BYTES, MAX_MESSAGE_BYTES
@@ -19,7 +20,6 @@ from shoal_proto.back_off import BackOff
 from shoal_proto.errors import (
     CertificateRefused,
     DeadlineExceeded,
-    InvalidSpec,
     JobQuarantined,
     NotLeader,
     RetryError,
@@ -284,21 +284,37 @@ def close_channels(channels: Iterable[Closable]) -> None:
         log.info("channels_not_closed", num_channels=stuck)
 
 
-def own_address(coordinators: Sequence[str]) -> str:
-    """Address of this machine's interface towards the first coordinator; 127.0.0.1 without
-    coordinators. Sends nothing. Raises InvalidSpec if the coordinator's name does not resolve, or
-    there is no route."""
+def own_address(coordinators: Sequence[str], within_s: float = ADMISSION_S) -> str:
+    """Address of this machine's interface towards the first coordinator whose name resolves;
+    127.0.0.1 without coordinators. Sends nothing. Raises Unavailable if there is no route to any of
+    them for `within_s`."""
     if not coordinators:
         return "127.0.0.1"
-    try:
-        found = socket.getaddrinfo(*split_address(coordinators[0]), type=socket.SOCK_DGRAM)
-        family, kind, protocol, _, target = found[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(target)
-            return str(probe.getsockname()[0])
-    except OSError as error:
-        raise InvalidSpec(
-            f"no route to the coordinator {coordinators[0]}",
-            seen=str(error),
-            expected="a host name that resolves and a route to it",
-        ) from None
+    give_up_s, back_off = time.monotonic() + within_s, BackOff()
+    is_logged = False
+    while True:
+        errors = []
+        for each in coordinators:
+            try:
+                return _interface_towards(each)
+            except OSError as error:
+                errors.append(f"{each}: {error}")
+        left_s = give_up_s - time.monotonic()
+        if left_s <= 0:
+            raise Unavailable(
+                "no route to a coordinator",
+                seen="; ".join(errors),
+                expected="a host name that resolves and a route to it",
+            )
+        if not is_logged:
+            log.warning("coordinator_not_found", reason="; ".join(errors))
+        is_logged = True
+        time.sleep(min(left_s, back_off.pause_s(chance())))
+
+
+def _interface_towards(address: str) -> str:
+    found = socket.getaddrinfo(*split_address(address), type=socket.SOCK_DGRAM)
+    family, kind, protocol, _, target = found[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(target)
+        return str(probe.getsockname()[0])

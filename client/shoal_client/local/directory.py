@@ -4,6 +4,7 @@ killed one left. After a failure, logs are kept for a day.
 
 import fcntl
 import os
+import platform
 import shutil
 import tempfile
 import time
@@ -14,7 +15,8 @@ from pathlib import Path
 from shoal_proto.errors import RefusedError, Unavailable
 
 TEMPORARY = "removed-once-unlocked"
-"""An empty file of this name marks a directory that was made here."""
+"""An empty file of this name, with the id of the machine's boot behind it, marks a directory that
+was made here: on a shared file system, other machines do not see its lock."""
 KEPT_LOGS = "only-logs-are-kept"
 """An empty file of this name marks the directory of a command that has failed."""
 KEPT_S = 86400.0
@@ -28,7 +30,7 @@ def temporary_directory(prefix: str) -> Iterator[Path]:
     directory = Path(tempfile.mkdtemp(prefix=prefix))
     lock = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
     fcntl.flock(lock, fcntl.LOCK_EX)
-    (directory / TEMPORARY).touch(0o600)  # once locked: without a lock, its command has ended
+    _mark(directory).touch(0o600)  # once locked: without a lock, its command has ended
     try:
         yield directory
     except (Unavailable, RefusedError):
@@ -45,31 +47,48 @@ def temporary_directory(prefix: str) -> Iterator[Path]:
 def given_directory(directory: Path) -> Path:
     """Return a directory that the user has named. One that a killed command left is not temporary
     any more."""
-    for mark in (TEMPORARY, KEPT_LOGS):
-        with suppress(OSError):  # there is no mark, or the cluster refuses the directory
-            (directory / mark).unlink()
+    with suppress(OSError):  # the cluster refuses the directory
+        for mark in (*directory.glob(f"{TEMPORARY}-*"), directory / KEPT_LOGS):
+            mark.unlink(missing_ok=True)
     return directory
 
 
 def remove_left_over(parent: Path, now_s: float) -> None:
-    """Remove this user's temporary directories whose commands have ended; kept logs after
-    KEPT_S."""
+    """Remove this user's temporary directories whose commands have ended on this machine since its
+    boot; kept logs after KEPT_S."""
     # By their marks: a directory that the user has named may have a name like theirs.
-    for mark, keep_s in ((TEMPORARY, 0.0), (KEPT_LOGS, KEPT_S)):
-        for directory in (found.parent for found in parent.glob(f"shoal-*/{mark}")):
-            with suppress(OSError):
-                status = directory.lstat()
-                if status.st_uid == os.geteuid() and now_s - status.st_mtime > keep_s:
-                    _remove_unlocked(directory)
+    for mark in parent.glob(f"shoal-*/{_mark(parent).name}"):
+        with suppress(OSError), _locked(mark.parent) as directory:
+            if (directory / KEPT_LOGS).exists():
+                keep_logs(directory)
+            else:
+                _remove(directory)
+    for mark in parent.glob(f"shoal-*/{KEPT_LOGS}"):
+        with suppress(OSError), _locked(mark.parent) as directory:
+            is_old = now_s - directory.stat().st_mtime > KEPT_S
+            if is_old and not any(directory.glob(f"{TEMPORARY}-*")):
+                _remove(directory)
 
 
-def _remove_unlocked(directory: Path) -> None:
+@contextmanager
+def _locked(directory: Path) -> Iterator[Path]:
+    """Lock a directory of this user's. Raises OSError if it is another user's, or locked."""
     lock = os.open(directory, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
+        if os.fstat(lock).st_uid != os.geteuid():
+            raise PermissionError(f"{directory} is another user's")
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        _remove(directory)
+        yield directory
     finally:
         os.close(lock)
+
+
+def _mark(directory: Path) -> Path:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:  # a sandbox without it
+        boot = platform.node()
+    return directory / f"{TEMPORARY}-{boot}"
 
 
 def _remove(directory: Path) -> None:
@@ -82,7 +101,7 @@ def _remove(directory: Path) -> None:
 def keep_logs_at_end(directory: Path) -> None:
     """Have `temporary_directory` keep logs at its end; nothing changes in another directory."""
     with suppress(OSError):  # the disk may be full
-        if (directory / TEMPORARY).exists():
+        if _mark(directory).exists():
             (directory / KEPT_LOGS).touch()
 
 

@@ -1,13 +1,17 @@
 """Files with the newest output of workers, kept by their launcher: at most two for each worker."""
 
 import errno
+import fcntl
 import os
+import stat
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 MAX_BYTES = 8 << 20
 """Size at which a file becomes the older of the two."""
+KEPT_S = 7 * 86400.0
 
 
 def log_root(environment: Mapping[str, str]) -> Path:
@@ -25,6 +29,30 @@ def log_path(root: Path, job: str, member_id: str) -> Path:
 def older(path: Path) -> Path:
     """The older file that belongs to a newer one."""
     return path.with_suffix(".log.1")
+
+
+def remove_old(root: Path, now_s: float) -> None:
+    """Remove files to which no launcher has written for KEPT_S. Call it only for the directory that
+    `log_root` chooses: another one is the user's. A file that a launcher has open stays."""
+    with suppress(OSError):
+        status = root.lstat()
+        # Another user must not be able to put links to this user's files here.
+        if status.st_uid == os.geteuid() and stat.S_IMODE(status.st_mode) == 0o700:
+            for path in [*root.glob("*/*.log")]:
+                with suppress(OSError):
+                    _remove_if_old(path, now_s)
+
+
+def _remove_if_old(path: Path, now_s: float) -> None:
+    file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        if now_s - os.fstat(file).st_mtime > KEPT_S:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            older(path).unlink(missing_ok=True)
+            path.unlink()
+            path.parent.rmdir()  # if it is empty
+    finally:
+        os.close(file)
 
 
 class WorkerLog:
@@ -64,6 +92,8 @@ class WorkerLog:
         if found.st_uid != os.geteuid() or found.st_nlink != 1:
             self.close()
             raise PermissionError(errno.EPERM, "it belongs to another user, or has a second link")
+        with suppress(OSError):  # the file system has no locks
+            fcntl.flock(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         os.fchmod(self._file, 0o600)
         self._num_bytes = found.st_size
 

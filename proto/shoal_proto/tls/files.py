@@ -3,6 +3,7 @@
 import ssl
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from shoal_proto.forks.openssl import NO_FORK
 log = structlog.get_logger(__name__)
 
 LOOK_EVERY_S = 1.0
+LOOK_WITHIN_S = 0.2
+"""Limit of a caller's wait for the disk, which may be a network's. Heartbeats wait for it, too."""
 RENEWAL_S = 0.1
 """Time in which a renewal replaces a key and its certificate, one after the other."""
 
@@ -57,14 +60,13 @@ class TlsMaterial:
 class TlsIdentity:
     """The files of one process. Thread-safe.
 
-    Changed files are read when `material` is next used, at most a second late. While they cannot be
-    read or do not match, the earlier ones stay in use.
+    Changed files are read when `material` is next used, at most a second late. While the disk does
+    not answer, or the files cannot be read or do not match, the earlier ones stay in use.
     """
 
     def __init__(self, files: TlsFiles) -> None:
         """Raises InvalidSpec if a file cannot be read or is not PEM, or the key does not match."""
         self.files = files
-        self._lock = threading.Lock()
         self._seen = self._stamps()
         with NO_FORK:
             try:
@@ -74,28 +76,46 @@ class TlsIdentity:
                 time.sleep(RENEWAL_S)
                 self._material = _read(files)
         self._looked_s = time.monotonic()
+        self._looking = threading.Thread()
 
     @property
     def material(self) -> TlsMaterial:
         """Current material; the same object until the files change."""
-        # A fork waits for NO_FORK, so a child finds neither lock held by another thread.
-        with NO_FORK, self._lock:
-            if time.monotonic() - self._looked_s >= LOOK_EVERY_S:
-                self._looked_s = time.monotonic()
-                self._look()
-            return self._material
+        looking = self._start_look()
+        if looking is not None:
+            looking.join(LOOK_WITHIN_S)
+        return self._material
+
+    def _start_look(self) -> threading.Thread | None:
+        """Look at the files on a thread of its own, at most once a second and one at a time."""
+        # Within NO_FORK: a child has no half-started thread, and there `is_alive` is False.
+        with NO_FORK:
+            now_s = time.monotonic()
+            if self._looking.is_alive() or now_s - self._looked_s < LOOK_EVERY_S:
+                return None
+            self._looked_s = now_s
+            self._looking = threading.Thread(
+                target=self._look, name="shoal-certificate", daemon=True
+            )
+            # RuntimeError: no further thread is possible, for example while the process ends.
+            with suppress(RuntimeError):
+                self._looking.start()
+                return self._looking
+        return None
 
     def _look(self) -> None:
         try:
             stamps = self._stamps()
             if stamps == self._seen:
                 return
-            found = _read(self.files)
+            with NO_FORK:
+                found = _read(self.files)
         except InvalidSpec as error:
             log.warning("certificate_not_renewed", cert=str(self.files.cert), reason=str(error))
             return
-        self._seen = stamps
+        # In this order: a child that is forked in between reads the files again.
         self._material = found
+        self._seen = stamps
         log.info("certificate_reloaded", cert=str(self.files.cert))
 
     def _stamps(self) -> list[tuple[int, int, int]]:

@@ -1,9 +1,13 @@
 """`shoal certs` writes files that only their owner can read, and overwrites only to renew."""
 
 import io
+import os
 import resource
 import ssl
+import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -21,7 +25,7 @@ from shoal_client.certificates.folder import CertificateFolder
 from shoal_client.cli import parse
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.tls import identity
-from shoal_proto.tls.files import TlsFiles, TlsIdentity
+from shoal_proto.tls.files import TlsFiles, TlsIdentity, TlsMaterial
 from shoal_proto.tls.identity import from_environment, in_folder
 from shoal_proto.tls.names import COORDINATOR_NAME, Caller, CertificateRole, caller_among
 
@@ -291,6 +295,7 @@ def test_renewed_files_are_used_once_they_are_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shoal_proto.tls.files.LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr("shoal_proto.tls.files.LOOK_WITHIN_S", 60.0)
     folder = CertificateFolder(tmp_path / "certs")
     folder.init()
     files = in_folder(folder.path, CertificateRole.SERVER)
@@ -309,11 +314,52 @@ def test_renewed_files_are_used_once_they_are_complete(
     assert own.material is renewed
 
 
+def test_a_disk_that_does_not_answer_delays_only_the_use_of_a_renewed_certificate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Heartbeats use the certificate, too: a file server that is restarted must cost no member. A
+    child that is forked meanwhile looks by itself."""
+    folder = CertificateFolder(tmp_path / "certs")
+    folder.init()
+    own = TlsIdentity(in_folder(folder.path, CertificateRole.WORKER))
+    first = own.material
+    folder.renew()
+    stat, answers = Path.stat, threading.Event()
+
+    def hang(path: Path) -> os.stat_result:
+        assert answers.wait(60.0)
+        return stat(path)
+
+    monkeypatch.setattr(Path, "stat", hang)
+    monkeypatch.setattr("shoal_proto.tls.files.LOOK_EVERY_S", 0.0)
+    with ThreadPoolExecutor(1) as calls:
+        found = calls.submit(lambda: [own.material for _ in range(100)])
+        try:
+            assert set(found.result(10.0)) == {first}
+            child = os.fork()
+            if not child:
+                answers.set()
+                os._exit(0 if awaits_renewal(own, first) else 1)
+            assert os.waitpid(child, 0)[1] == 0
+        finally:
+            answers.set()
+    assert awaits_renewal(own, first)
+
+
+def awaits_renewal(own: TlsIdentity, first: TlsMaterial) -> bool:
+    """True once the material is another one; False after 10 s."""
+    give_up_s = time.monotonic() + 10.0
+    while own.material is first and time.monotonic() < give_up_s:
+        pass
+    return own.material is not first
+
+
 def test_an_authority_removed_from_the_files_is_no_longer_trusted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A running process refuses a server with a certificate of the old authority."""
     monkeypatch.setattr("shoal_proto.tls.files.LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr("shoal_proto.tls.files.LOOK_WITHIN_S", 60.0)
     servers = []
     for name in ("old", "new"):
         folder = CertificateFolder(tmp_path / name)

@@ -3,6 +3,7 @@
 import errno
 import os
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ from support.clusters.status_world import World
 from shoal_client.cli import INTERRUPTED, main, parse
 from shoal_client.commands import logs
 from shoal_client.local import worker_logs
-from shoal_client.local.worker_logs import WorkerLog, log_path
+from shoal_client.local.worker_logs import KEPT_S, WorkerLog, log_path, older, remove_old
 from shoal_proto.errors import InvalidSpec, UnknownJob
 
 NOWHERE = "http://127.0.0.1:1"
@@ -282,3 +283,27 @@ def test_a_line_that_is_written_while_the_first_are_shown_is_followed(
     arguments = ["logs", "digits", "w0", "-f", "--log-dir", str(tmp_path)]
     assert main(arguments) == INTERRUPTED
     assert capsys.readouterr().out.splitlines() == ["first", "second"]
+
+
+def test_files_are_removed_a_week_after_the_last_line(tmp_path: Path) -> None:
+    """Each launcher makes new files. The file of a launcher that runs stays, also without lines."""
+    root = tmp_path / "logs"
+    paths = [log_path(root, "digits", name) for name in ("ended", "quiet", "new")]
+    kept = [WorkerLog(path) for path in paths]
+    for each in kept:
+        each.write("line")
+    kept[0].close()
+    kept[2].close()
+    older(paths[0]).touch()
+    now_s = time.time()
+    for path in paths[:2]:
+        os.utime(path, (now_s - KEPT_S - 1, now_s - KEPT_S - 1))
+    remove_old(root, now_s)
+    assert {*(root / "digits").iterdir()} == {*paths[1:]}
+    kept[1].close()
+    root.chmod(0o770)
+    remove_old(root, now_s + KEPT_S)
+    assert paths[1].exists(), "another user could have put it there"
+    root.chmod(0o700)
+    remove_old(root, now_s + KEPT_S + 1)
+    assert [*root.iterdir()] == []

@@ -1,5 +1,6 @@
 """Calls to the coordinators, and repetition of calls through outages."""
 
+import socket
 import threading
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
@@ -18,6 +19,7 @@ from shoal_client.connection.coordinators import (
     Coordinators,
     Method,
     close_channels,
+    own_address,
 )
 from shoal_proto.errors import Unavailable
 from shoal_proto.tls import identity
@@ -113,3 +115,25 @@ def test_an_outage_is_counted_from_the_first_failure_of_a_call(
     with capture_logs() as lines:
         assert Coordinators(["127.0.0.1:1"]).persist(call, waits_for="an answer") == "answer"
     assert [line.get("away_s") for line in lines] == [None, 2.0]
+
+
+def test_an_address_of_this_machine_needs_one_coordinator_whose_name_resolves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A pod that waits for a node has no name in Kubernetes, and another coordinator leads."""
+    resolve = socket.getaddrinfo
+    failures = [socket.EAI_NONAME, socket.EAI_AGAIN, socket.EAI_AGAIN, socket.EAI_NONAME]
+
+    def fail_first(host: str, *rest: object, **options: object) -> object:
+        if host == "replaced" or failures:
+            raise socket.gaierror(failures.pop() if failures else socket.EAI_NONAME, "no such name")
+        return resolve(host, *rest, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(socket, "getaddrinfo", fail_first)
+    addresses = ["replaced:7700", "127.0.0.1:7700"]
+    with capture_logs() as lines:
+        assert own_address(addresses, LIMIT_S) == "127.0.0.1"
+    assert failures == []
+    assert [each["event"] for each in lines] == ["coordinator_not_found"]
+    with pytest.raises(Unavailable, match=r"no route to a coordinator; saw replaced:7700: .*name"):
+        own_address(addresses[:1], 0.0)

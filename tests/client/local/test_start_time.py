@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,29 @@ def test_files_of_a_killed_command_are_removed_by_the_next(parent: Path) -> None
         assert not any(each.exists() for each in killed)
         assert running.exists()
     assert not running.exists()
+
+
+def test_files_of_another_machine_stay(parent: Path) -> None:
+    """On a shared file system its locks are not seen here."""
+    directory = _left_by_a_kill("shoal-run-")
+    (mark,) = directory.glob(f"{directories.TEMPORARY}-*")
+    theirs = mark.rename(directory / f"{directories.TEMPORARY}-another-boot")
+    remove_left_over(parent, time.time() + directories.KEPT_S)
+    assert (directory / "certs" / "ca.key").exists()
+    theirs.rename(mark)
+    remove_left_over(parent, time.time())
+    assert not directory.exists()
+
+
+def test_logs_that_a_killed_command_meant_to_keep_are_kept(parent: Path) -> None:
+    """A cluster that gives up names its log, and may be killed before all its parts have ended."""
+    directory = _left_by_a_kill("shoal-up-")
+    (directory / directories.KEPT_LOGS).touch()
+    (directory / "ps-0.log").write_text("why it failed")
+    remove_left_over(parent, time.time())
+    assert {path.name for path in directory.iterdir()} == {"ps-0.log", directories.KEPT_LOGS}
+    remove_left_over(parent, time.time() + directories.KEPT_S + LATER_S)
+    assert not directory.exists()
 
 
 def test_a_directory_that_the_user_has_named_is_never_removed(parent: Path) -> None:

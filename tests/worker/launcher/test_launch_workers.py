@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
@@ -33,6 +34,7 @@ from shoal.membership.join_config import admission_s
 from shoal_client.cli import installed_commands, read_config
 from shoal_client.host.stop_orders import StopOrders
 from shoal_client.local.process import ChildCommand, Process, Supervisor
+from shoal_client.local.worker_logs import WorkerLog, log_path, log_root
 from shoal_proto.errors import (
     Fenced,
     InvalidSpec,
@@ -350,6 +352,47 @@ def test_refused_restarts_are_bounded(
     code = launcher_here(tmp_path, coordinator, script, 1).run()
     assert code == os.EX_TEMPFAIL
     assert capfd.readouterr().err.count("w could not be started") == 3
+
+
+def test_a_worker_trains_on_while_the_reader_of_stdout_pauses(
+    coordinator: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its lines wait for the reader, as does the end of the run."""
+    texts, trained = [f"{number:01000}" for number in range(1000)], tmp_path / "trained"
+    script = f"""
+import pathlib
+for number in range(1000):
+    print(f"{{number:01000}}")
+pathlib.Path({str(trained)!r}).touch()
+"""
+    reading, writing = os.pipe()
+
+    def read() -> tuple[bool, list[str]]:
+        give_up_s = time.monotonic() + DEADLINE_S
+        while not trained.exists() and time.monotonic() < give_up_s:
+            time.sleep(0.01)
+        has_trained = trained.exists()
+        with open(reading) as shown:  # noqa: PTH123 - a descriptor
+            return has_trained, re.findall(r"^\[w\] (.*)$", shown.read(), re.MULTILINE)
+
+    with futures.ThreadPoolExecutor(1) as reader:
+        found = reader.submit(read)
+        with open(writing, "w") as stdout:  # noqa: PTH123
+            monkeypatch.setattr(sys, "stdout", stdout)
+            assert launcher_here(tmp_path, coordinator, script, 1).run() == 0
+        assert found.result(DEADLINE_S) == (True, texts)
+
+
+def test_a_launcher_removes_old_logs_of_earlier_ones(
+    coordinator: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    gone = WorkerLog(log_path(log_root({}), "j", "gone"))
+    gone.write("line")
+    gone.close()
+    os.utime(gone.path, (1, 1))
+    assert launcher_here(tmp_path, coordinator, "print('line')", 1).run() == 0
+    assert [path.name for path in gone.path.parent.iterdir()] == ["w.log"]
 
 
 def test_a_run_whose_workers_the_kernel_refuses_does_not_begin(

@@ -1,21 +1,22 @@
 """Output that cannot be printed ends no training."""
 
+import fcntl
 import io
 import os
 import sys
-import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from shoal.launcher import output as module
 from shoal.launcher.output import ReaderGone, WorkerOutput, say
 from shoal_client import cli
 
 DEADLINE_S = 60.0
-MESSAGE_S = 5.0
-"""Time for a message on a busy machine; the test waits for as long only if it fails."""
 
 
 @contextmanager
@@ -45,8 +46,9 @@ def test_lines_for_a_full_disk_are_lost(
     """A single message reports the error."""
     with open_at(os.open("/dev/full", os.O_WRONLY)) as stdout:
         monkeypatch.setattr(sys, "stdout", stdout)
-        output.print("first")
-        output.print("second")
+        with output:
+            output.print("first")
+            output.print("second")
     assert noted == []
     assert capsys.readouterr().err == (
         "shoal run: workers' output is no longer printed: No space left on device."
@@ -61,8 +63,9 @@ def test_a_reader_that_is_gone_is_noted_once(
     os.close(reading)
     with open_at(writing) as stdout:
         monkeypatch.setattr(sys, "stdout", stdout)
-        output.print("first")
-        output.print("second")
+        with output:
+            output.print("first")
+            output.print("second")
     assert noted == [ReaderGone()]
 
 
@@ -91,43 +94,67 @@ def test_messages_are_printed_again_once_the_disk_has_space(
     os.close(disk)
 
 
-def test_a_reader_that_pauses_delays_no_message(
+def test_a_reader_that_pauses_stops_no_worker(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], output: WorkerOutput
 ) -> None:
-    """`shoal run | less` may wait for a key, while Ctrl-C must be passed on."""
-    is_writing, goes_on = threading.Event(), threading.Event()
+    """`shoal run | less` may wait for a key: memory is bounded, messages are shown, and the reader
+    gets the earlier lines in order once it goes on."""
+    monkeypatch.setattr(module, "PAUSED_S", 1.0)
+    monkeypatch.setattr(module, "MAX_WAITING", 20_000)
+    reading, writing = os.pipe()
+    with ThreadPoolExecutor(1) as reader, open(reading) as shown:  # noqa: PTH123 - a descriptor
+        with open_at(writing) as stdout, output:
+            monkeypatch.setattr(sys, "stdout", stdout)
+            for number in range(20_000):
+                output.print(f"{number:08}")
+            say("message")
+            assert capsys.readouterr().err == "shoal run: message\n"
+            lines = reader.submit(shown.readlines)
+            said, give_up_s = "", time.monotonic() + DEADLINE_S
+            while not said.endswith("\n") and time.monotonic() < give_up_s:
+                said += capsys.readouterr().err
+            output.print("last")
+        *printed, last = lines.result(DEADLINE_S)
+    assert last == "last\n"
+    assert printed == [f"{number:08}\n" for number in range(len(printed))]
+    num_lost = 20_000 - len(printed)
+    assert num_lost > 0
+    assert said == (
+        f"shoal run: the reader of stdout paused: {num_lost} of the workers' lines were not"
+        " printed. `shoal logs` shows them.\n"
+    )
 
-    class PausedPipe(io.StringIO):
-        def write(self, text: str) -> int:
-            is_writing.set()
-            assert goes_on.wait(DEADLINE_S)
-            return super().write(text)
 
-    monkeypatch.setattr(sys, "stdout", PausedPipe())
-    printing = threading.Thread(target=output.print, args=("line",), daemon=True)
-    saying = threading.Thread(target=say, args=("message",), daemon=True)
-    printing.start()
-    assert is_writing.wait(DEADLINE_S)
-    saying.start()
-    saying.join(MESSAGE_S)
-    shown = capsys.readouterr().err
-    goes_on.set()
-    for thread in (printing, saying):
-        thread.join(DEADLINE_S)
-    assert shown == "shoal run: message\n"
+def test_a_slow_reader_gets_every_line(
+    monkeypatch: pytest.MonkeyPatch, output: WorkerOutput
+) -> None:
+    """Workers wait for it, and so does the end of the run."""
+    monkeypatch.setattr(module, "MAX_WAITING", 1000)
+    reading, writing = os.pipe()
+    fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)
+    texts = [f"{number:08}" for number in range(5000)]
+    with ThreadPoolExecutor(1) as reader, open(reading) as shown:  # noqa: PTH123
+        with open_at(writing) as stdout, output:
+            monkeypatch.setattr(sys, "stdout", stdout)
+            lines = reader.submit(shown.read)
+            for text in texts:
+                output.print(text)
+        assert lines.result(DEADLINE_S).splitlines() == texts
 
 
 def test_characters_that_the_terminal_does_not_have_are_replaced(
-    monkeypatch: pytest.MonkeyPatch, output: WorkerOutput
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: WorkerOutput
 ) -> None:
     """A worker under a Latin-1 locale may print bytes that are not UTF-8."""
-    shown = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, encoding="latin-1"))
 
     def run() -> int:
-        output.print(b"caf\xe9".decode("utf-8", "replace"))
+        with output:
+            output.print(b"caf\xe9".decode("utf-8", "replace"))
         return 0
 
     monkeypatch.setattr(cli, "parse", lambda given: run)
-    assert cli.main(["run"]) == 0
-    assert shown.getvalue() == b"caf?\n"
+    shown = tmp_path / "stdout"
+    with shown.open("w", encoding="latin-1") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        assert cli.main(["run"]) == 0
+    assert shown.read_bytes() == b"caf?\n"

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.launcher import metrics
-from shoal.launcher.output import ReaderGone, WorkerOutput, say
+from shoal.launcher.output import OUTPUT_S, ReaderGone, WorkerOutput, say
 from shoal.launcher.run_config import RunConfig, member_ids, worker_environment
 from shoal.launcher.worker_slots import DRAINED, Exit, WorkerSlot
 from shoal.launcher.worker_termination import WorkerTermination
@@ -40,13 +40,12 @@ from shoal_client.liveness.beat_board import BeatBoard, MembershipEnding
 from shoal_client.liveness.lifeline import ExitWatch
 from shoal_client.local.directory import temporary_directory
 from shoal_client.local.process import ChildCommand, Process, Supervisor
-from shoal_client.local.worker_logs import WorkerLog, log_path, log_root
+from shoal_client.local.worker_logs import WorkerLog, log_path, log_root, remove_old
 from shoal_proto.errors import Unavailable
 from shoal_proto.secrets import LAUNCH_VARIABLE, job_secret
 from shoal_proto.v1.membership_pb2 import ReportExitRequest, ReportHaltRequest
 from shoal_proto.v1.outputs_pb2 import OutputOwner, ServeOutputRequest
 
-OUTPUT_S = 2.0
 KILLED_ANSWER_S = 0.5
 """Limit of the wait for the coordinator, which may say that the job is over."""
 WORKER_ADMISSION_S = 24 * 3600
@@ -105,6 +104,12 @@ class Launcher:
 
     def run(self) -> int:
         """Start the workers; return the run's exit code when all have ended."""
+        remove_old(log_root({}), time.time())
+        with self._output:
+            self._run_workers()
+            return self._report()
+
+    def _run_workers(self) -> None:
         with (
             self._orders.received(lambda number: self._events.put(_Signalled(number))),
             BeatBoard(len(self.slots)) as board,
@@ -137,6 +142,9 @@ class Launcher:
                 self._start_due(supervisor, board)
                 self._end_due(supervisor, board)
             self._reporter.flush()
+
+    def _report(self) -> int:
+        """Say how the run ended, and return its exit code."""
         code = self._exit_code()
         say(f"{self._outcome()}; exit code {code}")
         if self._lost:
@@ -271,6 +279,7 @@ class Launcher:
             slot.watch = None
         self._reported.discard(process.pid)
         process.drain(OUTPUT_S)
+        self._output.flush()
         slot.has_joined |= board.slots[slot.index].has_joined(process.pid)
         slot.process, slot.halted, slot.killed_s, slot.lost_s = None, False, None, None
         slot.exits.append(Exit(code=code, ending=board.slots[slot.index].ending))

@@ -23,7 +23,7 @@ from types import TracebackType
 
 from shoal.launcher.hosts import RunHost, WorkerCount
 from shoal.launcher.on_host import HostEnding, HostGreeting, LaunchOrder
-from shoal.launcher.output import ReaderGone, WorkerOutput
+from shoal.launcher.output import OUTPUT_S, ReaderGone, WorkerOutput
 from shoal.launcher.run_config import RunConfig, worker_files
 from shoal_client.certificates.authority import CertificateHolder
 from shoal_client.certificates.folder import CertificateFolder
@@ -43,7 +43,6 @@ SLOW_S = 10.0
 """Time after which hosts without a greeting are named."""
 KILLED_S = 15.0
 """Time to end after a second Ctrl-C."""
-OUTPUT_S = 2.0
 END_S = 30.0
 """Time to end after the workers' grace time."""
 PHASE_S = 5.0
@@ -135,6 +134,7 @@ class HostLaunchers:
         """Exit codes that count although the job is finished."""
 
     def __enter__(self) -> "HostLaunchers":
+        self._output.__enter__()
         self._supervisor.__enter__()
         return self
 
@@ -146,7 +146,10 @@ class HostLaunchers:
     ) -> None:
         for each in self._by_name.values():
             each.close()
-        self._supervisor.close()
+        try:
+            self._supervisor.close()
+        finally:
+            self._output.__exit__(kind, error, trace)
 
     # --- connecting ---
 
@@ -388,6 +391,7 @@ class HostLaunchers:
 
     def _exited(self, process: Process) -> None:
         process.drain(OUTPUT_S)  # its output has the exit code
+        self._output.flush()
         self._events.put((self._by_name[process.name], process))
 
     def _sink(self, connection: _Connection) -> Sink:

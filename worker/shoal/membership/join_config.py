@@ -138,7 +138,8 @@ class JoinConfig:
 
     def member(self) -> Member:
         """Return this process as a member, with a new incarnation. Raises InvalidSpec if another
-        process of this worker has joined, or no route leads to the first coordinator."""
+        process of this worker has joined, and Unavailable if no route leads to a coordinator for
+        `admission_s`."""
         incarnation = new_incarnation()
         host, directory = socket.gethostname(), self.launcher.shared_directory
         generated_id = f"{_as_name(host)}-{os.getpid()}-{incarnation[-8:]}"
@@ -155,7 +156,7 @@ class JoinConfig:
             info=MemberInfo(
                 host=host,
                 pid=os.getpid(),
-                address=self.address or own_address(self.coordinators),
+                address=self.address or own_address(self.coordinators, self.launcher.admission_s),
                 device="cuda" if torch.cuda.is_available() else "cpu",
                 # All CPUs of a host count as one device.
                 num_devices=torch.cuda.device_count() if torch.cuda.is_available() else 1,

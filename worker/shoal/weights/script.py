@@ -66,9 +66,9 @@ def subscribe(
     host of one of the series' servers sends nothing to other readers.
 
     Raises InvalidSpec for invalid names, if there is no coordinator's address, for wrong settings
-    of TLS or SHOAL_TRANSPORT, and for a relay with tables or without a route to the coordinator.
-    For a relay also raises Unavailable if no port is free, and CertificateRefused if its
-    certificate is not a reader's.
+    of TLS or SHOAL_TRANSPORT, and for a relay with tables. For a relay also raises Unavailable if
+    no port is free or no route leads to a coordinator, and CertificateRefused if its certificate is
+    not a reader's.
     """
     addresses = _connected(series, coordinator)
     if reader is not None:

@@ -60,6 +60,7 @@ def test_a_running_command_uses_the_renewed_certificate(
 ) -> None:
     """`shoal top`, for example, may run for days."""
     monkeypatch.setattr("shoal_proto.tls.files.LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr("shoal_proto.tls.files.LOOK_WITHIN_S", 60.0)
     operator = world.files(CertificateRole.OPERATOR)
     with identity.using(operator), StatusClient(world.cluster.http_url) as status:
         assert "j" in [job["job"] for job in status.jobs()]
