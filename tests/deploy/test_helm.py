@@ -164,21 +164,30 @@ def test_a_drain_can_always_evict_a_worker(minimum: int, budget: dict[str, int])
 def test_a_number_where_text_is_expected_is_refused(
     tmp_path: Path, path: str, written: str
 ) -> None:
-    """Helm would pass 1000000 on as 1e+06, and 1.10 as 1.1. In quotes, and by `--set`, they arrive
-    as they are written."""
+    """Helm would pass 1000000 on as 1e+06, and 1.10 as 1.1. In quotes, and by `--set-string`, they
+    arrive as they are written."""
     part, _, name = path.partition(".")
     values = tmp_path / "values.yaml"
     values.write_text(f"{part}: {{{name}: {written}}}")
-    command = [HELM, "template", "any-name", str(CHART)]
-    done = subprocess.run(
-        [*command, f"--values={values}"], capture_output=True, text=True, check=False
-    )
-    assert done.returncode != 0
-    assert f"bad {path}; saw " in done.stderr and "write it in quotes" in done.stderr
+    error = refused(f"--values={values}")
+    assert part in error and name in error and "string" in error
     quoted = {"worker": {"script": ["train.py", "--steps", "1000000"]}, "images": {"tag": "1.10"}}
     values.write_text(json.dumps(quoted))
-    text = helm(*command[1:], f"--values={values}", "--set=job.name=7")
+    arguments = (f"--values={values}", "--set-string=job.name=7")
+    text = helm("template", "any-name", str(CHART), *arguments)
     assert "1000000" in text and "shoal/worker:1.10" in text and 'SHOAL_JOB: "7"' in text
+
+
+def test_an_unknown_value_is_refused() -> None:
+    assert "replica" in refused("--set=worker.replica=8")
+
+
+def refused(*arguments: str) -> str:
+    """Helm's error."""
+    command = [HELM, "template", "any-name", str(CHART), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    return done.stderr
 
 
 def spec(resources: list[Resource]) -> JobSpec:

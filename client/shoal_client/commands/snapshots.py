@@ -128,8 +128,8 @@ def take(config: TakeConfig) -> int:
         return 0
     print(
         f"snapshot {taken.number} of job {taken.job} at {printable(taken.url)}:"
-        f" {taken.num_shards} shards, {mib(taken.num_bytes)},"
-        f" of which {mib(taken.num_new_bytes)} are new;"
+        f" {taken.num_shards} shards, {size_text(taken.num_bytes)},"
+        f" of which {size_text(taken.num_new_bytes)} are new;"
         f" new pushes waited {1000 * taken.pause_s:.0f} ms"
     )
     for step in taken.partial_steps:
@@ -218,13 +218,13 @@ def _table(reply: ListSnapshotsReply) -> Table:
             str(each.number),
             time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(each.taken_unix_s)),
             str(each.num_shards),
-            mib(each.num_bytes),
-            mib(each.num_new_bytes),
+            size_text(each.num_bytes),
+            size_text(each.num_new_bytes),
             str(len(each.partial_steps) or ""),
         )
     return table
 
 
-def mib(num_bytes: int) -> str:
-    """Text of a number of bytes, in MiB."""
-    return f"{num_bytes / 2**20:.1f} MiB"
+def size_text(num_bytes: int) -> str:
+    """Text of a number of bytes, in MiB, or in KiB if that is less than 1."""
+    return f"{num_bytes / 2**20:.1f} MiB" if num_bytes >= 2**20 else f"{num_bytes / 2**10:.1f} KiB"

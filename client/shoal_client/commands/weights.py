@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 from rich.console import Console
 from rich.table import Table
 
-from shoal_client.commands.snapshots import CallOptions, mib, printed
+from shoal_client.commands.snapshots import CallOptions, printed, size_text
 from shoal_client.connection.coordinators import Coordinators
 from shoal_client.host.reports import check_reachable
 from shoal_proto.errors import InvalidSpec, UnknownSeries
@@ -208,7 +208,7 @@ def _versions(view: pb.SeriesView) -> Table:
             str(version.number),
             str(version.step),
             _age(version.created_unix_s),
-            mib(sum(segment.num_bytes for segment in version.segments)),
+            size_text(sum(segment.num_bytes for segment in version.segments)),
             str(min((len(segment.holders) for segment in version.segments), default=0)),
             str(served.get(version.number, "")),
             str(leases.get(version.number, "")),
@@ -221,7 +221,8 @@ def _versions(view: pb.SeriesView) -> Table:
 def _readers(view: pb.SeriesView) -> Table:
     table = _table("reader", "version", "behind", "digest", "seen", "fetch")
     for reader in view.readers:
-        fetch = f"{mib(reader.fetch_bytes)} in {reader.fetch_s:.2f} s" if reader.fetch_s else ""
+        size = size_text(reader.fetch_bytes)
+        fetch = f"{size} in {reader.fetch_s:.2f} s" if reader.fetch_s else ""
         table.add_row(
             printable(reader.id),
             str(reader.installed or ""),

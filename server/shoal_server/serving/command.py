@@ -2,7 +2,6 @@
 
 import asyncio
 import importlib.util
-import logging
 import os
 import sys
 from collections.abc import Coroutine
@@ -10,7 +9,8 @@ from typing import Any
 
 import structlog
 
-from shoal_proto.errors import InvalidSpec, ShoalError, Unavailable
+from shoal_proto.errors import ShoalError, Unavailable
+from shoal_proto.log_level import log_level
 from shoal_proto.terminal import printable, printable_event
 
 OTHERS = 0o077
@@ -63,12 +63,7 @@ async def _refusal_of(work: Coroutine[Any, Any, None]) -> tuple[str, int]:
 
 
 def _configure_logging() -> None:
-    name = os.environ.get("SHOAL_LOG_LEVEL") or "INFO"
-    level = logging.getLevelNamesMapping().get(name.upper())
-    if level is None:
-        raise InvalidSpec(
-            "SHOAL_LOG_LEVEL is not a level", seen=name, expected="debug, info, warning or error"
-        )
+    level = log_level(os.environ)
     terminal = sys.stderr.isatty()
     # Do not print values of variables in tracebacks: tokens are among them.
     renderer = (

@@ -46,17 +46,18 @@ def get(endpoint: str) -> bytes:
 
 def test_an_etcd_on_path_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An etcd on PATH is chosen before the one in the wheel. A script on PATH, such as the wheel's
-    own, does not count."""
+    own, does not count, and hides no etcd that comes later."""
+    monkeypatch.setenv("PATH", "")
     packaged = find_etcd()
-    own = tmp_path / "etcd"
+    script, own = tmp_path / "environment" / "etcd", tmp_path / "machine" / "etcd"
+    for each in (script, own):
+        each.parent.mkdir()
+    script.write_text("#!/bin/sh\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{script.parent}:{own.parent}")
+    assert find_etcd() == packaged
     own.symlink_to(packaged)
-    monkeypatch.setenv("PATH", str(tmp_path))
     assert find_etcd() == own
-    own.unlink()
-    own.write_text("#!/bin/sh\n")
-    own.chmod(0o755)
-    assert find_etcd().name == "etcd"
-    assert find_etcd() != own
     monkeypatch.setenv("PATH", "")
     assert os.access(find_etcd(), os.X_OK)
 

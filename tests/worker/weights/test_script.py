@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
@@ -129,3 +131,19 @@ def test_a_forked_process_does_not_release_the_series_of_its_parent(
 def test_a_step_that_no_message_can_carry_is_refused(step: int) -> None:
     with pytest.raises(InvalidSpec, match="step is out of range"):
         script.publish("job/steps", STATE, coordinator="here:1", step=step)
+
+
+def test_a_script_that_reads_or_publishes_logs_no_details() -> None:
+    """The level is info, as in a member of a job."""
+    code = (
+        "import shoal, structlog\n"
+        "shoal.subscribe('job/policy', coordinator='127.0.0.1:1').close()\n"
+        "structlog.get_logger().debug('detail')\n"
+        "structlog.get_logger().info('event')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    printed = done.stdout + done.stderr
+    assert "event" in printed
+    assert "detail" not in printed

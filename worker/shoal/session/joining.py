@@ -1,18 +1,15 @@
 """`shoal.join`: creates a script's session."""
 
-import logging
 import multiprocessing
 import os
-from collections.abc import Iterable, Mapping
-
-import structlog
+from collections.abc import Iterable
 
 from shoal.membership.join_config import read_config
 from shoal.membership.validators import Validator
 from shoal.session.session import Session
 from shoal.tracking.tracker import Tracker
 from shoal_proto.errors import InvalidSpec
-from shoal_proto.terminal import printable_event
+from shoal_proto.log_level import configure_script_log
 from shoal_proto.tls import identity
 from shoal_proto.tls.files import TlsFiles, TlsIdentity
 from shoal_proto.tls.identity import from_environment
@@ -65,7 +62,7 @@ def join(
         "backend": backend,
     }
     _check_not_imported_by_a_child()
-    _set_log_level(os.environ)
+    configure_script_log(os.environ)
     tracing.from_environment("worker")
     config = read_config(given, os.environ)
     _use_certificate(from_environment(os.environ, config.coordinators))
@@ -96,24 +93,6 @@ def _trackers(given: Iterable[Tracker]) -> tuple[Tracker, ...]:
                 expected="shoal.TensorBoard(...), shoal.WandB(...) or shoal.MLflow(...)",
             )
     return trackers
-
-
-def _set_log_level(environment: Mapping[str, str]) -> None:
-    """Set the log level to SHOAL_LOG_LEVEL, by default info, unless the script has configured
-    structlog. Raises InvalidSpec for an unknown level."""
-    name = environment.get("SHOAL_LOG_LEVEL") or "INFO"
-    level = logging.getLevelNamesMapping().get(name.upper())
-    if level is None:
-        raise InvalidSpec(
-            "SHOAL_LOG_LEVEL is not a level", seen=name, expected="debug, info, warning or error"
-        )
-    if not structlog.is_configured():
-        # Log lines contain text from other members, which a terminal would interpret.
-        *processors, renderer = structlog.get_config()["processors"]
-        structlog.configure(
-            processors=[*processors, printable_event, renderer],
-            wrapper_class=structlog.make_filtering_bound_logger(level),
-        )
 
 
 def _check_not_imported_by_a_child() -> None:

@@ -25,6 +25,7 @@ from shoal_client.weights.reader import SeriesReader
 from shoal_difference.codec import apply
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.incarnation import new_incarnation
+from shoal_proto.log_level import configure_script_log
 from shoal_proto.names import SERIES_RULE, check_name, is_series
 from shoal_proto.numbers_given import as_index
 from shoal_proto.tls import identity
@@ -228,10 +229,12 @@ _held = _OpenSeries()
 
 
 def _connected(series: str, coordinator: str | None) -> tuple[str, ...]:
-    """Return the coordinators' addresses; set the process's certificate, if it has none.
+    """Return the coordinators' addresses; set the process's log level and certificate, if it has
+    none.
 
     Raises InvalidSpec.
     """
+    configure_script_log(os.environ)
     if not is_series(series):
         raise InvalidSpec("bad name of a series", seen=repr(series), expected=SERIES_RULE)
     text = coordinator or os.environ.get(COORDINATOR_VARIABLE, "")
