@@ -176,14 +176,16 @@ class BeatSlot:
         """End heartbeats; the lifeline still shows the end of the process."""
         self._put_head(_HEAD_FORM.pack(0, 0))
 
-    def end(self, ending: MembershipEnding) -> None:
+    def end(self, ending: MembershipEnding, *, by_script: bool = False) -> None:
         """Set how the membership ended. COMPLETED replaces any ending, and may be replaced: the
         next job of the script may refuse the process. Else an ending that is more specific than
-        FENCED is kept."""
+        FENCED is kept; an error of the script replaces FINISHED, too: the job is over, but not what
+        this process had to do after it."""
+        replaced = {MembershipEnding.UNKNOWN, MembershipEnding.FENCED, MembershipEnding.COMPLETED}
+        if by_script:
+            replaced.add(MembershipEnding.FINISHED)
         if ending is MembershipEnding.COMPLETED or (
-            ending is not MembershipEnding.UNKNOWN
-            and self.ending
-            in (MembershipEnding.UNKNOWN, MembershipEnding.FENCED, MembershipEnding.COMPLETED)
+            ending is not MembershipEnding.UNKNOWN and self.ending in replaced
         ):
             self._put(_ENDING, ending)
 

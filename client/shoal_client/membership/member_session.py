@@ -341,7 +341,7 @@ class MemberSession:
             MembershipEnding.PASSING,
             MembershipEnding.DRAINED,
         ):
-            self._slot.end(ending)
+            self._slot.end(ending, by_script=True)
 
     def close(self) -> None:
         """Stop the threads and close the connections, without notifying the coordinator."""

@@ -17,6 +17,7 @@ from shoal_proto.errors import (
     Fenced,
     GenerationBroken,
     InternalError,
+    InvalidSpec,
     JobFinished,
     PeersUnreachable,
     ProposalConflict,
@@ -139,6 +140,16 @@ async def test_each_error_of_the_trainer_has_its_ending(
         await asyncio.to_thread(member.join)
         member.failed(error)
         assert slot.ending is ending
+
+
+async def test_an_error_of_the_script_after_the_jobs_end_is_a_failure(slot: BeatSlot) -> None:
+    """Its checkpoint, for example, is missing: the job is finished, but the run is no success."""
+    async with served(MemoryStore(), QUICK) as world:
+        member = world.client("a", beat_slot=slot)
+        await asyncio.to_thread(member.join)
+        slot.end(MembershipEnding.FINISHED)
+        member.failed(InvalidSpec("session.state_dict was made by this member alone"))
+        assert slot.ending is MembershipEnding.REFUSED
 
 
 async def test_the_error_of_a_member_that_was_asked_to_leave_ends_a_drain(slot: BeatSlot) -> None:
