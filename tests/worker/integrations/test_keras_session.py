@@ -160,7 +160,13 @@ class OwnFitWithCallbacks(keras.Sequential):  # type: ignore[misc]
         return super().fit(x, callbacks=callbacks, **options)
 
 
-@pytest.mark.parametrize("kind", [OwnFit, OwnFitWithCallbacks])
+class OwnFitWithMoreCallbacks(keras.Sequential):  # type: ignore[misc]
+    def fit(self, x: Any, callbacks: Any = None, **options: Any) -> Any:
+        more = (callbacks or []) + [keras.callbacks.TerminateOnNaN()]
+        return super().fit(x, callbacks=[*more, keras.callbacks.TerminateOnNaN()], **options)
+
+
+@pytest.mark.parametrize("kind", [OwnFit, OwnFitWithCallbacks, OwnFitWithMoreCallbacks])
 def test_a_model_may_have_its_own_fit(cluster: LocalCluster, kind: type[Any]) -> None:
     def member(member_id: str) -> int:
         def stop(number: int, logs: Any = None) -> None:
