@@ -13,6 +13,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -145,6 +146,7 @@ class KerasFit:
         self._model = module.keras_model
         self.trained: nn.Module = module
         self.batches: SessionBatches | None = None
+        self.is_in_fit = False
         self._forgotten = False
         self._epoch_is_empty = True
 
@@ -223,6 +225,12 @@ class KerasFit:
     def _shared(self) -> bool:
         return self.session.strategy.name in IN_PLACE
 
+    def validating(self) -> AbstractContextManager[None]:
+        """Return a context in which the others wait for this member, if `fit` trains on."""
+        if self.is_in_fit and not self._present_batches().ended:
+            return self.session.pause_for_library("validation")
+        return nullcontext()
+
     def check_shown(self) -> None:
         """Raise InvalidSpec unless the Keras model has the trained weights."""
         ended = self.batches is not None and self.batches.ended
@@ -257,7 +265,8 @@ def distribute(session: "Session", model: Any, strategy: str | Strategy, **optio
     fitting.trained, _ = session.distribute(module, steps, chosen, **options)
     model.__dict__[_MARK] = fitting
     _watch_fit()
-    for name, body in (("train_step", _train_step), ("test_step", _test_step)):
+    bodies = {"train_step": _train_step, "test_step": _test_step, "evaluate": _evaluate}
+    for name, body in bodies.items():
         model.__dict__.setdefault(f"shoal_plain_{name}", getattr(model, name))
         model.__dict__[name] = types.MethodType(body, model)
     # Keras builds these again from the new steps.
@@ -294,7 +303,11 @@ def _watch_fit() -> None:
             run_callbacks = types.MethodType(getattr(type(callbacks), name), callbacks)
             setattr(callbacks, name, partial(end, run_callbacks))
         given["callbacks"] = callbacks
-        return plain(*bound.args, **bound.kwargs)
+        fitting.is_in_fit = True
+        try:
+            return plain(*bound.args, **bound.kwargs)
+        finally:
+            fitting.is_in_fit = False
 
     setattr(fit, _MARK, True)
     keras.Model.fit = fit
@@ -326,6 +339,11 @@ def _train_step(model: Any, data: Any) -> Any:
 def _test_step(model: Any, data: Any) -> Any:
     model.__dict__[_MARK].check_shown()
     return model.__dict__["shoal_plain_test_step"](data)
+
+
+def _evaluate(model: Any, *arguments: Any, **options: Any) -> Any:
+    with model.__dict__[_MARK].validating():
+        return model.__dict__["shoal_plain_evaluate"](*arguments, **options)
 
 
 def _fitting_of(model: Any) -> KerasFit:
