@@ -31,7 +31,7 @@ _LAYERS_WITH_NEW_MEMORY = frozenset(
     f"torch.nn.modules.{name}"
     for name in ("activation", "batchnorm", "instancenorm", "normalization", "pooling")
 )
-"""Modules whose layers return no view of their input (unless they change it in place)."""
+"""Modules of torch with layers that return new memory, unless they change their input in place."""
 
 
 @dataclass(frozen=True, kw_only=True)
