@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.clusters.parameter_servers import ParameterServers, servers_fixture
 from support.members.async_members import Net, groups, loss_of, new_model, start, train
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -300,6 +300,25 @@ def test_a_step_that_is_too_stale_is_computed_again(servers: ParameterServers) -
     assert set(servers.versions().values()) == {4}
     slow.close()
     fast.close()
+
+
+def test_a_forward_pass_may_make_a_buffer_under_a_staleness_limit(
+    servers: ParameterServers,
+) -> None:
+    """Regression: such a buffer was refused, after its step was pushed, though no checkpoint has
+    buffers."""
+    model = new_model()
+    model.register_buffer("mean", None)
+
+    def fill(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        module.mean = inputs[0].mean()
+
+    model.register_forward_pre_hook(fill)
+    strategy = AsyncSGD(staleness="reject", reject_above=1)
+    start(servers, model, torch.optim.SGD(model.parameters(), lr=LR), strategy=strategy)
+    assert train(strategy, model, range(3)) == 3
+    assert strategy.step == 3
+    strategy.close()
 
 
 def test_a_refused_step_leaves_no_trace_in_a_members_own_buffers_and_weights(

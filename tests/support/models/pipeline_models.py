@@ -1,5 +1,7 @@
 """Models that are cut into stages, with data and losses for them."""
 
+import itertools
+
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from torch import Tensor, nn
@@ -36,6 +38,13 @@ def perceptron() -> nn.Module:
         nn.ReLU(),
         nn.Linear(6, 2),
     )
+
+
+def rectified() -> nn.Module:
+    """Make a model of linear layers whose activations are changed in place."""
+    widths = (5, 7, 9, 6, 2)
+    layers = [nn.Linear(a, b) for a, b in itertools.pairwise(widths)]
+    return nn.Sequential(*(part for each in layers for part in (each, nn.ReLU(inplace=True))))
 
 
 class Block(nn.Module):

@@ -160,7 +160,13 @@ class OwnFitWithCallbacks(keras.Sequential):  # type: ignore[misc]
         return super().fit(x, callbacks=callbacks, **options)
 
 
-@pytest.mark.parametrize("kind", [OwnFit, OwnFitWithCallbacks])
+class OwnFitWithMoreCallbacks(keras.Sequential):  # type: ignore[misc]
+    def fit(self, x: Any, callbacks: Any = None, **options: Any) -> Any:
+        more = (callbacks or []) + [keras.callbacks.TerminateOnNaN()]
+        return super().fit(x, callbacks=[*more, keras.callbacks.TerminateOnNaN()], **options)
+
+
+@pytest.mark.parametrize("kind", [OwnFit, OwnFitWithCallbacks, OwnFitWithMoreCallbacks])
 def test_a_model_may_have_its_own_fit(cluster: LocalCluster, kind: type[Any]) -> None:
     def member(member_id: str) -> int:
         def stop(number: int, logs: Any = None) -> None:
@@ -177,6 +183,35 @@ def test_a_model_may_have_its_own_fit(cluster: LocalCluster, kind: type[Any]) ->
 
     job = ThreadJob(cluster=cluster, num_members=1)
     assert job.results(member, ("a",)) == [3]
+
+
+def test_the_others_wait_for_a_validation_within_fit(cluster: LocalCluster) -> None:
+    """Regression: a member that validated longer than the others was expelled as hung."""
+
+    def member(member_id: str) -> list[bool]:
+        seen: list[bool] = []
+        with job.join(member_id=member_id) as session:
+            model = bodies.new_model()
+            model.compile(optimizer=bodies.new_optimizer("sgd"), loss="mse")
+            session.distribute(model, model.optimizer, "ddp")
+            batches = SessionBatches(model, bodies.data(), global_batch_size=12, epochs=2)
+
+            def note(*_: Any, **__: Any) -> None:
+                seen.append(session._pause.is_on)
+
+            noting = keras.callbacks.LambdaCallback(
+                on_train_batch_end=note, on_test_begin=note, on_test_batch_end=note
+            )
+            options = {"validation_data": bodies.data(), "callbacks": [noting], "verbose": 0}
+            model.fit(batches, epochs=batches.epochs, **options)
+            seen.append(session._pause.is_on)
+        return seen
+
+    job = ThreadJob(cluster=cluster, num_members=1)
+    (seen,) = job.results(member, ("a",))
+    assert True in seen, "in the first epoch's validation"
+    assert not seen[0], "in its batches"
+    assert not seen[-1]
 
 
 def parameters_of(model: Any) -> list[tuple[Any, torch.nn.Parameter]]:

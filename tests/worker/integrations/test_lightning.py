@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -351,6 +352,18 @@ def test_a_newcomer_takes_over_the_record_of_kept_checkpoints(
     }
     assert newcomer.best_model_score == 1.0
     assert newcomer.kth_value == 2.0
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_rank_0_alone_links_the_last_checkpoint(tmp_path: Path, is_first: bool) -> None:
+    """Regression: all members removed and made the link of one folder at the same moment."""
+    callback: Any = ModelCheckpoint(tmp_path, save_last="link")
+    session: Any = SimpleNamespace(is_first=is_first)
+    AgreedCheckpoints(callback, session)
+    trainer = SimpleNamespace(is_global_zero=True, strategy=SimpleNamespace(barrier=lambda: None))
+    last = tmp_path / "last.ckpt"
+    callback._link_checkpoint(trainer, str(tmp_path / "epoch=1.ckpt"), str(last))
+    assert last.is_symlink() == is_first
 
 
 @pytest.mark.long

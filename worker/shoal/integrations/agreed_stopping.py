@@ -66,6 +66,17 @@ class AgreedStopping:
         self._callback.best_score = torch.tensor(state_dict["best_score"], dtype=torch.float64)
 
 
+def link_on_rank_0(callback: ModelCheckpoint, session: Session) -> None:
+    """Let rank 0 alone make the link of `save_last="link"`, in a folder that all members share."""
+    link = callback._link_checkpoint
+
+    def link_once(*arguments: Any) -> None:
+        if session.is_first:
+            link(*arguments)
+
+    vars(callback)["_link_checkpoint"] = link_once
+
+
 class AgreedCheckpoints:
     """Makes the callback choose the same checkpoints on all members, as any of them may become rank
     0.
@@ -84,6 +95,7 @@ class AgreedCheckpoints:
         attributes["_save_topk_checkpoint"] = self.save_best
         attributes["_save_last_checkpoint"] = self.save_last
         attributes["file_exists"] = self.exists
+        link_on_rank_0(callback, session)
 
     def save_best(self, trainer: Any, metrics: dict[str, Tensor]) -> None:
         callback = self._callback

@@ -9,9 +9,11 @@
 Each member runs `fit`, and its logs cover its own samples. If a member is lost, steps are trained
 again within Keras's current batch, so Keras counts each step of the job once."""
 
+import functools
 import inspect
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -144,6 +146,7 @@ class KerasFit:
         self._model = module.keras_model
         self.trained: nn.Module = module
         self.batches: SessionBatches | None = None
+        self.is_in_fit = False
         self._forgotten = False
         self._epoch_is_empty = True
 
@@ -222,6 +225,12 @@ class KerasFit:
     def _shared(self) -> bool:
         return self.session.strategy.name in IN_PLACE
 
+    def validating(self) -> AbstractContextManager[None]:
+        """Return a context in which the others wait for this member, if `fit` trains on."""
+        if self.is_in_fit and not self._present_batches().ended:
+            return self.session.pause_for_library("validation")
+        return nullcontext()
+
     def check_shown(self) -> None:
         """Raise InvalidSpec unless the Keras model has the trained weights."""
         ended = self.batches is not None and self.batches.ended
@@ -255,7 +264,9 @@ def distribute(session: "Session", model: Any, strategy: str | Strategy, **optio
     fitting = KerasFit(session, module, steps)
     fitting.trained, _ = session.distribute(module, steps, chosen, **options)
     model.__dict__[_MARK] = fitting
-    for name, body in (("fit", _fit), ("train_step", _train_step), ("test_step", _test_step)):
+    _watch_fit()
+    bodies = {"train_step": _train_step, "test_step": _test_step, "evaluate": _evaluate}
+    for name, body in bodies.items():
         model.__dict__.setdefault(f"shoal_plain_{name}", getattr(model, name))
         model.__dict__[name] = types.MethodType(body, model)
     # Keras builds these again from the new steps.
@@ -263,50 +274,60 @@ def distribute(session: "Session", model: Any, strategy: str | Strategy, **optio
     return model
 
 
-def _fit(model: Any, *arguments: Any, **options: Any) -> Any:
-    fit, fitting = model.__dict__["shoal_plain_fit"], model.__dict__[_MARK]
-    signature = inspect.signature(fit)
-    bound = signature.bind(*arguments, **options)
-    bound.apply_defaults()
-    taking = given = bound.arguments
-    # A model's own `fit` may take options as **kwargs, and pass them on.
-    for each in signature.parameters.values():
-        if each.kind is each.VAR_KEYWORD:
-            given = {**given, **given[each.name]}
-            taking = taking if "callbacks" in taking else taking[each.name]
-    callbacks = given.get("callbacks")
-    if not isinstance(callbacks, keras.callbacks.CallbackList):
-        callbacks = _callback_list(model, fitting.batches, **{**given, "callbacks": callbacks})
-    for name, end in (
-        ("on_train_batch_end", fitting.end_batch),
-        ("on_epoch_end", fitting.end_epoch),
-    ):
-        # Not getattr: the script's list may have those of an earlier fit.
-        run_callbacks = types.MethodType(getattr(type(callbacks), name), callbacks)
-        setattr(callbacks, name, partial(end, run_callbacks))
-    taking["callbacks"] = callbacks
-    return fit(*bound.args, **bound.kwargs)
+def _watch_fit() -> None:
+    """Make Keras's `fit` share its callbacks' stops, for models in a session.
+
+    A model's own `fit` may add callbacks before it calls Keras's. Only the first call of this
+    function has an effect.
+    """
+    plain = keras.Model.fit
+    if hasattr(plain, _MARK):
+        return
+    signature = inspect.signature(plain)
+
+    @functools.wraps(plain)
+    def fit(model: Any, *arguments: Any, **options: Any) -> Any:
+        fitting = model.__dict__.get(_MARK)
+        if fitting is None:
+            return plain(model, *arguments, **options)
+        bound = signature.bind(model, *arguments, **options)
+        given = bound.arguments
+        callbacks = given.get("callbacks")
+        if not isinstance(callbacks, keras.callbacks.CallbackList):
+            callbacks = _callback_list(model, fitting.batches, given)
+        for name, end in (
+            ("on_train_batch_end", fitting.end_batch),
+            ("on_epoch_end", fitting.end_epoch),
+        ):
+            # Not getattr: the script's list may have those of an earlier fit.
+            run_callbacks = types.MethodType(getattr(type(callbacks), name), callbacks)
+            setattr(callbacks, name, partial(end, run_callbacks))
+        given["callbacks"] = callbacks
+        fitting.is_in_fit = True
+        try:
+            return plain(*bound.args, **bound.kwargs)
+        finally:
+            fitting.is_in_fit = False
+
+    setattr(fit, _MARK, True)
+    keras.Model.fit = fit
 
 
 def _callback_list(
     model: Any,
     batches: SessionBatches | None,
-    *,
-    callbacks: Any,
-    verbose: Any = "auto",
-    epochs: int = 1,
-    steps_per_epoch: int | None = None,
-    **_: Any,
+    options: Mapping[str, Any],
 ) -> Any:
-    """Return a list of callbacks as Keras's `fit` makes it."""
+    """Return a list of callbacks as Keras's `fit` makes it of its options."""
+    verbose = options.get("verbose", "auto")
     return keras.callbacks.CallbackList(
         # Keras runs a callback that is in no list in another thread.
-        keras.tree.flatten(callbacks or []),
+        keras.tree.flatten(options.get("callbacks") or []),
         add_history=True,
         add_progbar=verbose != 0,
         verbose=verbose,
-        epochs=epochs,
-        steps=steps_per_epoch or (None if batches is None else len(batches)),
+        epochs=options.get("epochs", 1),
+        steps=options.get("steps_per_epoch") or (None if batches is None else len(batches)),
         model=model,
     )
 
@@ -318,6 +339,11 @@ def _train_step(model: Any, data: Any) -> Any:
 def _test_step(model: Any, data: Any) -> Any:
     model.__dict__[_MARK].check_shown()
     return model.__dict__["shoal_plain_test_step"](data)
+
+
+def _evaluate(model: Any, *arguments: Any, **options: Any) -> Any:
+    with model.__dict__[_MARK].validating():
+        return model.__dict__["shoal_plain_evaluate"](*arguments, **options)
 
 
 def _fitting_of(model: Any) -> KerasFit:

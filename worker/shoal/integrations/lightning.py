@@ -41,7 +41,7 @@ from torchmetrics import Metric
 from shoal.data.batch_options import LoadingOptions
 from shoal.data.batches import Dataset
 from shoal.data.samples import Collate
-from shoal.integrations.agreed_stopping import AgreedCheckpoints, AgreedStopping
+from shoal.integrations.agreed_stopping import AgreedCheckpoints, AgreedStopping, link_on_rank_0
 from shoal.integrations.job_batches import JobBatches, WholeCollate
 from shoal.integrations.lightning_batches import LightningBatches
 from shoal.integrations.trainer_limits import refuse_parts_of_epochs
@@ -203,6 +203,7 @@ class SessionStrategy(SingleDeviceStrategy):
             for each in trainer.checkpoint_callbacks:
                 if isinstance(each, ModelCheckpoint):
                     vars(each)["file_exists"] = partial(self._exists_on_rank_0, each.file_exists)
+                    link_on_rank_0(each, self._session)
             return
         for number, each in enumerate(trainer.checkpoint_callbacks):
             if isinstance(each, ModelCheckpoint) and each._train_time_interval is None:

@@ -70,7 +70,14 @@ def run_in_a_row(stages: list[Stage], *inputs: torch.Tensor) -> object:
     for stage in stages:
         own = tuple(each.clone() for each in inputs)  # as each rank has inputs of its own
         passed = stage.run(stage.bind(own, {}), passed)  # type: ignore[arg-type]
+        if stage is not stages[-1]:
+            passed = tuple(received(each) for each in passed)  # type: ignore[attr-defined]
     return passed
+
+
+def received(sent: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor as the next stage receives it: with memory of its own, and as a leaf."""
+    return sent.detach().clone().requires_grad_(sent.requires_grad)
 
 
 ROWS = [
@@ -151,6 +158,116 @@ def test_a_change_in_place_holds_in_later_stages(change):
 def test_a_change_in_place_that_later_stages_would_not_see_is_refused(change, text):
     with pytest.raises(InvalidSpec, match=text):
         stages_of(Changed(change), 2)
+
+
+class ChangedLater(nn.Module):
+    """A model that changes a value of its first stage after its second layer."""
+
+    def __init__(self, change: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(3))
+        self.scale = nn.Parameter(torch.ones(5))
+        self.act, self.pool = nn.ReLU(inplace=True), nn.AvgPool1d(1)
+        self.change = change
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, scaled, pooled = self.layers[0](x), x * self.scale, self.pool(x)
+        mask = torch.ones(x.shape[1], 5)
+        rows, others = mask[:3], x[:2]
+        out = self.layers[1](first)
+        if self.change == "activation":
+            out = self.act(first) + out
+        elif self.change == "sum":
+            first += out
+        elif self.change == "layer":
+            out = out + self.act(scaled)
+        elif self.change == "layer on the input":
+            out = out + self.act(x)
+        elif self.change == "layer on a new value":
+            out = out + self.act(pooled)
+        elif self.change in ("base", "base of a used view"):
+            mask.tril_()
+        elif self.change == "view of a used base":
+            rows.zero_()
+        elif self.change == "input with a used view":
+            x.add_(1)
+        out = self.layers[2](out) @ mask + first + scaled + x
+        if self.change in ("base of a used view", "view of a used base"):
+            out = out[:, :3] @ rows
+        if self.change == "input with a used view":
+            out = out + others.sum()
+        last: torch.Tensor = out
+        return last
+
+
+@pytest.mark.parametrize(
+    "change", ["activation", "sum", "layer", "layer on the input", "layer on a new value", "base"]
+)
+def test_a_change_in_place_of_a_value_from_an_earlier_stage_has_the_models_result(change):
+    """Regression: a layer's change was lost, and that of a received activation raised."""
+    inputs, _ = models.numbers()
+    model = ChangedLater(change)
+    expected = copy.deepcopy(model)(inputs.clone())
+    for num_stages in (1, 2, 3):
+        found = run_in_a_row(stages_of(model, num_stages), inputs)
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ("base of a used view", r"changes ones in place \(tril_\), and getitem\w*, .*ones\.clone"),
+        ("view of a used base", r"changes getitem\w* in place \(zero_\), and ones"),
+        ("input with a used view", r"changes x in place \(add_\), and getitem"),
+    ],
+)
+def test_a_change_in_place_is_refused_if_another_stage_has_made_a_view_that_is_used_later(
+    change, text
+):
+    """Regression: the view, a tensor of its own in later stages, was used without the change."""
+    inputs, _ = models.numbers()
+    model = ChangedLater(change)
+    expected = copy.deepcopy(model)(inputs.clone())
+    torch.testing.assert_close(run_in_a_row(stages_of(model, 1), inputs), expected)
+    with pytest.raises(InvalidSpec, match=text):
+        stages_of(model, 3)
+
+
+class Up(nn.Module):
+    """A user's layer without parameters, which torch.fx does not know."""
+
+    def forward(self, x: torch.Tensor, skipped: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x, skipped], dim=1)
+
+
+class SkipConnections(nn.Module):
+    """A network that changes activations in place and uses them again, as vision models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(n, 5) for n in (5, 5, 10, 5, 10))
+        self.norm = nn.LayerNorm(5)
+        self.act, self.up = nn.ReLU(inplace=True), Up()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = self.act(self.layers[0](x))
+        second = self.layers[1](first)
+        shortcut = self.norm(first)
+        second += shortcut
+        joined = self.act(self.layers[2](self.up(self.act(second), first)))
+        joined += self.layers[3](joined)
+        last: torch.Tensor = self.layers[4](self.up(self.act(joined), x))
+        return last
+
+
+@pytest.mark.parametrize("make", [SkipConnections, models.rectified])
+def test_usual_changes_in_place_work_in_any_number_of_stages(make):
+    inputs, _ = models.numbers()
+    model = make()
+    expected = copy.deepcopy(model)(inputs.clone())
+    for num_stages in (1, 2, 3, 4):
+        found = run_in_a_row(stages_of(model, num_stages), inputs)
+        torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.sampled()

@@ -1,6 +1,6 @@
 """Local SGD and DiLoCo: the same as replicas that one process steps one after the other."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,7 @@ from shoal.strategies import find_strategy
 from shoal.strategies.local_sgd.strategy import DiLoCo, LocalSGD
 from shoal.strategies.outer_step import OuterStep
 from shoal_proto.errors import (
+    DtypeMismatch,
     GenerationBroken,
     InvalidSpec,
     NonFiniteGradient,
@@ -220,6 +221,53 @@ def test_a_step_that_fails_halfway_leaves_no_trace() -> None:
     assert members[0].strategy.step == 5
     for name, tensor in members[0].weights().items():
         assert torch.equal(tensor, before[name]), name
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (
+            lambda model: model.register_buffer("late", torch.ones(2)),
+            "made its persistent buffer 'late' after distribute",
+        ),
+        (lambda model: model.to(torch.float64), "the state does not fit the model"),
+    ],
+)
+def test_a_round_that_cannot_be_undone_is_not_trained_again(
+    change: Callable[[nn.Module], object], text: str
+) -> None:
+    """Regression: survivors kept the weights of a broken round, and trained its steps again."""
+    members = members_of("a", "local-sgd", "sgd", 5)
+    together(members, 5)
+
+    def body() -> None:
+        me = members[0]
+        me.train(among(members, me, 2, keeping="a"), 7)
+        me.strategy.begin_step()
+        change(me.model)
+        me.strategy.abandon()
+        with pytest.raises((InvalidSpec, DtypeMismatch), match=text):
+            me.strategy.begin_step()
+
+    run_in_memory(body, 1)
+
+
+def test_a_buffer_that_is_made_in_a_step_is_refused() -> None:
+    """Checkpoints and joiners have no tensor for it."""
+    members = members_of("a", "local-sgd", "sgd", 5)
+
+    def body() -> None:
+        me = members[0]
+        me.strategy.enter(among(members, me, 1))
+        me.strategy.begin_step()
+        me.model.register_buffer("late", torch.ones(2, dtype=torch.int64))
+        batch = loader().synchronous(0, 0, 1)
+        me.strategy.backward(me.model(batch.inputs).sum(), batch.weight)
+        with pytest.raises(InvalidSpec, match="made its persistent buffer 'late'"):
+            me.strategy.end_step(lambda: None)
+        assert me.strategy.step == 0
+
+    run_in_memory(body, 1)
 
 
 class NoMemoryToAgree(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -27,6 +27,11 @@ _IN_PLACE = frozenset(
     for name in dir(operator)
     if name.startswith("i") and name[1:] in dir(operator)
 ) | {operator.setitem}
+_LAYERS_WITH_NEW_MEMORY = frozenset(
+    f"torch.nn.modules.{name}"
+    for name in ("activation", "batchnorm", "instancenorm", "normalization", "pooling")
+)
+"""Modules of torch with layers that return new memory, unless they change their input in place."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +94,10 @@ class SegmentTrace:
         calls: dict[str, int] = {}
         numbers = {name: number for number, name in enumerate(names or ())}
         current = 0
-        changed = _changed_in_place(graph, model)
+        self._changes = _changes_in_place(graph, model)
+        self._source = {node: _source(node, model) for node in graph.nodes} if self._changes else {}
+        self._model_name = type(model).__name__
+        changed = {node for change in self._changes for node in change.sharing}
         for node in graph.nodes:
             repeatable = _is_repeatable(node, self._segment, changed)
             self._sources[node] = frozenset().union(
@@ -140,8 +148,12 @@ class SegmentTrace:
             last_use[source] = at[output] = stage_of[-1]
         cut = fx.Graph()
         copies = {node: cut.placeholder(node.name) for node in self._inputs}
-        for node in _crossing(at, last_use, stage):
-            copies[node] = cut.placeholder(f"from_{node.name}")
+        received = _crossing(at, last_use, stage)
+        copies |= {node: cut.placeholder(f"from_{node.name}") for node in received}
+        changed = self._changed_by_stage(at, stage)
+        for node in received:
+            if node in changed:  # autograd allows no change of a leaf
+                copies[node] = cut.call_method("clone", (copies[node],))
         needed = [each for each, own in at.items() if own == stage and each is not output]
         if stage == stage_of[-1]:
             needed += output.all_input_nodes
@@ -151,6 +163,41 @@ class SegmentTrace:
         else:
             cut.output(tuple(copies[node] for node in _crossing(at, last_use, stage + 1)))
         return cut
+
+    def _changed_by_stage(self, at: Mapping[fx.Node, int], stage: int) -> set[fx.Node]:
+        """Return the nodes whose memory this stage changes, of those that it does not compute.
+
+        Raises InvalidSpec if another value, which shares the memory in the model, is used after
+        the change: the stage has received it as a tensor of its own.
+        """
+        order = {node: index for index, node in enumerate(self._source)}
+        changed = set()
+        for change in self._changes:
+            if at[change.node] != stage:
+                continue
+            origin = self._origin(change.node, at, stage)
+            changed.add(origin)
+            for node in change.sharing:
+                is_used_later = any(order[user] > order[change.node] for user in node.users)
+                if is_used_later and self._origin(node, at, stage) is not origin:
+                    raise InvalidSpec(
+                        f"the forward pass of {self._model_name} cannot be cut into these stages",
+                        seen=f"stage {stage} changes {change.target} in place"
+                        f" ({_name(change.node)}), and {node}, which may share its memory, is used"
+                        " afterwards but made in another stage",
+                        expected="values that share memory in the stage that changes them",
+                        fix=f"Change a copy ({change.target}.clone()), or choose a split_at= that"
+                        " leaves the views and the change in one stage.",
+                    )
+        return changed
+
+    def _origin(self, node: fx.Node, at: Mapping[fx.Node, int], stage: int) -> fx.Node:
+        """Return the node in whose memory this stage has the node's value: one that the stage
+        receives or is given, or the first that it computes."""
+        source = self._source[node]
+        while source is not None and at.get(node, -1) >= stage:
+            node, source = source, self._source[source]
+        return node
 
 
 def uses_of(graph: fx.Graph) -> set[str]:
@@ -203,69 +250,94 @@ def _name(node: fx.Node) -> str:
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
 
 
-def _changed_in_place(graph: fx.Graph, model: nn.Module) -> set[fx.Node]:
-    """Return the nodes of which the pass changes the memory, directly or through a view.
+@dataclass(frozen=True, kw_only=True)
+class ChangeInPlace:
+    """Change of a value by a node of the pass, directly or through a view."""
+
+    node: fx.Node
+    target: fx.Node
+    sharing: frozenset[fx.Node]
+    """Nodes so far, the change among them, that may share the target's memory."""
+
+
+def _changes_in_place(graph: fx.Graph, model: nn.Module) -> list[ChangeInPlace]:
+    """List the changes in place of the pass.
 
     An input of the model, or a tensor of it, cannot be computed once: nodes after its change get
     the result of the change instead. Raises InvalidSpec if it is changed through a view.
     """
-    if not any(map(_changed_by, graph.nodes)):
-        return set()
+    if not any(_changed_by(node, model) for node in graph.nodes):
+        return []
     order = {node: index for index, node in enumerate(graph.nodes)}
     numbers: set[fx.Node] = set()
     sharing: dict[fx.Node, set[fx.Node]] = {}
-    changes: list[tuple[fx.Node, fx.Node]] = []
+    changes: list[ChangeInPlace] = []
     for node in graph.nodes:
         sharing[node] = {node}
         if _is_shape(node) or (_is_operator(node) and numbers.issuperset(node.all_input_nodes)):
             numbers.add(node)
             continue
-        target = _changed_by(node)
-        if target is not None:
-            changes.append((node, target))
+        target = _changed_by(node, model)
         for source in [target] if target is not None else _viewed_by(node, model):
-            if sharing[source] is not sharing[node]:
+            if source not in numbers and sharing[source] is not sharing[node]:
                 sharing[node] |= sharing[source]
                 for each in sharing[node]:
                     sharing[each] = sharing[node]
-    for change, target in changes:
-        for node in sharing[target]:
-            later = [user for user in node.users if order[user] > order[change]]
+        if target is not None:
+            known = frozenset(sharing[node])
+            changes.append(ChangeInPlace(node=node, target=target, sharing=known))
+    for change in changes:
+        for node in change.sharing:
+            later = [user for user in node.users if order[user] > order[change.node]]
             if node.op not in ("placeholder", "get_attr") or not later:
                 continue
-            if node is not target:
+            if node is not change.target:
                 raise InvalidSpec(
                     f"the forward pass of {type(model).__name__} cannot be cut into stages",
-                    seen=f"it changes a view of {node.target} in place ({_name(change)}), and uses"
-                    f" {node.target} afterwards",
+                    seen=f"it changes a view of {node.target} in place ({_name(change.node)}), and"
+                    f" uses {node.target} afterwards",
                     expected="changes in place of values that the pass makes itself",
                     fix=f"Change a copy: {node.target}.clone().",
                 )
-            node.replace_all_uses_with(change, delete_user_cb=later.__contains__)
-    return {node for _, target in changes for node in sharing[target]}
+            node.replace_all_uses_with(change.node, delete_user_cb=later.__contains__)
+    return changes
 
 
 def _is_operator(node: fx.Node) -> bool:
     return node.op == "call_function" and getattr(node.target, "__module__", "") == "_operator"
 
 
-def _changed_by(node: fx.Node) -> fx.Node | None:
+def _changed_by(node: fx.Node, model: nn.Module) -> fx.Node | None:
+    """Return the node whose value this one changes in place, if any."""
     name = _name(node)
     target = node.kwargs.get("out")
-    if (
-        node.target in _IN_PLACE
-        or (name.endswith("_") and not name.endswith("__"))
-        or (node.op == "call_function" and node.kwargs.get("inplace"))
-    ):
+    if node.op == "call_module":
+        changes = getattr(model.get_submodule(name), "inplace", False)
+        changes = changes and not _has_parameters(model, name)
+    elif node.op in ("call_function", "call_method"):
+        changes = (
+            node.target in _IN_PLACE
+            or (name.endswith("_") and not name.endswith("__"))
+            or (node.op == "call_function" and node.kwargs.get("inplace"))
+        )
+    else:
+        return None
+    if changes:
         target = next(iter(node.all_input_nodes), None)
-    is_call = node.op in ("call_function", "call_method")
-    return target if is_call and isinstance(target, fx.Node) else None
+    return target if isinstance(target, fx.Node) else None
+
+
+def _source(node: fx.Node, model: nn.Module) -> fx.Node | None:
+    """Return the node whose memory this one's value may have, if any."""
+    return _changed_by(node, model) or next(iter(_viewed_by(node, model)), None)
 
 
 def _viewed_by(node: fx.Node, model: nn.Module) -> list[fx.Node]:
     """Return the nodes of which this one may be a view."""
     if node.op == "call_module":
-        is_fresh = _has_parameters(model, str(node.target))
+        layer = model.get_submodule(str(node.target))
+        is_fresh = type(layer).__module__ in _LAYERS_WITH_NEW_MEMORY
+        is_fresh = is_fresh or _has_parameters(model, str(node.target))
     elif _is_operator(node):
         is_fresh = node.target is not operator.getitem
     else:

@@ -142,7 +142,8 @@ class StepRefusals:
         self.shards: frozenset[int] = frozenset()
         """The shards that refused the last push; the others have applied it."""
         self.num_redone = 0
-        self._snapshot = StepSnapshot()
+        # Buffers are each member's own, and in no checkpoint.
+        self._snapshot = StepSnapshot(refuses_late=False)
 
     def begin(self, model: nn.Module, untrained: Mapping[str, Tensor]) -> None:
         """Begin a step that may be refused: `undo_refused_step` undoes its changes to untrained

@@ -33,6 +33,7 @@ from shoal.state.transfer import receive, send
 from shoal.strategies.local_sgd.figures import OuterLoopFigures
 from shoal.strategies.local_sgd.outer_loop import OuterLoop
 from shoal.strategies.outer_step import OuterStep
+from shoal.strategies.rollback.buffers import PersistentBuffers
 from shoal.strategies.synchronous.hyperparameters import Hyperparameters, Values
 from shoal.strategies.synchronous.strategy import SynchronousStrategy
 from shoal.weights.pieces import HeldWeights, replicated_weights
@@ -123,6 +124,8 @@ class LocalSGD(SynchronousStrategy):
         self._is_ending_round = False
         self._rank = 0
         self._watching: list[RemovableHandle] = []
+        self._unfit: ShapeMismatch | DtypeMismatch | None = None
+        """Error of the rollback that the model did not fit."""
 
     def distribute(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
         refuse_lbfgs(self.name, optimizer)
@@ -140,6 +143,7 @@ class LocalSGD(SynchronousStrategy):
             "rounds": f"{self._every_steps} steps, {self._outer}",
         }
         self._model, self._optimizer = model, optimizer
+        self._lasting = PersistentBuffers(model)
         self._transaction.train(model, optimizer)
         self._gradients = StepGradients(model.parameters(), optimizer)
         self._watching = watch_parameters(model.parameters(), self._transaction.expects_gradient)
@@ -218,13 +222,18 @@ class LocalSGD(SynchronousStrategy):
                 self._outer_loop.save_optimizer_state(self.step)
             self._outer_loop.roll_back()
         except (ShapeMismatch, DtypeMismatch) as error:
-            # The script has changed the model's dtype or shape: the next step refuses that.
+            # The script has changed the model's dtype or shape, or made a buffer: the next step
+            # refuses that.
+            self._unfit = error
             log.debug("round_not_rolled_back", reason=str(error)[:300])
         self._transaction.step = self._outer_loop.agreed.step
 
     # --- steps ---
 
     def begin_step(self) -> None:
+        self._refuse_late_buffers()
+        if self._unfit is not None:
+            raise self._unfit
         self._gradients.forget()
         self._transaction.begin_alone()
         self._round.weight = 0.0
@@ -252,6 +261,7 @@ class LocalSGD(SynchronousStrategy):
     def end_step(self, acknowledged: Callable[[], None]) -> None:
         group = self.group
         self._transaction.check_weighted()
+        self._refuse_late_buffers()
         fault = name_of_fault(dict(self._model.named_parameters()))
         if fault:
             raise gradient_not_finite(fault, self.step)
@@ -266,6 +276,9 @@ class LocalSGD(SynchronousStrategy):
             self._end_round(group)
         # A checkpoint has the optimizer state of rank 0. On resume each member gets a copy of it.
         self._checkpoints.write(self.step, self._outer_loop.state_shard, lambda _: self._rank == 0)
+
+    def _refuse_late_buffers(self) -> None:
+        PersistentBuffers(self._model).refuse_others_than(self._lasting)
 
     def _end_round(self, group: dist.ProcessGroup) -> None:
         num_steps = self.step - self._outer_loop.agreed.step

@@ -15,9 +15,13 @@ _Table = dict[str, Tensor | None]
 
 
 class StepBuffers:
-    """The buffers of a model, which forward passes of a step may change."""
+    """The buffers of a model, which forward passes of a step may change.
 
-    def __init__(self) -> None:
+    `refuses_late`: persistent buffers that are made after the first step began raise InvalidSpec.
+    """
+
+    def __init__(self, *, refuses_late: bool = True) -> None:
+        self._refuses_late = refuses_late
         self._model: nn.Module | None = None
         self.lasting = PersistentBuffers(None)
         self._all_tables: list[_Table] = []
@@ -37,12 +41,13 @@ class StepBuffers:
         # A walk over the modules takes longer than all else at the beginning of a step.
         if self._model is not model:
             self._scan(model)
-        elif sum(map(len, self._all_tables)) != self._num_buffers:
-            # The script has added a buffer to a module, or removed one.
+        elif not self._refuses_late or sum(map(len, self._all_tables)) != self._num_buffers:
+            # The script may have added a buffer to a module, or removed one.
             known = self.lasting
             known.settle()
             self._scan(model)
-            self.lasting.refuse_others_than(known)
+            if self._refuses_late:
+                self.lasting.refuse_others_than(known)
         self.lasting.settle()
         transient = [
             each
@@ -53,7 +58,8 @@ class StepBuffers:
         return self.lasting.buffers, transient
 
     def _scan(self, model: nn.Module) -> None:
-        self._model, self.lasting = model, PersistentBuffers(model)
+        self._model = model
+        self.lasting = PersistentBuffers(model, refuses_late=self._refuses_late)
         parts = [(buffer_table(part), transient_buffers(part)) for part in model.modules()]
         self._all_tables = [table for table, _ in parts]
         self._num_buffers = sum(map(len, self._all_tables))
@@ -87,19 +93,19 @@ class PersistentBuffers:
     into the first tensor.
     """
 
-    def __init__(self, model: nn.Module | None) -> None:
+    def __init__(self, model: nn.Module | None, *, refuses_late: bool = True) -> None:
         self._tables: list[_Table] = []
         self._names: list[str] = []
         self._entries: list[Tensor] = []
         self._empty: list[tuple[_Table, str]] = []
-        """Buffers that are None."""
+        """Buffers that are None, and must stay so."""
         for part in model.modules() if model is not None else ():
             for name, buffer in buffer_table(part).items():
                 if name in transient_buffers(part):
                     continue
-                if buffer is None:
+                if buffer is None and refuses_late:
                     self._empty.append((buffer_table(part), name))
-                else:
+                elif buffer is not None:
                     self._tables.append(buffer_table(part))
                     self._names.append(name)
                     self._entries.append(buffer)

@@ -35,16 +35,16 @@ class StepSnapshot:
     """Everything that a step writes to a model and its optimizers, as of the step's beginning.
 
     `begin` opens the step. The step ends with `restore`, which undoes it; or with `settle`, the
-    optimizer's own step, and `commit`.
+    optimizer's own step, and `commit`. `refuses_late`: see `StepBuffers`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, refuses_late: bool = True) -> None:
         self.is_open = False
         self.is_whole = True
         """True if the tensors belong to a committed step, or to one that can be undone."""
         self._is_lost = False
         self._saved = SavedTensors()
-        self._buffers = StepBuffers()
+        self._buffers = StepBuffers(refuses_late=refuses_late)
         self._parameters = ParameterWrites()
         self._state = StateWrites()
 
