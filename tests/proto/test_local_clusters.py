@@ -106,6 +106,16 @@ def test_tmpdir_does_not_decide_where_a_record_is(
         announced.close()
 
 
+def test_a_machine_without_a_writable_folder_has_no_clusters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container's root may be read-only."""
+    monkeypatch.setattr(local_clusters, "PARENT", tmp_path / "absent")
+    monkeypatch.setattr(local_clusters.tempfile, "tempdir", None)
+    monkeypatch.setattr(local_clusters.tempfile, "_candidate_tempdir_list", list)
+    assert find(["127.0.0.1:7700"]) is None
+
+
 def test_clusters_of_another_network_are_not_found() -> None:
     """127.0.0.1:7700 in a container is another address than on its host."""
     announced = Announcement(record("127.0.0.1:7700"))

@@ -120,7 +120,7 @@ def _from_coordinator(client: StatusClient, config: LogsConfig) -> int:
     members = [config.member_id] if config.member_id else _members(client, config.job)
     number = _number(config, members)
     positions: dict[str, str | None] = {}
-    silent: RetryError | None = None
+    failure: ShoalError | None = None
     for member in members:
         try:
             lines, positions[member] = _newest(client, config.job, member, number)
@@ -128,12 +128,13 @@ def _from_coordinator(client: StatusClient, config: LogsConfig) -> int:
             if config.member_id:
                 raise
             _say(error.what)
+            failure = error
             if isinstance(error, RetryError):
-                silent, positions[member] = error, None  # its launcher may answer later
+                positions[member] = None  # its launcher may answer later
         else:
             _show(lines, member if len(members) > 1 else "")
-    if silent is not None and not any(positions.values()):
-        raise silent
+    if failure is not None and not any(positions.values()):
+        raise failure
     if config.follow:
         _follow(client, config.job, positions, prefixed=len(members) > 1)
     return 0

@@ -132,7 +132,9 @@ def _is_locked(descriptor: int) -> bool:
 
 
 def _folders() -> Sequence[Path]:
-    parents = dict.fromkeys((PARENT, Path(tempfile.gettempdir())))
+    parents = {PARENT: None}
+    with suppress(FileNotFoundError):  # a container with a read-only root has no such directory
+        parents[Path(tempfile.gettempdir())] = None
     return [parent / f"shoal-clusters-{os.geteuid()}" for parent in parents]
 
 

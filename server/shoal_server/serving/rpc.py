@@ -53,6 +53,15 @@ CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
     ("grpc.so_reuseport", 0),
     USER_AGENT_OPTION,
 )
+PEER_OPTIONS: tuple[tuple[str, int | str], ...] = (
+    *CHANNEL_OPTIONS,
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    ("grpc.min_reconnect_backoff_ms", 50),
+    ("grpc.max_reconnect_backoff_ms", 200),
+    # A connection to a dead server must not be used for its successor.
+    ("grpc.use_local_subchannel_pool", 1),
+)
+"""Options of connections between parameter servers."""
 
 
 class Parser(Protocol):

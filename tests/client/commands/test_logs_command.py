@@ -154,6 +154,9 @@ def test_files_of_this_host_are_shown_if_only_a_member_is_named(
     kept.close()
     assert main(["logs", "w1", "--http", url]) == 0
     assert capsys.readouterr().out == "of a file\n"
+    # The same for all members, if the coordinator has the output of none.
+    assert main(["logs", "digits", "--http", url]) == 0
+    assert capsys.readouterr().out.endswith("of a file\n")
 
 
 def test_naming_two_jobs_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""Timeouts and channel options of connections between servers."""
+"""Timeouts of connections between servers."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -8,16 +8,6 @@ from cyclopts import Parameter
 from shoal_proto.errors import InvalidSpec
 from shoal_server.core.replication.protocol.limits import DEAD_AFTER_S, ReplicationLimits
 from shoal_server.serving.options import INTERNAL
-from shoal_server.serving.rpc import CHANNEL_OPTIONS
-
-PEER_OPTIONS = (
-    *CHANNEL_OPTIONS,
-    ("grpc.initial_reconnect_backoff_ms", 50),
-    ("grpc.min_reconnect_backoff_ms", 50),
-    ("grpc.max_reconnect_backoff_ms", 200),
-    # A connection to a dead server must not be used for its successor.
-    ("grpc.use_local_subchannel_pool", 1),
-)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,7 @@ from shoal_server.core.shards.assignments import (
 )
 from shoal_server.etcd.api import KeyValueStore
 from shoal_server.etcd.records.assignment_mirror import AssignmentMirror
-from shoal_server.parameters.cluster.peer_timeouts import PEER_OPTIONS, PeerTimeouts
+from shoal_server.parameters.cluster.peer_timeouts import PeerTimeouts
 from shoal_server.parameters.cluster.server_directory import ServerDirectory
 from shoal_server.parameters.images.shard_image import ShardImage
 from shoal_server.parameters.journal.log import Journal
@@ -52,6 +52,7 @@ from shoal_server.parameters.shard.versioned import AnyShard
 from shoal_server.parameters.shard.workers import Runner
 from shoal_server.parameters.tables.restore import restore
 from shoal_server.serving.identify import answers
+from shoal_server.serving.rpc import PEER_OPTIONS
 from shoal_server.serving.tasks import SupervisedTasks, run_restarting
 
 log = structlog.get_logger(__name__)

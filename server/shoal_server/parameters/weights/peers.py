@@ -24,7 +24,7 @@ from shoal_proto.v1.weights_pb2 import (
     StoreServer,
 )
 from shoal_proto.v1.weights_pb2_grpc import WeightStoreStub
-from shoal_server.parameters.cluster.peer_timeouts import PEER_OPTIONS
+from shoal_server.serving.rpc import PEER_OPTIONS
 
 OPEN_S = 3.0
 TRANSFER_S = 3600.0

@@ -26,9 +26,9 @@ from shoal_proto.v1.replication_pb2 import FollowReply, FollowRequest, OpenFollo
 from shoal_proto.v1.replication_pb2_grpc import ReplicationStub
 from shoal_server.parameters.bulk.arena_slots import NUM_SLOTS, SLOT_BYTES, ArenaSlots
 from shoal_server.parameters.bulk.wire import FrameConnection, PeerHungUp
-from shoal_server.parameters.cluster.peer_timeouts import PEER_OPTIONS
 from shoal_server.parameters.replication.wire import frames
 from shoal_server.parameters.replication.wire.frames import Frame, Piece
+from shoal_server.serving.rpc import PEER_OPTIONS
 
 log = structlog.get_logger(__name__)
 
