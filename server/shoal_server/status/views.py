@@ -160,7 +160,7 @@ class JobSummary(View):
     unproductive_s: float = 0.0
     """Seconds of the job's life in which it did not train."""
     last_ending: str = ""
-    """Reason for the removal of an interrupted job's last member; else empty."""
+    """Reason for the removal of the last member of an interrupted or waiting job; else empty."""
 
 
 @dataclass(frozen=True, kw_only=True)
