@@ -205,13 +205,16 @@ def test_names_are_quoted_and_an_empty_url_waits(board: Board) -> None:
 
 def test_a_report_after_the_end_of_its_member_is_no_warning(board: Board) -> None:
     """A member that fails leaves before its reporter is closed."""
-    with structlog.testing.capture_logs() as lines, endpoint(board) as server:
-        with HealthReporter(server.url, "digits", "w9", INCARNATION, 0.01) as health:
-            health.update(HealthFigures(step=1))
-            deadline_s = time.monotonic() + 10
-            while not report_events(lines):
-                assert time.monotonic() < deadline_s
-                time.sleep(0.01)
+    with (
+        structlog.testing.capture_logs() as lines,
+        endpoint(board) as server,
+        HealthReporter(server.url, "digits", "w9", INCARNATION, 0.01) as health,
+    ):
+        health.update(HealthFigures(step=1))
+        deadline_s = time.monotonic() + 10
+        while not report_events(lines):
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
     assert report_events(lines) == ["health_report_too_late"]
 
 

@@ -161,8 +161,6 @@ def _add_operations(api: APIRouter, operations: Operations, who: CallerProof) ->
         await operations.snapshot(job, who)
 
     @api.post("/jobs/{job}/members/{member}/drain", summary="Drain a member", **options)
-    async def drain(
-        job: JobName, member: MemberId, reason: OptionalReason = _NO_REASON
-    ) -> None:
+    async def drain(job: JobName, member: MemberId, reason: OptionalReason = _NO_REASON) -> None:
         """Have the member finish its step, hand over and leave."""
         await operations.drain(job, member, reason.reason, who)
