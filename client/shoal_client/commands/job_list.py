@@ -63,7 +63,7 @@ def show(config: JobListConfig) -> int:
     console.print(_table(jobs))
     for job in jobs:
         if ending := job.get("last_ending"):
-            message = f"{job['job']} is interrupted; the last member to leave was {ending}"
+            message = f"{job['job']} is {job['shown_state']}; the last member to leave was {ending}"
             console.print(escape(message), style="red", soft_wrap=True)
     return 0
 

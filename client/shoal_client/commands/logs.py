@@ -12,7 +12,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from shoal_client.commands.address import StatusAddress
-from shoal_client.commands.status import StatusClient, job_of_member
+from shoal_client.commands.status import StatusClient, duration, job_of_member
 from shoal_client.local.worker_logs import log_path, log_root, older
 from shoal_proto.errors import (
     AccessDenied,
@@ -97,9 +97,13 @@ def logs(config: LogsConfig) -> int:
             root = log_root(os.environ)
         except FileNotFoundError:  # a container without a writable folder, so without files
             raise error from None
-        if not _files(config, root):
+        found = _files(config, root)
+        if not found:
             raise
-        _say(f"{error.what}; these are the files of this host")
+        _say(f"{error.what}; these are files of this host, perhaps of an earlier run:")
+        for path in found:
+            age = duration(time.time() - path.stat().st_mtime)
+            _say(f"{path}, written {age} ago")
         return _from_files(config, root)
 
 

@@ -348,9 +348,8 @@ def why(config: WhyConfig) -> int:
     member = f"[bold]{escape(answer['member_id'])}[/bold] ({escape(answer['state'])})"
     for_s = duration(answer["waiting_s"])
     console.print(f"{member} waits for: {escape(answer['waiting_for'])} [dim]({for_s})[/dim]")
-    generation = f", generation {answer['generation']}" if answer["generation"] else ""
     state = escape(answer["shown_state"])
-    console.print(f"job {escape(answer['job'])}: {state}{generation}: {escape(answer['reason'])}")
+    console.print(f"job {escape(answer['job'])}: {state}: {escape(answer['reason'])}")
     for loss in answer.get("lost_shards", ()):
         console.print(f"lost: {escape(loss)}", style="red")
     if answer["last_error"]:

@@ -193,7 +193,7 @@ class _Snapshot(Collector):
         labels, board = ["job"], self.reading.board
         restarts = CounterMetricFamily(
             "shoal_job_restarts",
-            "Running generations that ended because a member was lost or a collective failed.",
+            "Times that training went on after a member was lost or a collective failed.",
             labels=labels,
         )
         idle = CounterMetricFamily(

@@ -162,7 +162,7 @@ class StatusQueries:
             goodput=_goodput(known, unproductive_s),
             unproductive_s=unproductive_s,
             last_ending=board.last_removal_reason(known.job)
-            if known.state == "interrupted"
+            if known.state in ("interrupted", "waiting")
             else "",
         )
 

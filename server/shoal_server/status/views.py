@@ -147,7 +147,8 @@ class JobSummary(View):
     ended_unix_s: float
     """Time at which the job ended; 0 before that."""
     num_restarts: int
-    """Number of times that training broke because a member was lost or a collective failed."""
+    """Number of times that training went on after it broke because a member was gone or a
+    collective failed; its end does not count."""
     loss: float | None
     """Loss that was reported last; null if none is known here."""
     num_samples: int | None
@@ -159,7 +160,7 @@ class JobSummary(View):
     unproductive_s: float = 0.0
     """Seconds of the job's life in which it did not train."""
     last_ending: str = ""
-    """Reason for the removal of an interrupted job's last member; else empty."""
+    """Reason for the removal of the last member of an interrupted or waiting job; else empty."""
 
 
 @dataclass(frozen=True, kw_only=True)

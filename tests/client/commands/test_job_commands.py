@@ -110,6 +110,16 @@ def jobs_at(url: str) -> Json:
         return client.jobs()
 
 
+async def test_a_job_that_ended_before_training_is_listed_with_the_end_of_its_last_member(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async with served_over_http() as at:
+        member = await at.members.joined("a")
+        await asyncio.to_thread(member.leave, completed=False, reason="InvalidSpec('a typo')")
+        assert await at.shoal("jobs") == 0
+        assert "j is waiting; the last member to leave was a: " in capsys.readouterr().out
+
+
 @pytest.mark.long
 async def test_a_job_that_all_members_left_is_interrupted(
     capsys: pytest.CaptureFixture[str],

@@ -110,7 +110,7 @@ def test_without_output_from_a_launcher_files_of_this_host_are_shown(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The command marks them as files: they may be of an earlier run of the job."""
+    """The command names each file with its age: it may be of an earlier run of the job."""
     monkeypatch.setenv("SHOAL_LOG_DIR", str(tmp_path))
     arguments = ["logs", "digits", "w9", "--http", url]
     assert main(arguments) == 1
@@ -118,10 +118,13 @@ def test_without_output_from_a_launcher_files_of_this_host_are_shown(
     kept = WorkerLog(log_path(tmp_path, "digits", "w9"))
     kept.write("\x1b[2Jof a file")
     kept.close()
+    written_s = time.time() - 7200
+    os.utime(kept.path, (written_s, written_s))
     assert main(arguments) == 0
     shown, errors = capsys.readouterr()
     assert shown == "of a file\n"
-    assert "no launcher passes on the output of w9; these are the files of this host" in errors
+    assert "no launcher passes on the output of w9; these are files of this host" in errors
+    assert f"{kept.path}, written 2 h ago" in errors
 
 
 def test_a_host_without_temporary_files_gets_the_coordinators_error(

@@ -208,6 +208,21 @@ async def test_a_call_from_a_page_of_another_site_is_refused(world: World, tmp_p
         assert recorded.calls == [("stop", "digits", "late")]
 
 
+async def test_an_actions_reason_is_optional(world: World, tmp_path: Path) -> None:
+    """A body that is not sent as JSON is refused with the header that it needs."""
+    drain, stop = "/api/v1/jobs/digits/members/w1/drain", "/api/v1/jobs/digits/stop"
+    async with serving(world, tmp_path) as served:
+        for path in (drain, stop):
+            answer = await served.http.post(path, headers=served.operator)
+            assert answer.status_code == 204, answer.text
+        assert served.recorded.calls == [("drain", "digits", "w1", ""), ("stop", "digits", "")]
+        form = {**served.operator, "content-type": "application/x-www-form-urlencoded"}
+        refused = await served.http.post(stop, content=b'{"reason": "late"}', headers=form)
+        assert refused.status_code == 422
+        assert refused.json()["expected"] == "the header content-type: application/json"
+        assert len(served.recorded.calls) == 2
+
+
 @pytest.mark.long
 async def test_actions_are_logged_with_their_caller(world: World, tmp_path: Path) -> None:
     """Refused actions are logged as well; reads are not, and tokens never are."""

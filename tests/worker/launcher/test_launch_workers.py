@@ -1148,6 +1148,22 @@ def test_torchruns_options_for_the_number_of_workers_are_accepted(shoal_run: Run
     assert "the script never calls shoal.join(), and ran 2 times, each time by itself" in output
 
 
+def test_workers_that_do_not_join_are_warned_of_while_they_run(
+    coordinator: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """The warning comes once, with what to do."""
+    monkeypatch.setattr("shoal.launcher.launcher.NOT_JOINED_S", 0.2)
+    script = "import time; time.sleep(3)"
+    assert launcher_here(tmp_path, coordinator, script, 2).run() == 0
+    said = capfd.readouterr().err
+    warning = "warning: no worker has joined job j after 0.2 s. If the script never calls"
+    assert said.count(warning) == 1
+    assert said.index(warning) < said.index("completed")
+
+
 def test_options_may_be_written_with_underscores() -> None:
     """Options of torchrun work so, too. The value may be a word of its own."""
     words = ["run", "--nproc_per_node", "3", "--max_restarts=5", "train.py", "--lr_max", "1"]

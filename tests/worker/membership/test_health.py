@@ -203,6 +203,21 @@ def test_names_are_quoted_and_an_empty_url_waits(board: Board) -> None:
     assert board.reports == []
 
 
+def test_a_report_after_the_end_of_its_member_is_no_warning(board: Board) -> None:
+    """A member that fails leaves before its reporter is closed."""
+    with (
+        structlog.testing.capture_logs() as lines,
+        endpoint(board) as server,
+        HealthReporter(server.url, "digits", "w9", INCARNATION, 0.01) as health,
+    ):
+        health.update(HealthFigures(step=1))
+        deadline_s = time.monotonic() + 10
+        while not report_events(lines):
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+    assert report_events(lines) == ["health_report_too_late"]
+
+
 def test_no_thread_is_left_after_close() -> None:
     """Close ends the thread even if nothing was ever reported."""
     before = threading.active_count()

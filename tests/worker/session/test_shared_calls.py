@@ -5,6 +5,7 @@ import math
 import secrets
 import signal
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -120,6 +121,22 @@ def test_the_error_for_a_loss_in_the_scripts_own_pass_names_session_evaluate(
     lost = next(each for each in found if not isinstance(each, ValueError))
     assert isinstance(lost, RuntimeError)
     assert any("session.evaluate" in note for note in lost.__notes__)
+
+
+def test_the_scripts_own_error_gets_no_note_about_collectives(cluster: LocalCluster) -> None:
+    """The other member has ended the generation with the same error."""
+    met = threading.Barrier(2)
+
+    def body(session: Session, model: Any, step: int) -> Any:
+        if step == 1:
+            met.wait(WAIT_S)
+            if session.rank == 1:
+                time.sleep(1.0)
+            raise RuntimeError("a bug of all members'")
+
+    found = crew(cluster, 2, body)
+    assert [str(each) for each in found] == ["a bug of all members'"] * 2
+    assert [getattr(each, "__notes__", []) for each in found] == [[], []]
 
 
 def test_values_of_all_members_are_reduced(cluster: LocalCluster) -> None:

@@ -50,6 +50,8 @@ KILLED_ANSWER_S = 0.5
 """Limit of the wait for the coordinator, which may say that the job is over."""
 WORKER_ADMISSION_S = 24 * 3600
 """Time that a worker waits to be admitted. Other members train on without a coordinator."""
+NOT_JOINED_S = 120.0
+"""Time after which a warning says that no worker has joined: imports and data may take a while."""
 _COLOURS = (36, 33, 32, 35, 34, 31)
 
 
@@ -98,6 +100,7 @@ class Launcher:
         self._interrupted = 0
         self._is_unread = False
         self._given_up = False
+        self._warn_s = math.inf
         self._worker_ends = WorkerTermination(
             self.slots, job=config.job, grace_s=config.restart.grace_s, say=say
         )
@@ -125,6 +128,7 @@ class Launcher:
             for slot in self.slots:
                 self._start_first(slot, supervisor, board)
             say(_started_text(len(self.slots)))
+            self._warn_s = time.monotonic() + NOT_JOINED_S
             while not all(slot.is_over for slot in self.slots):
                 event = self._next_event()
                 if isinstance(event, Process):
@@ -141,6 +145,7 @@ class Launcher:
                     self._on_worker_status(event)
                 self._start_due(supervisor, board)
                 self._end_due(supervisor, board)
+                self._warn_if_none_joined(board)
             self._reporter.flush()
 
     def _report(self) -> int:
@@ -164,11 +169,22 @@ class Launcher:
 
     def _next_event(self) -> _Event | None:
         starts_s = (slot.start_at_s for slot in self.slots if slot.start_at_s is not None)
-        until_s = min(min(starts_s, default=math.inf), self._worker_ends.next_s)
+        until_s = min(*starts_s, self._worker_ends.next_s, self._warn_s)
         try:
             return next_of(self._events, until_s - time.monotonic())
         except queue.Empty:
             return None
+
+    def _warn_if_none_joined(self, board: BeatBoard) -> None:
+        if time.monotonic() < self._warn_s:
+            return
+        self._warn_s = math.inf
+        if not any(s.has_joined or board.slots[s.index].has_joined(s.pid) for s in self.slots):
+            say(
+                f"warning: no worker has joined job {self._config.job} after {NOT_JOINED_S:g} s. If"
+                " the script never calls shoal.join(), each worker trains by itself: end the run"
+                " with Ctrl-C, and add the call"
+            )
 
     def _start_due(self, supervisor: Supervisor, board: BeatBoard) -> None:
         for slot in self.slots:

@@ -129,8 +129,9 @@ class HealthReporter:
             response = self._posted(connections, url, report)
             body = response.content.decode("utf-8", "replace")
             problem = "" if response.status < 300 else f"HTTP {response.status} {body}"
-            # The last report may arrive after the member has left.
-            too_late = self._closed and response.status == NOT_FOUND
+            # A report may arrive after the member has left.
+            is_member = not self._closed and "UnknownMember" not in body
+            too_late = response.status == NOT_FOUND and not is_member
         except (*_NOT_SENT, ValueError) as error:
             problem, too_late = f"{type(error).__name__}: {error}", False
         if not problem:

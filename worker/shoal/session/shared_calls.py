@@ -174,7 +174,7 @@ def present(
 
 def note_loss(error: BaseException, controller: ElasticController) -> None:
     """Add advice to the error if a member was lost in the script's own collective between steps."""
-    if controller.is_break(error):
+    if controller.is_break(error) and controller.strategy.is_failure(error):
         error.add_note(
             "A member was lost in a collective call that the script makes between two steps. "
             "In session.evaluate, session.all_reduce and session.state_dict such a call begins "

@@ -80,6 +80,8 @@ class Strategy(ABC):
         raise InvalidSpec(
             f"strategy {self.name} writes no checkpoints",
             expected="a synchronous strategy, whose members hold the state",
+            fix="Save the parameters on servers with `shoal snapshot JOB`, and bring them back with"
+            " `shoal restore JOB`.",
         )
 
     def carry(self, registered: RegisteredState) -> None:

@@ -28,7 +28,8 @@ class LifetimeFigures:
 
     begun_s: float = 0.0
     num_breaks: int = 0
-    """Running generations that broke because a member was gone or a collective failed."""
+    """Running generations that broke because a member was gone or a collective failed, and were
+    followed by another generation."""
     idle_s: float = 0.0
     """Time without a running generation."""
     result: JobResult | None = None

@@ -75,8 +75,7 @@ def break_off(job: JobState, lost: tuple[str, ...], reason: str, now_s: float) -
     job.deadlines.suspect_since_s = None
     if running is None:
         return  # the abort ended it and notified its members
-    if not job.stop_reason:
-        job.tally.num_breaks += 1
+    job.tries.is_after_break = not job.stop_reason
     if running.synchronous:
         job.tries.changes.record_break("" if lost else reason, now_s)
     if job.phase is not Phase.ABORTED:

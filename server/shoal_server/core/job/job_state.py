@@ -94,6 +94,8 @@ class AttemptCounts:
     """Number of aborted attempts."""
     num_excluded: int = 0
     """Ready members that were left out; the job does not wait for others in their place."""
+    is_after_break: bool = False
+    """True if the running generation broke."""
     failed_roster: GenerationRoster | None = None
     """Newest roster with a failed bring-up."""
     changes: PendingChanges = field(default_factory=PendingChanges)

@@ -117,7 +117,7 @@ def _commit_if_there_is_state(job: JobState, agreement: Agreement, now_s: float)
     step = agreement.best_checkpoint()
     if step is None:
         names = names_of(job.members_of(agreement.roster))
-        endings.lose_state(job, f"{names}, which hold no state and see no checkpoint", now_s)
+        endings.lose_state(job, f"no state and no checkpoint on {names}", now_s)
         return
     seeing = {name for name, steps in agreement.checkpoint_steps.items() if step in steps}
     blind = [m for m in job.members_of(agreement.roster) if m.member_id not in seeing]
@@ -139,6 +139,8 @@ def _commit(job: JobState, agreement: Agreement, now_s: float) -> None:
     job.apply_trigger(Trigger.ACCEPTED, reason, now_s)
     record = job.record_of(Verdict.COMMITTED, reason, now_s)
     job.previous, job.record = roster, record
+    job.tally.num_breaks += job.tries.is_after_break
+    job.tries.is_after_break = False
     # All members have settled or are gone.
     job.deadlines.broken_since_s = None
     job.emit(WriteGeneration(record=record))

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Protocol
 
 from annotated_types import MaxLen, MinLen
-from fastapi import APIRouter, Path, Request, Response
+from fastapi import APIRouter, Body, Path, Request, Response
 from pydantic import ConfigDict
 
 from shoal_proto.errors import AccessDenied
@@ -76,6 +76,10 @@ class Reason:
     """Text for the job's events."""
 
 
+OptionalReason = Annotated[Reason, Body()]
+_NO_REASON = Reason()
+
+
 @dataclass(frozen=True, kw_only=True)
 class SessionView:
     """Identity of the caller."""
@@ -142,7 +146,7 @@ def _add_operations(api: APIRouter, operations: Operations, who: CallerProof) ->
     options: dict[str, Any] = {"tags": ["operations"], "status_code": 204, "responses": REFUSED}
 
     @api.post("/jobs/{job}/stop", summary="Stop a job", **options)
-    async def stop(job: JobName, reason: Reason) -> None:
+    async def stop(job: JobName, reason: OptionalReason = _NO_REASON) -> None:
         """Have the job's members end at a step boundary."""
         await operations.stop(job, reason.reason, who)
 
@@ -157,6 +161,6 @@ def _add_operations(api: APIRouter, operations: Operations, who: CallerProof) ->
         await operations.snapshot(job, who)
 
     @api.post("/jobs/{job}/members/{member}/drain", summary="Drain a member", **options)
-    async def drain(job: JobName, member: MemberId, reason: Reason) -> None:
+    async def drain(job: JobName, member: MemberId, reason: OptionalReason = _NO_REASON) -> None:
         """Have the member finish its step, hand over and leave."""
         await operations.drain(job, member, reason.reason, who)

@@ -148,6 +148,9 @@ def _from_validation(errors: Sequence[Any], path: str) -> MalformedMessage:
     if not wrong:
         reason = errors[0].get("ctx", {}).get("error", "")
         return _no_json(path, reason)
+    if isinstance(wrong[0]["input"], bytes):
+        # FastAPI parses only a body whose header says that it is JSON.
+        return _no_json(path, "another content-type", "the header content-type: application/json")
     fields = [".".join(str(part) for part in e["loc"][1:]) or str(e["loc"][0]) for e in wrong]
     seen = [
         f"no {field}" if e["type"] == "missing" else f"{field} = {_brief(e['input'])}"
@@ -161,10 +164,8 @@ def _from_validation(errors: Sequence[Any], path: str) -> MalformedMessage:
     )
 
 
-def _no_json(path: str, reason: str) -> MalformedMessage:
-    return MalformedMessage(
-        f"the body of {path} is not JSON", seen=reason, expected="a JSON object"
-    )
+def _no_json(path: str, reason: str, expected: str = "a JSON object") -> MalformedMessage:
+    return MalformedMessage(f"the body of {path} is not JSON", seen=reason, expected=expected)
 
 
 def _rule(error: Mapping[str, Any]) -> str:

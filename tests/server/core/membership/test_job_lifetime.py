@@ -51,6 +51,20 @@ def test_a_job_without_members_stops_at_once() -> None:
     assert w.job.phase is Phase.STOPPED
 
 
+@pytest.mark.parametrize("end", ["kill", "drain"])
+def test_the_end_of_a_job_is_no_restart(end: str) -> None:
+    """A loss counts once the job trains on."""
+    w = training("a", "b", "c")
+    w.kill("c", seen_by_launcher=True)
+    w.run(5.0)
+    assert w.is_running() and w.job.tally.num_breaks == 1
+    for name in ("a", "b"):
+        getattr(w, end)(name)
+    w.run(30.0)
+    assert not w.is_running()
+    assert w.job.tally.num_breaks == 1
+
+
 def test_an_abandoned_job_without_members_fails() -> None:
     """A job that has members does not."""
     w = training("a")
