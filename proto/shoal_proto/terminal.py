@@ -1,13 +1,18 @@
-"""Text from other processes, made safe to show on a terminal.
+"""Text from other processes, made safe to show on a terminal, and the level of the log.
 
 Any process that joins a job may send escape sequences, line feeds that imitate lines of Shoal, or
 direction marks that show a different text.
 """
 
+import logging
 import re
 import unicodedata
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
+
+import structlog
+
+from shoal_proto.errors import InvalidSpec
 
 _ENDS_OF_LINES = ("\n", "\u2028", "\u2029")
 _DIRECTIONS = (*range(0x200E, 0x2010), *range(0x202A, 0x202F), *range(0x2066, 0x206A), 0x061C)
@@ -69,3 +74,28 @@ def _plain(line: str) -> str:
     line = _SEQUENCE.sub("", line)
     shown = [part for part in line.split("\r") if part]
     return printable(shown[-1]) if shown else ""
+
+
+def log_level(environment: Mapping[str, str]) -> int:
+    """Number of the level in SHOAL_LOG_LEVEL, by default info. Raises InvalidSpec for an unknown
+    one."""
+    name = environment.get("SHOAL_LOG_LEVEL") or "INFO"
+    level = logging.getLevelNamesMapping().get(name.upper())
+    if level is None:
+        raise InvalidSpec(
+            "SHOAL_LOG_LEVEL is not a level", seen=name, expected="debug, info, warning or error"
+        )
+    return level
+
+
+def configure_script_log(environment: Mapping[str, str]) -> None:
+    """Set the log level, unless the script has configured structlog. Raises InvalidSpec for an
+    unknown level."""
+    level = log_level(environment)
+    if not structlog.is_configured():
+        # Log lines contain text from other members, which a terminal would interpret.
+        *processors, renderer = structlog.get_config()["processors"]
+        structlog.configure(
+            processors=[*processors, printable_event, renderer],
+            wrapper_class=structlog.make_filtering_bound_logger(level),
+        )

@@ -16,7 +16,7 @@ log = structlog.get_logger()
 log.info("member_joined", host="\\x1b[2J", reason="a\\x1b[2J\\n2026-11-25 [info] forged")
 """
 OF_A_SERVER = "from shoal_server.serving.command import _configure_logging; _configure_logging()"
-OF_A_WORKER = "from shoal_proto.log_level import configure_script_log; configure_script_log({})"
+OF_A_WORKER = "from shoal_proto.terminal import configure_script_log; configure_script_log({})"
 
 
 @pytest.mark.parametrize(

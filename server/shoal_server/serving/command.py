@@ -10,8 +10,7 @@ from typing import Any
 import structlog
 
 from shoal_proto.errors import ShoalError, Unavailable
-from shoal_proto.log_level import log_level
-from shoal_proto.terminal import printable, printable_event
+from shoal_proto.terminal import log_level, printable, printable_event
 
 OTHERS = 0o077
 

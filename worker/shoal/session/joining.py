@@ -9,7 +9,7 @@ from shoal.membership.validators import Validator
 from shoal.session.session import Session
 from shoal.tracking.tracker import Tracker
 from shoal_proto.errors import InvalidSpec
-from shoal_proto.log_level import configure_script_log
+from shoal_proto.terminal import configure_script_log
 from shoal_proto.tls import identity
 from shoal_proto.tls.files import TlsFiles, TlsIdentity
 from shoal_proto.tls.identity import from_environment

@@ -25,9 +25,9 @@ from shoal_client.weights.reader import SeriesReader
 from shoal_difference.codec import apply
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.incarnation import new_incarnation
-from shoal_proto.log_level import configure_script_log
 from shoal_proto.names import SERIES_RULE, check_name, is_series
 from shoal_proto.numbers_given import as_index
+from shoal_proto.terminal import configure_script_log
 from shoal_proto.tls import identity
 from shoal_proto.v1 import weights_pb2
 
