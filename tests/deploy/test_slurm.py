@@ -51,6 +51,7 @@ STAND_INS = {
     # A parameter server has SIGTERM blocked, and ends at SIGINT.
     ps*) exec python3 -c 'import signal; signal.signal(2, exit); signal.pause()' ;;
     wait*) [[ ! -e $TMPDIR/away ]] && echo "$WAIT_SAYS" && exit $TRAINING ;;
+    restore*) echo "$@" > "$TMPDIR/restored" ;;
     snapshot*) echo "$@" >> "$TMPDIR/snapshots"
         if (($(wc -l < "$TMPDIR/snapshots") <= FAILURES)); then echo "$SAYS" && exit 1; fi ;;
     # After the training the coordinator is away until it is asked for the third time.
@@ -200,6 +201,17 @@ def test_a_first_node_that_knows_itself_as_loopback_has_the_address_that_others_
         assert done.returncode == code and says in done.stdout + done.stderr
 
 
+def test_a_job_that_is_submitted_again_continues_from_the_named_snapshots(tmp_path: Path) -> None:
+    """A new Slurm job has a folder of its own; one that is requeued has its own snapshot."""
+    earlier = tmp_path / "shoal-6" / "snapshots"
+    for snapshots in (earlier, tmp_path / "shoal-7" / "snapshots"):
+        done = run_with_stand_ins(tmp_path, 0, 0, SHOAL_JOB="j", SHOAL_RESTORE=str(earlier))
+        assert done.returncode == 0, done.stderr
+        restored = (tmp_path / "restored").read_text()
+        assert restored == f"restore j --from {snapshots}\n"
+        (tmp_path / "shoal-7" / "snapshots" / "j").mkdir(parents=True)
+
+
 def run_with_stand_ins(
     tmp_path: Path,
     launchers: int,
@@ -210,7 +222,7 @@ def run_with_stand_ins(
     wait_says: str = "",
     **environment: str,
 ) -> subprocess.CompletedProcess[str]:
-    programs = tmp_path / "bin"
+    programs = tmp_path / "my programs"
     programs.mkdir(exist_ok=True)
     for name, body in STAND_INS.items():
         (programs / name).write_text(f"#!/usr/bin/env bash\n{body}\n")

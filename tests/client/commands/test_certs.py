@@ -314,8 +314,9 @@ def test_renewed_files_are_used_once_they_are_complete(
     assert own.material is renewed
 
 
+@pytest.mark.parametrize("call", ["stat", "read_bytes"])
 def test_a_disk_that_does_not_answer_delays_only_the_use_of_a_renewed_certificate(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     """Heartbeats use the certificate, too: a file server that is restarted must cost no member. A
     child that is forked meanwhile looks by itself."""
@@ -324,13 +325,13 @@ def test_a_disk_that_does_not_answer_delays_only_the_use_of_a_renewed_certificat
     own = TlsIdentity(in_folder(folder.path, CertificateRole.WORKER))
     first = own.material
     folder.renew()
-    stat, answers = Path.stat, threading.Event()
+    plain, answers = getattr(Path, call), threading.Event()
 
-    def hang(path: Path) -> os.stat_result:
+    def hang(path: Path) -> object:
         assert answers.wait(60.0)
-        return stat(path)
+        return plain(path)
 
-    monkeypatch.setattr(Path, "stat", hang)
+    monkeypatch.setattr(Path, call, hang)
     monkeypatch.setattr("shoal_proto.tls.files.LOOK_EVERY_S", 0.0)
     with ThreadPoolExecutor(1) as calls:
         found = calls.submit(lambda: [own.material for _ in range(100)])

