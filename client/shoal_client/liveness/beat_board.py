@@ -270,6 +270,13 @@ class BeatSlot:
         """Ending of the membership of the slot's newest process."""
         return MembershipEnding(self._get(_ENDING))
 
+    @property
+    def was_claimed(self) -> bool:
+        """True if the slot's newest process, or a child of it, is or was a member, or was refused
+        as one."""
+        ended = self.ending is not MembershipEnding.UNKNOWN
+        return ended or bool(_CLAIM_FORM.unpack_from(self._memory, self._start + _CLAIM)[0])
+
     def has_joined(self, pid: int) -> bool:
         """True if process `pid` is or was a member, or was refused as one."""
         ended = self.ending is not MembershipEnding.UNKNOWN

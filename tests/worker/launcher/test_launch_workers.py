@@ -1159,7 +1159,7 @@ def test_workers_that_do_not_join_are_warned_of_while_they_run(
     script = "import time; time.sleep(3)"
     assert launcher_here(tmp_path, coordinator, script, 2).run() == 0
     said = capfd.readouterr().err
-    warning = "warning: no worker has joined job j after 0.2 s. If the script never calls"
+    warning = "warning: none of this launcher's workers has joined job j after 0.2 s. If the script"
     assert said.count(warning) == 1
     assert said.index(warning) < said.index("completed")
 

@@ -125,6 +125,34 @@ def test_a_reader_that_pauses_stops_no_worker(
     )
 
 
+def test_the_launcher_waits_once_for_a_reader_that_pauses(
+    monkeypatch: pytest.MonkeyPatch, output: WorkerOutput
+) -> None:
+    """Restarts of many workers, and a second Ctrl-C, must not wait for it one after the other."""
+    monkeypatch.setattr(module, "OUTPUT_S", 1.0)
+    reading, writing = os.pipe()
+    fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)
+    with open_at(writing) as stdout, output:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        output.print("x" * 10_000)
+        began_s = time.monotonic()
+        for _ in range(20):
+            output.flush()
+        assert time.monotonic() - began_s < 10.0
+        os.close(reading)
+
+
+def test_a_stream_without_a_descriptor_gets_the_lines(
+    monkeypatch: pytest.MonkeyPatch, output: WorkerOutput
+) -> None:
+    """A test's, or a notebook's."""
+    shown = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", shown)
+    with output:
+        output.print("line")
+    assert shown.getvalue() == "line\n"
+
+
 def test_a_slow_reader_gets_every_line(
     monkeypatch: pytest.MonkeyPatch, output: WorkerOutput
 ) -> None:

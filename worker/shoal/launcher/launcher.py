@@ -179,11 +179,11 @@ class Launcher:
         if time.monotonic() < self._warn_s:
             return
         self._warn_s = math.inf
-        if not any(s.has_joined or board.slots[s.index].has_joined(s.pid) for s in self.slots):
+        if not any(s.has_joined or board.slots[s.index].was_claimed for s in self.slots):
             say(
-                f"warning: no worker has joined job {self._config.job} after {NOT_JOINED_S:g} s. If"
-                " the script never calls shoal.join(), each worker trains by itself: end the run"
-                " with Ctrl-C, and add the call"
+                f"warning: none of this launcher's workers has joined job {self._config.job} after"
+                f" {NOT_JOINED_S:g} s. If the script never calls shoal.join(), each of them trains"
+                " by itself"
             )
 
     def _start_due(self, supervisor: Supervisor, board: BeatBoard) -> None:
@@ -296,7 +296,7 @@ class Launcher:
         self._reported.discard(process.pid)
         process.drain(OUTPUT_S)
         self._output.flush()
-        slot.has_joined |= board.slots[slot.index].has_joined(process.pid)
+        slot.has_joined |= board.slots[slot.index].was_claimed
         slot.process, slot.halted, slot.killed_s, slot.lost_s = None, False, None, None
         slot.exits.append(Exit(code=code, ending=board.slots[slot.index].ending))
         if code == 0 or (code == DRAINED and not self._worker_ends.were_signalled):

@@ -9,7 +9,9 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from io import TextIOWrapper, UnsupportedOperation
 from types import TracebackType
 from typing import Self, TextIO
 
@@ -59,6 +61,8 @@ class WorkerOutput:
         """Characters, including those of the line that is being printed."""
         self._num_accepted = self._num_printed = self._num_lost = 0
         """Lines; those lost since the reader paused."""
+        self._stalled_at = -1
+        """`_num_printed` when a flush ran into its limit."""
         self._has_failed = self._is_closed = False
         self._thread = threading.Thread(target=self._print_all, name="shoal-output", daemon=True)
 
@@ -97,12 +101,14 @@ class WorkerOutput:
             self._changed.notify_all()
 
     def flush(self) -> None:
-        """Wait, at most OUTPUT_S, until the present lines are printed."""
+        """Wait until the present lines are printed: at most OUTPUT_S, and once for a reader that
+        pauses."""
         with self._changed:
             last = self._num_accepted
-            self._changed.wait_for(
+            if self._num_printed != self._stalled_at and not self._changed.wait_for(
                 lambda: self._is_losing or self._num_printed >= last, timeout=OUTPUT_S
-            )
+            ):
+                self._stalled_at = self._num_printed
 
     @property
     def _is_losing(self) -> bool:
@@ -136,31 +142,40 @@ class WorkerOutput:
             )
 
     def _end(self, error: OSError) -> None:
+        with self._changed:
+            self._has_failed = True
+            self._waiting.clear()
+            self._changed.notify_all()
         discard(sys.stdout)
         if isinstance(error, BrokenPipeError):
             self._note(ReaderGone())
         else:
             reason = error.strerror or error
             say(f"workers' output is no longer printed: {reason}. `shoal logs` shows it.")
-        with self._changed:
-            self._has_failed = True
-            self._waiting.clear()
-            self._changed.notify_all()
 
 
 def _write(stream: TextIO, line: str) -> None:
+    try:
+        descriptor = stream.fileno() if isinstance(stream, TextIOWrapper) else None
+    except UnsupportedOperation:
+        descriptor = None
+    if descriptor is None:  # a test's stream, or a notebook's
+        print(line, file=stream, flush=True)
+        return
     # Not by print(): at exit Python would wait for the stream's lock, and abort the process.
     data = f"{line}\n".encode(stream.encoding, stream.errors or "replace")
     while data:
-        data = data[os.write(stream.fileno(), data) :]
+        data = data[os.write(descriptor, data) :]
 
 
 def discard(stream: TextIO) -> None:
     """Discard what the stream still holds, and all that is written to it later: at exit, an error
     in Python's last flush would set the exit code to 120."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, stream.fileno())
-    os.close(nowhere)
+    with suppress(UnsupportedOperation):  # a stream without a descriptor
+        descriptor = stream.fileno()
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, descriptor)
+        os.close(nowhere)
 
 
 def _drop_unwritten(stream: TextIO) -> None:
