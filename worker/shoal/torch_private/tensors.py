@@ -171,3 +171,18 @@ def returns_new_memory(operator: str) -> bool:
     schemas = torch._C._jit_get_schemas_for_operator(f"aten::{operator}")
     views = (each.alias_info for schema in schemas for each in schema.returns)
     return bool(schemas) and all(view is None or view.is_write for view in views)
+
+
+def returns_tensor(operator: str) -> bool:
+    """True if torch has an operator of this name, and returns one tensor, if any."""
+    schemas = torch._C._jit_get_schemas_for_operator(f"aten::{operator}")
+    returned = [[str(each.type) for each in schema.returns] for schema in schemas]
+    returned = [types for types in returned if any("Tensor" in each for each in types)]
+    return bool(returned) and all(types == ["Tensor"] for types in returned)
+
+
+def takes_tensor(operator: str) -> bool:
+    """True if torch has an operator of this name, and its first argument is a tensor, no list."""
+    schemas = torch._C._jit_get_schemas_for_operator(f"aten::{operator}")
+    first = {str(schema.arguments[0].type) for schema in schemas if schema.arguments}
+    return "Tensor" in first and "Tensor[]" not in first

@@ -5,7 +5,8 @@ example input.
 
 *Inputs* are known to every stage. *Repeatable* values follow from inputs, parameters and shapes
 alone: each stage computes those that it needs. Every other value, and each one that is changed in
-place, is computed by one stage and sent from stage to stage up to its last user.
+place, is computed by one stage and sent from stage to stage up to its last user. Views of a changed
+value are not sent: each stage makes them again, so that they share the memory that it received.
 """
 
 import operator
@@ -13,10 +14,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from shoal.layouts.pipeline.tracing import signature, trace
-from shoal.torch_private.tensors import returns_new_memory
+from shoal.torch_private.tensors import returns_new_memory, returns_tensor, takes_tensor
 from shoal_proto.errors import InvalidSpec
 
 _RANDOM = ("rand", "dropout", "bernoulli", "normal", "multinomial", "poisson", "uniform")
@@ -32,6 +33,22 @@ _LAYERS_WITH_NEW_MEMORY = frozenset(
     for name in ("activation", "batchnorm", "instancenorm", "normalization", "pooling")
 )
 """Modules of torch with layers that return new memory, unless they change their input in place."""
+_LAYERS_OF_TENSORS = frozenset(
+    f"torch.nn.modules.{name}"
+    for name in ("activation", "batchnorm", "conv", "dropout", "linear", "normalization")
+)
+"""Modules of torch with layers whose first input is a tensor."""
+# fmt: off
+_VIEWS = frozenset({
+    "view", "view_as", "transpose", "permute", "t", "unsqueeze", "squeeze", "expand", "expand_as",
+    "narrow", "select", "diagonal", "swapaxes", "movedim", "detach", "chunk", "split",
+    "tensor_split", "unbind"
+})
+# fmt: on
+"""Operations whose results are views of their first argument, whatever its strides. (`reshape`,
+`flatten` and `contiguous` copy some tensors.)"""
+_LISTS = frozenset({"chunk", "split", "tensor_split", "unbind"})
+_VIEW_ATTRIBUTES = frozenset({"T", "mT"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,12 +111,11 @@ class SegmentTrace:
         calls: dict[str, int] = {}
         numbers = {name: number for number, name in enumerate(names or ())}
         current = 0
-        self._changes = _changes_in_place(graph, model)
-        self._source = {node: _source(node, model) for node in graph.nodes} if self._changes else {}
-        self._model_name = type(model).__name__
+        self._changes, views = _changes_in_place(graph, model)
         changed = {node for change in self._changes for node in change.sharing}
+        computed_once = set(views)  # A sum of a view, for instance, must not see a later change.
         for node in graph.nodes:
-            repeatable = _is_repeatable(node, self._segment, changed)
+            repeatable = node in views or _is_repeatable(node, computed_once, changed)
             self._sources[node] = frozenset().union(
                 *({n} if n in self._segment else self._sources[n] for n in node.all_input_nodes)
             )
@@ -114,6 +130,7 @@ class SegmentTrace:
                     current = max(current, numbers[name])
             if not repeatable:
                 self._segment[node] = current
+                computed_once.add(node)
 
     def needed_names(self) -> list[set[str]]:
         """Return the names of the modules and tensors that each segment needs."""
@@ -150,7 +167,9 @@ class SegmentTrace:
         copies = {node: cut.placeholder(node.name) for node in self._inputs}
         received = _crossing(at, last_use, stage)
         copies |= {node: cut.placeholder(f"from_{node.name}") for node in received}
-        changed = self._changed_by_stage(at, stage)
+        changed = {
+            node for each in self._changes if at[each.node] == stage for node in each.sharing
+        }
         for node in received:
             if node in changed:  # autograd allows no change of a leaf
                 copies[node] = cut.call_method("clone", (copies[node],))
@@ -163,41 +182,6 @@ class SegmentTrace:
         else:
             cut.output(tuple(copies[node] for node in _crossing(at, last_use, stage + 1)))
         return cut
-
-    def _changed_by_stage(self, at: Mapping[fx.Node, int], stage: int) -> set[fx.Node]:
-        """Return the nodes whose memory this stage changes, of those that it does not compute.
-
-        Raises InvalidSpec if another value, which shares the memory in the model, is used after
-        the change: the stage has received it as a tensor of its own.
-        """
-        order = {node: index for index, node in enumerate(self._source)}
-        changed = set()
-        for change in self._changes:
-            if at[change.node] != stage:
-                continue
-            origin = self._origin(change.node, at, stage)
-            changed.add(origin)
-            for node in change.sharing:
-                is_used_later = any(order[user] > order[change.node] for user in node.users)
-                if is_used_later and self._origin(node, at, stage) is not origin:
-                    raise InvalidSpec(
-                        f"the forward pass of {self._model_name} cannot be cut into these stages",
-                        seen=f"stage {stage} changes {change.target} in place"
-                        f" ({_name(change.node)}), and {node}, which may share its memory, is used"
-                        " afterwards but made in another stage",
-                        expected="values that share memory in the stage that changes them",
-                        fix=f"Change a copy ({change.target}.clone()), or choose a split_at= that"
-                        " leaves the views and the change in one stage.",
-                    )
-        return changed
-
-    def _origin(self, node: fx.Node, at: Mapping[fx.Node, int], stage: int) -> fx.Node:
-        """Return the node in whose memory this stage has the node's value: one that the stage
-        receives or is given, or the first that it computes."""
-        source = self._source[node]
-        while source is not None and at.get(node, -1) >= stage:
-            node, source = source, self._source[source]
-        return node
 
 
 def uses_of(graph: fx.Graph) -> set[str]:
@@ -260,22 +244,27 @@ class ChangeInPlace:
     """Nodes so far, the change among them, that may share the target's memory."""
 
 
-def _changes_in_place(graph: fx.Graph, model: nn.Module) -> list[ChangeInPlace]:
-    """List the changes in place of the pass.
+def _changes_in_place(
+    graph: fx.Graph, model: nn.Module
+) -> tuple[list[ChangeInPlace], Collection[fx.Node]]:
+    """List the changes in place of the pass, and the views of values that it changes.
 
-    An input of the model, or a tensor of it, cannot be computed once: nodes after its change get
-    the result of the change instead. Raises InvalidSpec if it is changed through a view.
+    An input of the model that is changed becomes a value that the first stage sends. Nodes after
+    the change of a tensor of the model, which cannot be sent, get the result of the change instead.
+    Raises InvalidSpec if an operation changes an input or tensor of the model through a view.
     """
     if not any(_changed_by(node, model) for node in graph.nodes):
-        return []
+        return [], ()
+    numbers = _numbers(graph)
+    _take_inputs(graph, model, numbers)
+    _use_targets(graph, model, numbers)
+    roots = _roots(graph, model, numbers)
     order = {node: index for index, node in enumerate(graph.nodes)}
-    numbers: set[fx.Node] = set()
     sharing: dict[fx.Node, set[fx.Node]] = {}
     changes: list[ChangeInPlace] = []
     for node in graph.nodes:
         sharing[node] = {node}
-        if _is_shape(node) or (_is_operator(node) and numbers.issuperset(node.all_input_nodes)):
-            numbers.add(node)
+        if node in numbers:
             continue
         target = _changed_by(node, model)
         for source in [target] if target is not None else _viewed_by(node, model):
@@ -291,7 +280,10 @@ def _changes_in_place(graph: fx.Graph, model: nn.Module) -> list[ChangeInPlace]:
             later = [user for user in node.users if order[user] > order[change.node]]
             if node.op not in ("placeholder", "get_attr") or not later:
                 continue
-            if node is not change.target:
+            is_call = change.node.op != "call_module"
+            if node is change.target and (is_call or _returns_target(change.node, node, model)):
+                node.replace_all_uses_with(change.node, delete_user_cb=later.__contains__)
+            elif is_call:
                 raise InvalidSpec(
                     f"the forward pass of {type(model).__name__} cannot be cut into stages",
                     seen=f"it changes a view of {node.target} in place ({_name(change.node)}), and"
@@ -299,8 +291,115 @@ def _changes_in_place(graph: fx.Graph, model: nn.Module) -> list[ChangeInPlace]:
                     expected="changes in place of values that the pass makes itself",
                     fix=f"Change a copy: {node.target}.clone().",
                 )
-            node.replace_all_uses_with(change.node, delete_user_cb=later.__contains__)
-    return changes
+    changed = {roots[change.target] for change in changes}
+    views = [
+        node
+        for node, root in roots.items()
+        if node is not root and root in changed and root.op not in ("placeholder", "get_attr")
+    ]
+    return changes, views
+
+
+def _take_inputs(graph: fx.Graph, model: nn.Module, numbers: Collection[fx.Node]) -> None:
+    """Replace each tensor that is an input, and that the pass changes, by a node: nodes can be sent
+    with their changes."""
+    roots = _roots(graph, model, numbers)
+    targets = [_changed_by(node, model) for node in graph.nodes]
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    for given in inputs:
+        changed = [target for target in targets if target and roots[target] is given]
+        if any(target is not given for target in changed) or (changed and _is_tensor(given, model)):
+            users = list(given.users)
+            with graph.inserting_after(inputs[-1]):
+                taken = graph.call_function(_taken, (given,))
+            given.replace_all_uses_with(taken, delete_user_cb=users.__contains__)
+
+
+def _taken(value: Any) -> Any:
+    return value
+
+
+def _use_targets(graph: fx.Graph, model: nn.Module, numbers: Collection[fx.Node]) -> None:
+    """Replace the results of changes in place by what they have changed, the same tensor, so that a
+    stage does not receive it as two."""
+    roots = _roots(graph, model, numbers)
+    for node in graph.nodes:
+        target = _changed_by(node, model) if node not in numbers else None
+        if target is None or roots[target].op in ("placeholder", "get_attr"):
+            continue
+        if _returns_target(node, target, model):
+            node.replace_all_uses_with(target)
+
+
+def _numbers(graph: fx.Graph) -> set[fx.Node]:
+    """Return the nodes whose values are sizes, or follow from sizes."""
+    numbers: set[fx.Node] = set()
+    for node in graph.nodes:
+        if _is_shape(node) or (_is_operator(node) and numbers.issuperset(node.all_input_nodes)):
+            numbers.add(node)
+    return numbers
+
+
+def _roots(
+    graph: fx.Graph, model: nn.Module, numbers: Collection[fx.Node]
+) -> dict[fx.Node, fx.Node]:
+    """Return the value of which each node is a view for certain: for most nodes their own."""
+    roots: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        roots[node] = node
+        source = node.args[0] if node.args else None
+        if isinstance(source, fx.Node) and _is_view(node, source, model):
+            others = () if _name(node) in ("view_as", "expand_as") else node.all_input_nodes[1:]
+            if all(other in numbers for other in others):
+                roots[node] = roots[source]
+    return roots
+
+
+def _is_view(node: fx.Node, source: fx.Node, model: nn.Module) -> bool:
+    """True if the value is a view of the source for certain."""
+    if node.op == "call_function" and node.target is getattr:
+        return node.args[1] in _VIEW_ATTRIBUTES
+    if node.op == "call_function" and node.target is operator.getitem:
+        index = node.args[1]
+        parts = index if isinstance(index, tuple) else (index,)
+        is_basic = all(
+            each is None or each is ... or type(each) in (int, slice) or isinstance(each, fx.Node)
+            for each in parts
+        )
+        is_of_tensor = (
+            isinstance(index, tuple) and any(type(each) is slice for each in parts)
+        ) or (_name(source) in _LISTS or _is_tensor(source, model))
+        return is_basic and is_of_tensor
+    return _is_torch(node) and _name(node) in _VIEWS
+
+
+def _is_tensor(node: fx.Node, model: nn.Module) -> bool:
+    """True if the value is a tensor for certain, by the operation that makes it or by one that uses
+    it; False for most lists of tensors."""
+    if node.op == "get_attr" or (_is_torch(node) and returns_tensor(_name(node))):
+        return True
+    users = [user for user in node.users if user.args and user.args[0] is node]
+    return any(
+        _is_layer_of(user, model, _LAYERS_OF_TENSORS)
+        or (_is_torch(user) and (user.op == "call_method" or takes_tensor(_name(user))))
+        for user in users
+    )
+
+
+def _is_torch(node: fx.Node) -> bool:
+    """True for an operation of torch, or a method that tensors have, but no lists and no dicts."""
+    name = _name(node)
+    if node.op == "call_method":
+        return hasattr(Tensor, name) and not hasattr(list, name) and not hasattr(dict, name)
+    module = getattr(node.target, "__module__", None) or "torch"
+    return node.op == "call_function" and module.partition(".")[0] == "torch"
+
+
+def _is_layer_of(node: fx.Node, model: nn.Module, modules: Collection[str]) -> bool:
+    return (
+        node.op == "call_module"
+        and type(model.get_submodule(str(node.target))).__module__ in modules
+    )
 
 
 def _is_operator(node: fx.Node) -> bool:
@@ -308,17 +407,18 @@ def _is_operator(node: fx.Node) -> bool:
 
 
 def _changed_by(node: fx.Node, model: nn.Module) -> fx.Node | None:
-    """Return the node whose value this one changes in place, if any."""
+    """Return the node whose value this one changes in place, or may change, if any."""
     name = _name(node)
     target = node.kwargs.get("out")
     if node.op == "call_module":
-        changes = getattr(model.get_submodule(name), "inplace", False)
-        changes = changes and not _has_parameters(model, name)
+        parts = model.get_submodule(name).modules()
+        may_change = any(getattr(part, "inplace", False) for part in parts)
+        changes = may_change and not _has_parameters(model, name)
     elif node.op in ("call_function", "call_method"):
         changes = (
             node.target in _IN_PLACE
             or (name.endswith("_") and not name.endswith("__"))
-            or (node.op == "call_function" and node.kwargs.get("inplace"))
+            or (node.op == "call_function" and bool(node.kwargs.get("inplace")))
         )
     else:
         return None
@@ -327,16 +427,17 @@ def _changed_by(node: fx.Node, model: nn.Module) -> fx.Node | None:
     return target if isinstance(target, fx.Node) else None
 
 
-def _source(node: fx.Node, model: nn.Module) -> fx.Node | None:
-    """Return the node whose memory this one's value may have, if any."""
-    return _changed_by(node, model) or next(iter(_viewed_by(node, model)), None)
+def _returns_target(node: fx.Node, target: fx.Node, model: nn.Module) -> bool:
+    """True if a change in place returns for certain what it has changed."""
+    if node.op == "call_module":
+        return _is_layer_of(node, model, _LAYERS_OF_TENSORS)
+    return _is_torch(node) or (_is_operator(node) and _is_tensor(target, model))
 
 
 def _viewed_by(node: fx.Node, model: nn.Module) -> list[fx.Node]:
     """Return the nodes of which this one may be a view."""
     if node.op == "call_module":
-        layer = model.get_submodule(str(node.target))
-        is_fresh = type(layer).__module__ in _LAYERS_WITH_NEW_MEMORY
+        is_fresh = _is_layer_of(node, model, _LAYERS_WITH_NEW_MEMORY)
         is_fresh = is_fresh or _has_parameters(model, str(node.target))
     elif _is_operator(node):
         is_fresh = node.target is not operator.getitem
