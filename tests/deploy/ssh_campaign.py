@@ -87,8 +87,8 @@ class Case:
         """The numbers of the steps that so many members have committed."""
         path = self.folder / "steps"
         lines = path.read_text().splitlines() if path.exists() else []
-        parts = [line.split() for line in lines if line.count(" ") == 4]
-        return {int(n) for _, _, n, w, c in parts if int(w) == num_members and c == "True"}
+        parts = [line.split() for line in lines if line.count(" ") == 5]
+        return {int(n) for _, _, n, w, c, _ in parts if int(w) == num_members and c == "True"}
 
     def members(self) -> dict[str, str]:
         """The host of each member that has trained."""
