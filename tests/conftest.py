@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from shoal_client.membership import member
 from shoal_proto.tls import identity
 
 # An example has no deadline: it may take long while other tests run on the same machine.
@@ -105,6 +106,13 @@ def _own_certificate() -> Iterator[None]:
     own = identity.own()
     with identity.using(own.files if own is not None else None):
         yield
+
+
+@pytest.fixture(autouse=True)
+def _no_completed_jobs() -> None:
+    """Forget jobs that earlier tests have trained to their end in this process: many have one
+    name."""
+    member._completed.clear()
 
 
 @pytest.fixture(autouse=True)
