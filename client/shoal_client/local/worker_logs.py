@@ -12,6 +12,7 @@ from pathlib import Path
 MAX_BYTES = 8 << 20
 """Size at which a file becomes the older of the two."""
 KEPT_S = 7 * 86400.0
+"""Time after the last line for which a file is kept."""
 
 
 def log_root(environment: Mapping[str, str]) -> Path:

@@ -62,7 +62,7 @@ def test_files_of_a_killed_command_are_removed_by_the_next(parent: Path) -> None
 
 
 def test_files_of_another_machine_stay(parent: Path) -> None:
-    """On a shared file system its locks are not seen here."""
+    """Locks of another machine are not seen on a shared file system."""
     directory = _left_by_a_kill("shoal-run-")
     (mark,) = directory.glob(f"{directories.TEMPORARY}-*")
     theirs = mark.rename(directory / f"{directories.TEMPORARY}-another-boot")

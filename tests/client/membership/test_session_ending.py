@@ -143,7 +143,7 @@ async def test_each_error_of_the_trainer_has_its_ending(
 
 
 async def test_an_error_of_the_script_after_the_jobs_end_is_a_failure(slot: BeatSlot) -> None:
-    """Its checkpoint, for example, is missing: the job is finished, but the run is no success."""
+    """The job is finished, but the run is no success: a checkpoint, for example, is missing."""
     async with served(MemoryStore(), QUICK) as world:
         member = world.client("a", beat_slot=slot)
         await asyncio.to_thread(member.join)

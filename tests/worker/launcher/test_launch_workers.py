@@ -357,7 +357,7 @@ def test_refused_restarts_are_bounded(
 def test_a_worker_trains_on_while_the_reader_of_stdout_pauses(
     coordinator: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its lines wait for the reader, as does the end of the run."""
+    """The worker's lines wait for the reader, as does the end of the run."""
     texts, trained = [f"{number:01000}" for number in range(1000)], tmp_path / "trained"
     script = f"""
 import pathlib

@@ -76,6 +76,15 @@ def run_in_a_row(stages: list[Stage], *inputs: torch.Tensor) -> object:
     return passed
 
 
+def assert_stages_compute(model: nn.Module) -> None:
+    """Compare the results of one to three stages with those of the model."""
+    inputs, _ = models.numbers()
+    expected = copy.deepcopy(model)(inputs.clone())
+    for num_stages in (1, 2, 3):
+        found = run_in_a_row(stages_of(model, num_stages), inputs)
+        torch.testing.assert_close(found, expected)
+
+
 def received(sent: torch.Tensor) -> torch.Tensor:
     """Copy a tensor as the next stage receives it: with memory of its own, and as a leaf."""
     return sent.detach().clone().requires_grad_(sent.requires_grad)
@@ -143,12 +152,7 @@ class Changed(nn.Module):
 )
 def test_a_change_in_place_holds_in_later_stages(change):
     """Regression: later stages computed the value again, without the change."""
-    inputs, _ = models.numbers()
-    model = Changed(change)
-    expected = copy.deepcopy(model)(inputs.clone())
-    for num_stages in (1, 2, 3):
-        found = run_in_a_row(stages_of(model, num_stages), inputs)
-        torch.testing.assert_close(found, expected)
+    assert_stages_compute(Changed(change))
 
 
 def test_a_change_in_place_that_later_stages_would_not_see_is_refused():
@@ -239,12 +243,7 @@ class ChangedLater(nn.Module):
 def test_a_change_in_place_of_a_value_from_an_earlier_stage_has_the_models_result(change):
     """Regression: a layer's change was lost, that of a received activation raised, and views, sent
     as tensors of their own, were used without the change."""
-    inputs, _ = models.numbers()
-    model = ChangedLater(change)
-    expected = copy.deepcopy(model)(inputs.clone())
-    for num_stages in (1, 2, 3):
-        found = run_in_a_row(stages_of(model, num_stages), inputs)
-        torch.testing.assert_close(found, expected)
+    assert_stages_compute(ChangedLater(change))
 
 
 def test_the_layers_of_a_model_that_changes_a_value_with_views_can_be_measured():
@@ -337,12 +336,7 @@ class ChangedBetween(nn.Module):
 )
 def test_changes_of_values_that_only_seem_to_be_views_work_in_any_number_of_stages(kind):
     """Regression: models were refused if a layer's result could be a view of two values."""
-    inputs, _ = models.numbers()
-    model = ChangedBetween(kind)
-    expected = copy.deepcopy(model)(inputs.clone())
-    for num_stages in (1, 2, 3):
-        found = run_in_a_row(stages_of(model, num_stages), inputs)
-        torch.testing.assert_close(found, expected)
+    assert_stages_compute(ChangedBetween(kind))
 
 
 @pytest.mark.parametrize("make", [SkipConnections, models.rectified])
