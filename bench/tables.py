@@ -216,7 +216,7 @@ class Worker:
         self._exchange.begin_step()
         ids = torch.from_numpy(random.choice(self._id_range, STEP_IDS, replace=False))
         self._table(ids).sum().backward()  # type: ignore[no-untyped-call]
-        pushed = self._exchange.start_push(self._exchange.gather())
+        pushed = self._exchange.start_push(self._exchange.collect_gradients())
         assert pushed is not None
         pushed.result()
 

@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from support.network.ports import free_port
 from support.processes.commands import ANY_PORTS, Shoal, finish, read_until
 from support.training.stepping_script import SCRIPT, await_steps
 
@@ -34,6 +35,25 @@ def test_a_joiner_whose_time_limit_expired_is_started_again(
         code, output = finish(process)
         assert code == 0, output
         assert "1 of 1 workers completed" in output
+
+
+@pytest.mark.long
+def test_a_run_waits_for_a_cluster_that_starts_after_it(
+    shoal_command: Shoal, tmp_path: Path
+) -> None:
+    """The cluster's certificates are made, and announced, while the run waits."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    (tmp_path / "finish").touch()
+    port = free_port()
+    waiting = {**os.environ, "SHOAL_ADMISSION_S": "600"}
+    address = f"127.0.0.1:{port}"
+    run = shoal_command.start("run", "--coordinator", address, str(script), environment=waiting)
+    read_until(run, "Waiting for a coordinator for up to")
+    shoal_command.start("up", "--ps", "0", "--port", str(port), "--http-port", "0")
+    code, output = finish(run)
+    assert code == 0, output
+    assert "a coordinator has answered" in output
 
 
 @pytest.mark.long

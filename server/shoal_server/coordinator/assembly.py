@@ -176,7 +176,8 @@ class Coordinator:
         membership = MembershipService(
             self.registry,
             self.resetting.reset,
-            lambda: self.view.http_url,
+            http_url=lambda: self.view.http_url,
+            report_url=lambda: self.view.report_url,
         )
         membership_pb2_grpc.add_MembershipServicer_to_server(membership, server)
         rendezvous_pb2_grpc.add_RendezvousServicer_to_server(self.rendezvous, server)

@@ -56,7 +56,8 @@ class CoordinatorConfig:
     http_clients: Annotated[HttpClients, Parameter(show_default=True)] = "certificate"
     """Proof required of callers of the page. certificate: over TLS, a certificate from the
     cluster's authority. token: over TLS, a token; for browsers. user: on loopback without TLS, a
-    process of this user or root; others need a token."""
+    process of this user or root; others need a token. If --listen is not on loopback, members on
+    other machines report their health at a port of its own, with their certificates."""
     advertise: AdvertisedAddress = ""
     ready_file: ReadyFile = None
     limits: Annotated[Limits, FLAT] = field(default_factory=Limits)

@@ -92,9 +92,20 @@ async def serve(config: CoordinatorConfig) -> None:
         )
         host, port = split_address(config.http)
         status = await stack.enter_async_context(
-            StatusServer(app, host, port, clients=config.http_clients)
+            StatusServer(
+                app,
+                host,
+                port,
+                clients=config.http_clients,
+                certified_host=_host_for_members(config),
+            )
         )
-        coordinator.view.http_url = _http_url(config, address, status.port)
+        page = coordinator.view.http_url = _http_url(config, address, status.port)
+        coordinator.view.report_url = (
+            f"https://{join_address(split_address(address)[0], status.certified_port)}"
+            if status.certified_port
+            else page
+        )
         coordinator.add_services(server)
         health = HealthService()
         add_HealthServicer_to_server(health, server)
@@ -140,6 +151,16 @@ def _http_url(config: CoordinatorConfig, address: str, port: int) -> str:
     if not is_loopback(host) or is_loopback(split_address(config.listen)[0]):
         host = grpc_host
     return f"{scheme_for(config.http_clients)}://{join_address(host, port)}"
+
+
+def _host_for_members(config: CoordinatorConfig) -> str | None:
+    """Host at which members on other machines report their health; None if they use the page's
+    address."""
+    host = split_address(config.listen)[0]
+    # The page is on loopback then, and knows the users of this machine only.
+    if config.http_clients != "user" or is_loopback(host) or identity.own() is None:
+        return None
+    return host
 
 
 async def _cancel(*tasks: asyncio.Task[object]) -> None:

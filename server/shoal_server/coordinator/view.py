@@ -39,7 +39,9 @@ class CoordinatorView:
         self.address = ""
         """host:port for other processes."""
         self.http_url = ""
-        """Base URL for other processes."""
+        """Base URL of the page."""
+        self.report_url = ""
+        """Base URL to which members report their health."""
 
     def readiness(self) -> Readiness:
         registry = self._registry

@@ -30,22 +30,37 @@ class StatusServer:
     The port is bound on entry, which raises AddressInUse; port 0 takes a free one. Over TLS callers
     need a certificate, unless `clients` is "token"; with "user" there is no TLS. The app must check
     callers without a certificate by other means.
+
+    With `certified_host`, the app is served there as well, on a free port, over TLS to callers with
+    a certificate.
     """
 
     def __init__(
-        self, app: FastAPI, host: str, port: int, *, clients: HttpClients = "certificate"
+        self,
+        app: FastAPI,
+        host: str,
+        port: int,
+        *,
+        clients: HttpClients = "certificate",
+        certified_host: str | None = None,
     ) -> None:
         self._app = app
         self._host = host
         self._port = port
         self._clients = clients
-        self._server: BoundedServer | None = None
-        self._task: asyncio.Task[None] | None = None
+        self._certified_host = certified_host
+        self._certified_port = 0
+        self._serving: list[tuple[BoundedServer, asyncio.Task[None]]] = []
 
     @property
     def port(self) -> int:
         """Port that the server listens on; known inside the block."""
         return self._port
+
+    @property
+    def certified_port(self) -> int:
+        """Port at `certified_host`; 0 without one. Known inside the block."""
+        return self._certified_port
 
     @property
     def url(self) -> str:
@@ -56,8 +71,27 @@ class StatusServer:
     async def __aenter__(self) -> "StatusServer":
         # The app may have been served before.
         self._app.state.bounds.streams.closing = asyncio.Event()
-        listener = _bind(self._host, self._port)
-        self._port = listener.getsockname()[1]
+        try:
+            self._port = await self._serve(self._host, self._port, self._clients)
+            if self._certified_host is not None:
+                self._certified_port = await self._serve(self._certified_host, 0, "certificate")
+        except BaseException:
+            await self._stop()
+            raise
+        await self._app.state.loop_lag.__aenter__()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self._app.state.loop_lag.__aexit__(kind, error, traceback)
+        await self._stop()
+
+    async def _serve(self, host: str, port: int, clients: HttpClients) -> int:
+        listener = _bind(host, port)
         config = uvicorn.Config(
             self._app,
             lifespan="off",
@@ -71,28 +105,24 @@ class StatusServer:
             timeout_graceful_shutdown=STOP_WITHIN_S,
         )
         config.load()
-        config.ssl = _tls(self._clients)
+        config.ssl = _tls(clients)
         bounds: HttpBounds = self._app.state.bounds
-        self._server = BoundedServer(config, listener, bounds.limits, bounds.connections)
-        self._task = asyncio.create_task(self._server.serve(), name="status-http")
-        await wait_first(self._server.serving.wait(), self._task)
-        if not self._server.serving.is_set():
+        server = BoundedServer(config, listener, bounds.limits, bounds.connections)
+        task = asyncio.create_task(server.serve(), name="status-http")
+        await wait_first(server.serving.wait(), task)
+        if not server.serving.is_set():
             listener.close()
-            await self._task  # raises the error that prevented the start
-        await self._app.state.loop_lag.__aenter__()
-        return self
+            await task  # raises the error that prevented the start
+        self._serving.append((server, task))
+        port_bound: int = listener.getsockname()[1]
+        return port_bound
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        assert self._server is not None and self._task is not None
+    async def _stop(self) -> None:
         self._app.state.bounds.streams.closing.set()
-        self._server.should_exit = True
-        await self._app.state.loop_lag.__aexit__(kind, error, traceback)
-        await self._task
+        for server, _ in self._serving:
+            server.should_exit = True
+        await asyncio.gather(*(task for _, task in self._serving))
+        self._serving.clear()
 
 
 def _tls(clients: HttpClients) -> ssl.SSLContext | None:

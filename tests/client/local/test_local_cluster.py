@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,10 @@ import pytest
 from support.clusters.etcd_fixture import running_etcd
 from support.network import http
 
+from shoal.membership.health import HealthReporter
 from shoal_client.commands.status import StatusClient
 from shoal_client.host.reports import check_reachable
+from shoal_client.local.access import CERTIFICATES, LocalTls
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
 from shoal_client.local.directory import temporary_directory
 from shoal_client.local.keeper import RestartPolicy
@@ -29,7 +31,11 @@ from shoal_client.membership.member_session import MemberSession
 from shoal_proto.errors import InvalidSpec, Unavailable
 from shoal_proto.etcd import etcd_pb2
 from shoal_proto.etcd.etcd_pb2_grpc import KVStub
+from shoal_proto.health import HealthFigures
 from shoal_proto.incarnation import new_incarnation
+from shoal_proto.tls import identity
+from shoal_proto.tls.identity import in_folder
+from shoal_proto.tls.names import CertificateRole
 from shoal_proto.v1.membership_pb2 import JobSpec, Limits, MemberInfo
 
 DEADLINE_S = 60.0
@@ -210,6 +216,37 @@ def join_as_the_only_member(coordinators: Sequence[str], job: str) -> Limits:
     limits = membership.limits
     membership.leave(completed=True, reason="seen")
     return limits
+
+
+@pytest.mark.long
+def test_members_on_other_hosts_report_their_health(tmp_path: Path) -> None:
+    """Other hosts cannot reach the page, which is on loopback and shown to this user only: members
+    report at another address."""
+    config = LocalClusterConfig(
+        directory=tmp_path / "cluster",
+        num_parameter_servers=0,
+        advertise="127.0.0.2",
+        tls=LocalTls(),
+    )
+    with LocalCluster(config) as cluster, ExitStack() as stack:
+        files = in_folder(config.directory / CERTIFICATES, CertificateRole.WORKER)
+        stack.enter_context(identity.using(files))
+        member = Member(
+            coordinators=[cluster.coordinators[0].advertised],
+            spec=JobSpec(job="far", min_members=1, max_members=1, desired_members=1),
+            member_id="m",
+            incarnation=new_incarnation(),
+            info=MemberInfo(host="other"),
+        )
+        session = stack.enter_context(closing(MemberSession(member)))
+        session.join(DEADLINE_S)
+        assert session.http_url.startswith("https://127.0.0.2:")
+        with HealthReporter(session.http_url, "far", "m", member.incarnation) as health:
+            health.update(HealthFigures(step=3, loss=0.25))
+            health.close(DEADLINE_S)
+        with StatusClient(cluster.http_url) as status:
+            (shown,) = status.job("far")["members"]
+        assert (shown["health"]["step"], shown["health"]["loss"]) == (3, 0.25)
 
 
 @pytest.mark.long

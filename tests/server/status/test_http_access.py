@@ -3,6 +3,7 @@
 import asyncio
 import os
 import re
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -332,6 +333,36 @@ async def test_only_the_servers_own_user_needs_no_token(
             assert await calls(secret) == ((200, 204, True) if takes_tokens else (401, 401, True))
         monkeypatch.setattr(http_server, "user_of_peer", lambda connected: 0)
         assert await calls() == (200, 204, False)
+
+
+async def test_callers_from_other_machines_only_report(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A page for this machine's user has a second address for members on others: it admits no
+    caller without a certificate, and answers reports and probes only."""
+    folder = CertificateFolder(tmp_path / "certs")
+    folder.init()
+    monkeypatch.setattr(http_server, "user_of_peer", lambda connected: None)
+    app = build_app(world, world.board, guard=Guard(own_user=True))
+    files = in_folder(folder.path, CertificateRole.COORDINATOR)
+    with identity.using(files):
+        async with StatusServer(
+            app, "127.0.0.1", 0, clients="user", certified_host="127.0.0.1"
+        ) as server:
+            assert server.url == f"http://127.0.0.1:{server.port}"
+            url = f"https://127.0.0.1:{server.certified_port}"
+            context = ssl.create_default_context(cafile=files.ca)
+            context.check_hostname = False
+            async with httpx.AsyncClient(base_url=url, verify=context, trust_env=False) as http:
+                with pytest.raises(httpx.TransportError):
+                    await http.get("/healthz")
+            worker = in_folder(folder.path, CertificateRole.WORKER)
+            context.load_cert_chain(worker.cert, worker.key)
+            async with httpx.AsyncClient(base_url=url, verify=context, trust_env=False) as http:
+                report = "/api/v1/jobs/digits/members/w1/health"
+                assert (await http.post(report, json=REPORT_BODY)).status_code == 204
+                assert (await http.get("/healthz")).status_code == 200
+                assert (await http.get("/api/v1/jobs")).status_code == 401
 
 
 @pytest.mark.parametrize(

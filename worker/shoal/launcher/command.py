@@ -16,7 +16,7 @@ import structlog
 from shoal.launcher.launcher import Launcher
 from shoal.launcher.output import say
 from shoal.launcher.over_ssh import HostLaunchers
-from shoal.launcher.run_config import RunConfig, threads_per_worker
+from shoal.launcher.run_config import RunConfig, threads_per_worker, worker_files
 from shoal_client.commands.jobs import check_not_finished, reset_job
 from shoal_client.connection.admission import ADMISSION_VARIABLE, admission_s
 from shoal_client.connection.coordinators import chance
@@ -28,7 +28,7 @@ from shoal_client.local.directory import temporary_directory
 from shoal_client.local.keeper import RestartPolicy
 from shoal_client.local.options import ClusterOptions
 from shoal_proto.back_off import BackOff
-from shoal_proto.errors import JobFinished, Unavailable
+from shoal_proto.errors import CertificateRefused, JobFinished, Unavailable
 from shoal_proto.secrets import job_secret
 from shoal_proto.terminal import printable
 from shoal_proto.tls import identity
@@ -146,17 +146,20 @@ def _await_coordinator(config: RunConfig) -> None:
     """Return once a coordinator leads, or knows the leader.
 
     Raises CertificateRefused, or Unavailable after one attempt, or after SHOAL_ADMISSION_S seconds
-    if that is set.
+    if that is set. Certificates of a local cluster that starts meanwhile are used as soon as it has
+    announced them.
     """
     text = config.environment.get(ADMISSION_VARIABLE, "")
     give_up_s, back_off = time.monotonic() + (admission_s(text) if text else 0.0), BackOff()
     is_logged = False
     while True:
+        if identity.own() is None:
+            identity.use(worker_files(config))
         try:
             check_reachable(config.coordinators, REACH_TIMEOUT_S)
-        except Unavailable as error:
+        except (Unavailable, CertificateRefused) as error:
             left_s = give_up_s - time.monotonic()
-            if left_s <= 0:
+            if left_s <= 0 or (isinstance(error, CertificateRefused) and identity.own()):
                 raise
             if not is_logged:
                 limit = f"up to {left_s:.0f} s ({ADMISSION_VARIABLE})"

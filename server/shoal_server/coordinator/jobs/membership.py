@@ -47,12 +47,15 @@ class MembershipService(MembershipServicer):
         self,
         registry: Registry,
         reset: Reset,
+        *,
         http_url: Callable[[], str],
+        report_url: Callable[[], str],
     ) -> None:
         self._registry = registry
         self._operations = JobOperations(registry)
         self._reset = reset
         self._http_url = http_url
+        self._report_url = report_url
 
     # Encoded once, since many members get the same notice.
     async def Attend(  # type: ignore[override]
@@ -90,7 +93,7 @@ class MembershipService(MembershipServicer):
         admitted = pb.Admitted(
             limits=codec.limits_to_pb(self._registry.limits),
             phase=actor.job.phase.value,
-            http_url=self._http_url(),
+            http_url=self._report_url(),
             protocol=protocol,
         )
         return pb.Notice(reason=f"admitted: {actor.job.reason}", admitted=admitted)
