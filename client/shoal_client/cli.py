@@ -74,7 +74,13 @@ def build_app(commands: Mapping[str, Command]) -> App:
         version=f"shoal {version('shoal')}",
         help_flags=("-h", "--help"),
         help_formatter=DefaultFormatter(panel_spec=PanelSpec(box=box.SIMPLE_HEAD, padding=(0, 0))),
-        default_parameter=Parameter(negative=(), allow_repeating=True, show_default=_shown),
+        default_parameter=Parameter(
+            negative=(),
+            allow_repeating=True,
+            show_default=_shown,
+            # By default a list's variable is split at spaces: "a:1, b:2" would be two values.
+            env_var_split=lambda kind, text, delimiter=None: [text],
+        ),
     )
     for name, command in commands.items():
         app.command(command.config, name=name, help=command.summary)

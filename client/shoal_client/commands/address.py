@@ -1,5 +1,6 @@
 """Address of a cluster's gRPC service, or of its status page."""
 
+import os
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -37,6 +38,16 @@ class StatusAddress(TlsOptions):
 
     http: HttpUrl = ""
     coordinators: CoordinatorAddresses = ()
+
+    def __post_init__(self) -> None:
+        """Drop the address of a variable if an option names the cluster by its other address."""
+        variable = os.environ.get("SHOAL_COORDINATOR", "")
+        page_is_given = self.http != os.environ.get("SHOAL_HTTP", "")
+        coordinators_are_given = ",".join(self.coordinators) != "".join(variable.split())
+        if page_is_given and not coordinators_are_given:
+            object.__setattr__(self, "coordinators", ())
+        elif coordinators_are_given and not page_is_given:
+            object.__setattr__(self, "http", "")
 
     @property
     def addresses(self) -> Sequence[str]:

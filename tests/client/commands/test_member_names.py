@@ -228,6 +228,30 @@ def test_the_status_address_is_that_of_the_only_cluster(folder: Path) -> None:
         each.close()
 
 
+@pytest.mark.parametrize(
+    ("options", "http", "coordinators"),
+    [
+        ([], "http://a:7780", ("a:7700", "b:7700")),
+        (["--http", "http://c:7780"], "http://c:7780", ()),
+        (["--coordinator", "c:7700"], "", ("c:7700",)),
+        (["--http", "http://c:7780", "--coordinator", "c:7700"], "http://c:7780", ("c:7700",)),
+    ],
+)
+@pytest.mark.usefixtures("folder")
+def test_an_option_hides_the_variable_of_the_other_address(
+    monkeypatch: pytest.MonkeyPatch, options: list[str], http: str, coordinators: tuple[str, ...]
+) -> None:
+    """The variables may be of another cluster than the one that the option names. Spaces after
+    the commas of a variable are ignored."""
+    monkeypatch.setenv("SHOAL_HTTP", "http://a:7780")
+    monkeypatch.setenv("SHOAL_COORDINATOR", "a:7700, b:7700")
+    for command in (["drain", "w-0"], ["status"], ["kill", "w-0"]):
+        config = read_config([*command, *options], installed_commands())
+        assert (config.address.http, tuple(config.address.coordinators)) == (http, coordinators)
+    monkeypatch.setenv("SHOAL_ETCD", "a:2379, b:2379")
+    assert read_config(["ps"], installed_commands()).etcd.endpoints == ("a:2379", "b:2379")
+
+
 def test_files_of_workers_are_read_whatever_clusters_run(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
