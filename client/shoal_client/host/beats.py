@@ -39,7 +39,7 @@ class _Watched:
         """
         claim = self.slot.claim_of(self.pid)
         if claim is None:
-            return (self.job, "") if self.halted and not self.slot.has_left(self.pid) else None
+            return (self.job, "") if self.halted and not self.slot.has_left else None
         notified = self.slot.claimed(self.pid) and self.slot.ending is MembershipEnding.UNKNOWN
         return None if notified and not self.halted else (claim.token.job, claim.token.member_id)
 

@@ -220,14 +220,19 @@ class BeatSlot:
 
     def claim_of(self, pid: int) -> SlotClaim | None:
         """Claim of process `pid`, even if the process hangs."""
+        claim = self.newest_claim
+        return claim if claim is not None and claim.pid == pid else None
+
+    @property
+    def newest_claim(self) -> SlotClaim | None:
+        """Claim of the slot's newest process, or of a child of it, which the launcher does not
+        watch."""
         start = self._start
         length, checksum = _HEAD_FORM.unpack(self._memory[start + _HEAD : start + _MOVED])
         claim = self._memory[start + _CLAIM : start + min(_CLAIM + length, _ENDING)]
         if length <= _CLAIM_FORM.size or zlib.crc32(claim) != checksum:
             return None
-        claimant, heartbeat_s, _ = _CLAIM_FORM.unpack_from(claim)
-        if claimant != pid:
-            return None  # a child of the worker, which the launcher does not watch
+        pid, heartbeat_s, _ = _CLAIM_FORM.unpack_from(claim)
         try:
             token = Token.FromString(claim[_CLAIM_FORM.size :])
         except DecodeError:
@@ -260,10 +265,15 @@ class BeatSlot:
         if now is not None and now.token.incarnation == claim.token.incarnation:
             self.end(MembershipEnding.of(error))
 
-    def has_left(self, pid: int) -> bool:
-        """True if process `pid` was a member and left."""
-        claimant = _CLAIM_FORM.unpack_from(self._memory, self._start + _CLAIM)[0]
-        return claimant == pid and self.claim_of(pid) is None
+    @property
+    def has_left(self) -> bool:
+        """True if the slot's newest process, or a child of it, was a member and left."""
+        return bool(self._claimant) and self.newest_claim is None
+
+    @property
+    def _claimant(self) -> int:
+        pid: int = _CLAIM_FORM.unpack_from(self._memory, self._start + _CLAIM)[0]
+        return pid
 
     @property
     def ending(self) -> MembershipEnding:
@@ -274,13 +284,7 @@ class BeatSlot:
     def was_claimed(self) -> bool:
         """True if the slot's newest process, or a child of it, is or was a member, or was refused
         as one."""
-        ended = self.ending is not MembershipEnding.UNKNOWN
-        return ended or bool(_CLAIM_FORM.unpack_from(self._memory, self._start + _CLAIM)[0])
-
-    def has_joined(self, pid: int) -> bool:
-        """True if process `pid` is or was a member, or was refused as one."""
-        ended = self.ending is not MembershipEnding.UNKNOWN
-        return ended or self.claim_of(pid) is not None or self.has_left(pid)
+        return self.ending is not MembershipEnding.UNKNOWN or bool(self._claimant)
 
     def clear(self) -> None:
         """Clear the slot once its process is gone."""

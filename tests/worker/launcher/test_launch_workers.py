@@ -897,13 +897,21 @@ def test_a_launcher_ends_with_its_finished_job(
 def test_a_script_that_has_left_its_finished_job_goes_on(
     shoal_run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The script may save or evaluate for any time; so may a script that is in its next job."""
+    """The script may save or evaluate for any time; so may a script that is in its next job, and
+    one that trained in a child process."""
     monkeypatch.setenv("SHOAL_MEMBER_ID", "w")
     script = (
         JOINS
         + """
 job = "another" if member == "w-2" else "j"
-if member != "w-0":
+if member == "w-3":
+    if child := os.fork():
+        os.waitpid(child, 0)
+        time.sleep(2.0)
+        show("saved")
+    else:
+        joins().withdraw()
+elif member != "w-0":
     slot = joins()
     if member == "w-1":
         slot.withdraw()
@@ -912,9 +920,9 @@ if member != "w-0":
     slot.withdraw()
 """
     )
-    code, output = finish(shoal_run(script, "-n", "3", "--job", "j", "--grace-s", "0.3"))
+    code, output = finish(shoal_run(script, "-n", "4", "--job", "j", "--grace-s", "0.3"))
     assert code == 0, output
-    assert output.count("saved") == 2, output
+    assert output.count("saved") == 3, output
     assert "SIGKILL" not in output
 
 

@@ -416,7 +416,7 @@ class Launcher:
     def _consequence(self, board: BeatBoard) -> str:
         """Say what an order to stop does to the workers."""
         running = self._worker_ends.running
-        num_joined = sum(board.slots[slot.index].has_joined(slot.pid) for slot in running)
+        num_joined = sum(board.slots[slot.index].was_claimed for slot in running)
         return _drain_text(num_joined, len(running) - num_joined)
 
     @property

@@ -94,7 +94,7 @@ class WorkerTermination:
     def _end_starting(self, board: BeatBoard) -> None:
         """Ask workers that have not joined to end: an operator may retry the stopped job."""
         for slot in self.running:
-            if not board.slots[slot.index].has_joined(slot.pid):
+            if not board.slots[slot.index].was_claimed:
                 self._say(f"job {self._job} is stopped: ending {slot.member_id}, which starts")
                 self._ask(slot)
 
@@ -104,9 +104,9 @@ class WorkerTermination:
         if over != "finished" or slot.halted:
             return True
         beat_slot = board.slots[slot.index]
-        claim = beat_slot.claim_of(slot.pid)
+        claim = beat_slot.newest_claim
         has_another = claim is not None and claim.token.job != self._job
-        return not has_another and not beat_slot.has_left(slot.pid)
+        return not has_another and not beat_slot.has_left
 
     def left_behind(self, *, ends: bool) -> Iterator[WorkerSlot]:
         """Yield workers that did not end within KILLED_S of being killed, once the run `ends`."""
