@@ -71,6 +71,20 @@ def test_signals_to_launcher_and_workers_drain(shoal_command: Shoal, tmp_path: P
 
 
 @pytest.mark.long
+def test_a_run_is_not_suspended(shoal_command: Shoal, tmp_path: Path) -> None:
+    """Ctrl-Z would leave the workers' output unread, and workers that print would be expelled."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    run = shoal_command.start("run", "-n", "1", "--ps", "0", str(script))
+    await_steps(tmp_path, 1)
+    os.kill(run.pid, signal.SIGTSTP)
+    read_until(run, "Ctrl-Z does not suspend a run")
+    (tmp_path / "finish").touch()
+    code, output = finish(run)
+    assert code == 0, output
+
+
+@pytest.mark.long
 def test_a_halted_worker_is_replaced(shoal_command: Shoal, tmp_path: Path) -> None:
     """The job trains meanwhile, and the launcher does not wait for a SIGCONT that never comes."""
     script = tmp_path / "train.py"

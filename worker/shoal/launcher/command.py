@@ -1,12 +1,13 @@
 """Command `shoal run`: runs the workers of one job."""
 
 import logging
+import os
 import signal
 import sys
 import time
 import traceback
 import warnings
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -73,6 +74,7 @@ def run(config: RunConfig) -> int:
     with ExitStack() as stack:
         # Handle SIGTERM while the launcher's own handler is not installed.
         stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, leave))
+        stack.callback(signal.signal, signal.SIGTSTP, signal.signal(signal.SIGTSTP, _go_on))
         if (file := config.restart.finished_file) is not None:
             file.unlink(missing_ok=True)
         try:
@@ -88,6 +90,14 @@ def run(config: RunConfig) -> int:
             while True:
                 time.sleep(SIGNALS_SEEN_S)
         return code
+
+
+def _go_on(number: int, frame: FrameType | None) -> None:
+    """Answer Ctrl-Z. A suspended launcher would not read the workers' output: a worker that prints
+    waits then, and counts as hung."""
+    with suppress(OSError):
+        # The code that the signal interrupts may hold the lock of `say`.
+        os.write(2, b"shoal run: Ctrl-Z does not suspend a run: training goes on; Ctrl-C ends it\n")
 
 
 def _run_workers(config: RunConfig, orders: StopOrders) -> int:
