@@ -26,6 +26,7 @@ from shoal_proto.names import check_name
 from shoal_proto.terminal import plain_lines
 
 LOOK_EACH_S = 0.2
+JOINED_EACH_S = 10.0
 ASK_EACH_S = 0.5
 NUM_LINES, NUM_LINES_EACH = 100, 10
 ELSEWHERE = (AccessDenied, RetryError, UnknownJob, UnknownMember)
@@ -140,7 +141,7 @@ def _from_coordinator(client: StatusClient, config: LogsConfig) -> int:
     if failure is not None and not any(positions.values()):
         raise failure
     if config.follow:
-        _follow(client, config.job, positions, prefixed=len(members) > 1)
+        _follow(client, config, positions, prefixed=len(members) > 1)
     return 0
 
 
@@ -171,13 +172,20 @@ def _newest(client: StatusClient, job: str, member: str, number: int) -> tuple[l
 
 
 def _follow(
-    client: StatusClient, job: str, positions: dict[str, str | None], *, prefixed: bool
+    client: StatusClient,
+    config: LogsConfig,
+    positions: dict[str, str | None],
+    *,
+    prefixed: bool,
 ) -> None:
+    """Print new lines until all launchers have ended; without a member in `config`, also those of
+    members that join later."""
+    known, ask_s = set(positions), time.monotonic() + JOINED_EACH_S
     while positions:
         time.sleep(ASK_EACH_S)
         for member, after in list(positions.items()):
             try:
-                page = client.output(job, member, after=after)
+                page = client.output(config.job, member, after=after)
             except RetryError:
                 continue  # a coordinator will lead again, or the launcher will answer
             except UnknownMember:
@@ -190,6 +198,17 @@ def _follow(
                 _say(f"lines of {member} are missing: it printed too fast, or its launcher is new")
             _show(page["lines"], member if prefixed else "")
             positions[member] = page["after"]
+        if not config.member_id and (not positions or time.monotonic() >= ask_s):
+            ask_s = time.monotonic() + JOINED_EACH_S
+            try:
+                detail = client.job(config.job)
+            except (RetryError, UnknownJob):
+                continue
+            present = {str(each["member"]["member_id"]) for each in detail["members"]}
+            for member in sorted(present - known):
+                _say(f"{member} has joined")
+                positions[member], prefixed = None, True
+            known = present | set(positions)
 
 
 # --- in files of this host ---

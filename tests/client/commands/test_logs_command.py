@@ -5,11 +5,12 @@ import os
 import tempfile
 import time
 from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from support.clusters.status_world import World
+from support.clusters.status_world import World, member
 
 from shoal_client.cli import INTERRUPTED, main, parse
 from shoal_client.commands import logs
@@ -62,7 +63,7 @@ def test_a_launcher_that_does_not_answer_hides_no_other_members_lines(
         world.launchers_live = bool(world.silent)
         world.silent.clear()
 
-    monkeypatch.setattr(logs, "time", SimpleNamespace(sleep=meanwhile))
+    monkeypatch.setattr(logs, "time", SimpleNamespace(sleep=meanwhile, monotonic=time.monotonic))
     assert main(["logs", "digits", "-f", "--http", url]) == 0
     shown, errors = capsys.readouterr()
     assert shown.splitlines() == [f"[{name}] line of {name}" for name in ("w0", "w2", "w1")]
@@ -85,11 +86,35 @@ def test_lines_are_followed_until_the_launcher_ends(
         else:
             world.launchers_live = False
 
-    monkeypatch.setattr(logs, "time", SimpleNamespace(sleep=meanwhile))
+    monkeypatch.setattr(logs, "time", SimpleNamespace(sleep=meanwhile, monotonic=time.monotonic))
     assert main(["logs", "digits", "w1", "-f", "--http", url]) == 0
     shown, errors = capsys.readouterr()
     assert shown.splitlines() == ["first", "second", "third"]
     assert errors == "shoal logs: the launcher of w1 has ended\n"
+
+
+@pytest.mark.long
+def test_members_that_join_later_are_followed_as_well(
+    world: World, url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The output of a job is also that of a worker that replaces another, under another name."""
+    world.change("digits", members=[member("w0", 0)])
+    world.printed["w0"] = ["zero"]
+    rounds = count(1)
+
+    def meanwhile(seconds: float) -> None:
+        match next(rounds):
+            case 1:
+                world.change("digits", members=[member("new", 0)])
+                world.printed = {"new": ["one"]}
+            case 3:
+                world.printed = {}
+
+    monkeypatch.setattr(logs, "time", SimpleNamespace(sleep=meanwhile, monotonic=time.monotonic))
+    assert main(["logs", "digits", "-f", "--http", url]) == 0
+    shown, errors = capsys.readouterr()
+    assert shown.splitlines() == ["zero", "[new] one"]
+    assert "new has joined" in errors
 
 
 @pytest.mark.long
