@@ -124,7 +124,7 @@ async def serve(config: ParameterServerConfig, stop: asyncio.Event | None = None
         stop = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    # Objects that exist by now are never freed. Otherwise each garbage collection would scan all of
+    # Later garbage collections skip the objects that exist by now: otherwise each would scan all of
     # torch, for 0.1 s. `collect` blocks the event loop, so it comes before any call.
     gc.collect()
     gc.freeze()

@@ -66,7 +66,8 @@ class Manifest:
         return sum(part.num_bytes for part in self.parts if part.file.startswith(f"{folder}/"))
 
     def to_bytes(self) -> bytes:
-        """Encode as JSON with a checksum of the content."""
+        """Encode as JSON: `format`; `snapshot`, this manifest with its layout in base 64; and
+        `sha256`, the checksum of `snapshot` as JSON with sorted keys and no spaces."""
         body = asdict(self) | {
             "layout": base64.b64encode(self.layout).decode(),
             "parts": [asdict(part) for part in self.parts],

@@ -236,8 +236,8 @@ def promote_from_disk(
     """Make a later process of the server in `on_disk` primary, if no process is left with the shard
     in memory. `dead`: processes known to be gone for good.
 
-    An unreachable one may still acknowledge updates, or have some that the disk lacks. The primary
-    of a lost shard has no updates, so it need not be dead.
+    An unreachable process may still acknowledge updates, or have some that the disk lacks. The
+    primary of a lost shard has no updates, so it need not be dead.
     """
     if assignment.on_disk != server.server_id or assignment.primary == server:
         return assignment

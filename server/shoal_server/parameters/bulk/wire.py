@@ -56,7 +56,7 @@ class FrameConnection:
         self._sent_s = self._loop.time()
         self._take: TakeFrame | None = None
         self.pauses = ReadingPauses()
-        """Decided from pushes that the `deliver` function took."""
+        """Pauses in reading. The `deliver` function notes here the pushes that it took."""
         self._paused: tuple[asyncio.TimerHandle, asyncio.Future[Frame]] | None = None
 
     async def next_frame(self) -> Frame:

@@ -1,4 +1,5 @@
-"""Images in a journal's directory, one per shard."""
+"""Images in a journal's directory, one per shard, in files
+`images/JOB/SHARD-EPOCH-VERSION-NUMBER-SHA256.safetensors`."""
 
 import re
 from collections.abc import Sequence

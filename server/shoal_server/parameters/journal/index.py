@@ -49,7 +49,7 @@ class JournalIndex:
 
     def of(self, key: Key) -> "JournalIndex":
         """A copy as of now for one shard. It has only segments that the shard needs: the files of
-        others may be removed at any time."""
+        other segments may be removed at any time."""
         one = JournalIndex()
         one.segments = [each for each in self.segments if key in self._needing(each)]
         one._images = {each: kept for each, kept in self._images.items() if each == key}

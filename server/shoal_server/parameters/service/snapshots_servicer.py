@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 MAX_LIMIT_S = 60.0
 WRITE_WITHIN_S = 30.0
-"""Longest time between the cut and the call that writes it."""
+"""Longest time between the cut and the call that writes or publishes it."""
 FORMING_S = 10.0
 """Longest wait of `Load` for backups."""
 

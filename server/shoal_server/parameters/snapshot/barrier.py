@@ -93,7 +93,7 @@ class SnapshotBarrier:
             self._is_whole(step, known, lacking)
 
     def add_steps(self, begun: Begun) -> None:
-        """Add the steps that a shard knows which was moved to this server or restored here.
+        """Add the steps remembered by a shard that was moved to this server or restored here.
 
         Until the next check no known step counts as applied: the new shard may lack it.
         """
@@ -204,7 +204,8 @@ class SnapshotBarrier:
         return known.applied
 
     def _is_outdated(self, step: StepId) -> bool:
-        """True if the step is older than any remembered one: a push that was applied."""
+        """True if the session has MAX_STEPS remembered steps, and this one is older than all of
+        them: its push counts as applied."""
         known = self._sessions.get(step.session, {})
         return len(known) >= MAX_STEPS and step.sequence < min(known)
 
