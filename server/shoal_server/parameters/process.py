@@ -335,7 +335,7 @@ async def _metrics_served(
 
 
 def _metrics(servicer: ParametersServicer, calls: Durations) -> Iterator[Metric]:
-    """This server's shards are in the coordinator's metrics."""
+    """Metrics of this process. The coordinator has the metrics of its shards."""
     yield build_info("ps")
     yield loop_lag("process", servicer.loop_lag)
     yield histogram(

@@ -25,6 +25,7 @@ class JournalSegment:
     first_number: int
     num_bytes: int = 0
     last: dict[Key, EntryLocation] = field(default_factory=dict)
+    """Last entry of each shard in this segment."""
 
     @property
     def file(self) -> str:
@@ -40,6 +41,7 @@ class JournalIndex:
         self.segments: list[JournalSegment] = []
         self._images: dict[Key, StoredImage] = {}
         self._ended: dict[Key, int] = {}
+        """Log number of each shard's last end entry."""
         self._only: Key | None = None
         """The only shard of this index; None: all."""
 

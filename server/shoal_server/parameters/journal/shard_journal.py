@@ -87,6 +87,7 @@ class ShardJournal:
         self._on_failure = on_failure
         self._led: dict[Key, _JournaledShard] = {}
         self._for_others: set[Key] = set()
+        """Shards that this disk has or may have, and that this server does not lead."""
         self._ends: dict[Key, Future[None]] = {}
         """End entries' futures, by shard."""
         self._one_image = asyncio.Lock()

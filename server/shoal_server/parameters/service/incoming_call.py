@@ -15,7 +15,7 @@ from shoal_server.serving.tasks import cancel
 log = structlog.get_logger(__name__)
 
 MAX_PENDING_SHARDS = 8
-"""Bound on the started parts of one call that are not answered yet."""
+"""Parts of one call, started and not answered yet, at which no further pieces are read."""
 
 T = TypeVar("T")
 PartT = TypeVar("PartT", bound="IncomingPart")

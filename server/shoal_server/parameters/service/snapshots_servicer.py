@@ -45,7 +45,8 @@ FORMING_S = 10.0
 
 
 class SnapshotsServicer(ShardSnapshotsServicer):
-    """Serves snapshots. `pool` runs only reads and writes of storage."""
+    """Serves snapshots. `pool` reads and writes storage, so that slow storage delays no work on
+    shards."""
 
     def __init__(
         self,

@@ -14,8 +14,8 @@ part of that step until its shards are cut.
 
 A step may never end, as its member may die half-way. The caller decides how long to wait; then
 `give_up_incomplete_steps` returns the incomplete steps. No cut waits for a part that was refused
-for good: its member computes it anew, as another step. Until then the cut has only the step's other
-parts; `half_refused_steps` returns such steps.
+for good: its member computes it anew, as another step. A cut before that other step has only the
+first step's remaining parts; `half_refused_steps` returns such steps.
 """
 
 from collections import OrderedDict
