@@ -118,7 +118,7 @@ async def serve(config: ParameterServerConfig, stop: asyncio.Event | None = None
     torch.set_num_threads(1)
     descriptor_limit.raise_limit()
     _keep_freed_memory()
-    # Gradients stay in the immutable bytes in which they arrived; kernels do not write to them.
+    # Gradients are tensors over the bytes in which they arrived; kernels do not write to them.
     warnings.filterwarnings("ignore", message="The given buffer is not writable")
     if stop is None:
         stop = asyncio.Event()

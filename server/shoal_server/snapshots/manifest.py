@@ -47,6 +47,7 @@ class Manifest:
     """ShardMap as written when the job was placed, serialized."""
     parts: Sequence[ManifestEntry]
     steps: Mapping[str, int]
+    """Sequence number of each session's newest step that had begun at the cut."""
     partial_steps: Sequence[str]
     """Pushes that are in some shards and not in others, with the reason."""
     cursor: Mapping[str, Any] | None

@@ -74,7 +74,7 @@ class TlsBytes:
             while 0 < count < end and self._socket.pending():
                 count += self._socket.recv_into(space[count:end])
         except ssl.SSLEOFError:
-            # Closed without a TLS shutdown, as plain connections are.
+            # The other end closed the connection without a TLS shutdown.
             return 0
         return count
 

@@ -438,7 +438,8 @@ def _errno(error: BaseException | None) -> int | None:
 
 
 def open_lock_file(path: Path) -> BinaryIO:
-    """Open and lock the lock file, until it is closed."""
+    """Open the lock file, and lock it until it is closed. Raises AddressInUse if another process
+    has locked it."""
     # Append mode would not do: the text is overwritten in place.
     file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+b")
     try:

@@ -117,7 +117,7 @@ class PeerLink:
         if stream is None or self._pushes:
             return False
         record = outgoing.get()
-        # The follower may lack memory for rows, and refuse the push.
+        # A push of rows does not count as received: the follower may refuse it for lack of memory.
         is_received = stream.is_received and not record.push.row_ids
         of_record = frames.of_record(
             *request.key,

@@ -103,7 +103,8 @@ class IncomingCall(Generic[PartT, AnswerT]):
                 self._changed.set()
             await taking
         finally:
-            # An answer may have the values of a whole shard, and wait for minutes for a backup.
+            # Drop unsent answers: each may have a whole shard's values, and wait for minutes for a
+            # backup.
             begun = [pending for _, pending in self._pending]
             await cancel(taking, *begun)
 

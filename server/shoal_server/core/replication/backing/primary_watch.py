@@ -1,4 +1,4 @@
-"""Watch for dead primaries: those of this server's copies that do not answer."""
+"""Watch on the primaries of this server's copies: finds primaries that do not answer."""
 
 from collections import defaultdict
 from collections.abc import Iterator
