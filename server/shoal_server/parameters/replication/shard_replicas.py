@@ -169,7 +169,8 @@ class ShardReplicas:
         return self._record.of_job(job).get(shard_id)
 
     def versions(self, job: str, shard_id: int) -> Mapping[Holder, int]:
-        """Confirmed version of each backup; empty if this server is not the primary."""
+        """Confirmed version of each backup and of a joining server; empty if this server is not the
+        primary."""
         led = self._driver.core.find_led((job, shard_id))
         followers = led.followers if led is not None else {}
         return {holder: follower.confirmed for holder, follower in followers.items()}
