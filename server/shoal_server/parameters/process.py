@@ -118,13 +118,13 @@ async def serve(config: ParameterServerConfig, stop: asyncio.Event | None = None
     torch.set_num_threads(1)
     descriptor_limit.raise_limit()
     _keep_freed_memory()
-    # Gradients stay in the immutable bytes in which they arrived; kernels do not write to them.
+    # Gradients are tensors over the bytes in which they arrived; kernels do not write to them.
     warnings.filterwarnings("ignore", message="The given buffer is not writable")
     if stop is None:
         stop = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    # Objects that exist by now are never freed. Otherwise each garbage collection would scan all of
+    # Later garbage collections skip the objects that exist by now: otherwise each would scan all of
     # torch, for 0.1 s. `collect` blocks the event loop, so it comes before any call.
     gc.collect()
     gc.freeze()
@@ -335,7 +335,7 @@ async def _metrics_served(
 
 
 def _metrics(servicer: ParametersServicer, calls: Durations) -> Iterator[Metric]:
-    """This server's shards are in the coordinator's metrics."""
+    """Metrics of this process. The coordinator has the metrics of its shards."""
     yield build_info("ps")
     yield loop_lag("process", servicer.loop_lag)
     yield histogram(

@@ -130,7 +130,7 @@ class SnapshotLibrary:
         """Remove all snapshots but the newest `num_kept`, and every file to which no remaining
         snapshot refers; return the removed snapshots. `num_kept`: 1 or more; None: all snapshots.
 
-        A snapshot later than the newest complete one stays, as it is being written. A damaged
+        A snapshot later than the newest complete one stays, as it may be in progress. A damaged
         manifest stays, with all files of its own snapshot and of earlier ones, to which it may
         refer. Raises InvalidSpec for another `num_kept`; Unavailable, then only some may be
         removed.

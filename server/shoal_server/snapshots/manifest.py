@@ -47,6 +47,7 @@ class Manifest:
     """ShardMap as written when the job was placed, serialized."""
     parts: Sequence[ManifestEntry]
     steps: Mapping[str, int]
+    """Sequence number of each session's newest step that had begun at the cut."""
     partial_steps: Sequence[str]
     """Pushes that are in some shards and not in others, with the reason."""
     cursor: Mapping[str, Any] | None
@@ -66,7 +67,8 @@ class Manifest:
         return sum(part.num_bytes for part in self.parts if part.file.startswith(f"{folder}/"))
 
     def to_bytes(self) -> bytes:
-        """Encode as JSON with a checksum of the content."""
+        """Encode as JSON: `format`; `snapshot`, this manifest with its layout in base 64; and
+        `sha256`, the checksum of `snapshot` as JSON with sorted keys and no spaces."""
         body = asdict(self) | {
             "layout": base64.b64encode(self.layout).decode(),
             "parts": [asdict(part) for part in self.parts],

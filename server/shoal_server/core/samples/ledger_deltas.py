@@ -1,10 +1,10 @@
 """Deltas of a sample ledger: its changes, in a few bytes.
 
-The whole ledger is written now and then, with deltas appended in between. A delta has the ledger's
-head (epochs, counts), the new values of changed members, and the members that are gone. It
-identifies members by numbers: first those of the whole ledger, in order, then those that deltas
-added. Numbers are varints; members' ranges are relative to the number of closed epochs and to the
-first free position.
+The whole ledger is written now and then, with deltas appended in between. A delta has, in this
+order, its format, the ledger's head (counts, epochs), new members with their names, changed
+members, and the members that are gone. It identifies members by numbers: first those of the whole
+ledger, in order, then those that deltas added. Numbers are varints, signed ones zigzag-encoded.
+Members' ranges are relative to the number of closed epochs and to the first free position.
 """
 
 from collections.abc import Collection, Iterable, Mapping

@@ -233,11 +233,11 @@ def record_disk(assignment: ShardAssignment, primary: Holder, version: int) -> S
 def promote_from_disk(
     assignment: ShardAssignment, server: Holder, dead: "frozenset[Holder]"
 ) -> ShardAssignment:
-    """Make a later process of the server in `on_disk` primary, if no process is left with the shard
-    in memory. `dead`: processes known to be gone for good.
+    """Make `server`, a process of the server that `on_disk` names, the primary if no process is
+    left with the shard in memory. `dead`: processes known to be gone for good.
 
-    An unreachable one may still acknowledge updates, or have some that the disk lacks. The primary
-    of a lost shard has no updates, so it need not be dead.
+    An unreachable process may still acknowledge updates, or have some that the disk lacks. The
+    primary of a lost shard has no updates, so it need not be dead.
     """
     if assignment.on_disk != server.server_id or assignment.primary == server:
         return assignment

@@ -33,7 +33,7 @@ LARGE_SHARD_BYTES."""
 BLOCKS_PER_SHARD = 8
 """Approximate minimum of blocks in a shard, for even packing."""
 MIN_SPLIT_BYTES = 64 * 1024
-"""Minimum bytes a server for splitting the parameters of one dtype and group over servers. Fewer
+"""Minimum bytes per server for splitting the parameters of one dtype and group over servers. Fewer
 bytes become one shard: a further request costs a worker more than these bytes in another request.
 """
 MAX_MODEL_BYTES = 1 << 50
@@ -247,7 +247,7 @@ def spread_tables(
 
 
 def skew(placed: Sequence[PlacedShard], num_servers: int) -> float:
-    """Bytes on the fullest server over the mean of all; 1.0 is perfectly even."""
+    """Bytes on the fullest server divided by the mean of all servers; 1.0 is perfectly even."""
     load: dict[str, int] = defaultdict(int)
     for p in placed:
         load[p.server_id] += p.shard.num_bytes

@@ -20,7 +20,7 @@ from shoal_server.core.shards.assignments import (
 MAX_MOVES = 8
 """Maximum number of shards moved for balance at a time, while training goes on."""
 TOLERATED_SKEW = 1.05
-"""Load of the fullest server over the mean up to which nothing is moved."""
+"""Load of the fullest server divided by the mean load, up to which nothing is moved."""
 
 
 @dataclass(frozen=True, kw_only=True)

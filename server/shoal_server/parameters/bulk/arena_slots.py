@@ -25,11 +25,11 @@ class ArenaSlots:
         self._freed = asyncio.Event()
         self._before_free: dict[int, Callable[[], None]] = {}
         self._draft: tuple[int, int] | None = None
-        """A filled slot that is not announced, and its address."""
+        """Offset and address of a filled slot that is not announced yet."""
 
     async def fill(self, data: memoryview) -> int:
-        """Wait for a free slot, copy at most SLOT_BYTES to it, and return its offset. The latest
-        draft is not copied again."""
+        """Wait for a free slot, copy the data, at most SLOT_BYTES, to it, and return its offset. If
+        the data are the latest draft, return the draft's slot at once."""
         while (at := self.fill_now(data)) is None:
             self._freed.clear()
             await self._freed.wait()
@@ -48,8 +48,8 @@ class ArenaSlots:
         return at
 
     def draft(self, data: memoryview) -> memoryview | None:
-        """Copy at most SLOT_BYTES to a slot before it is known if they will be sent; return the
-        copy, or None without a free slot. A new draft replaces the previous one."""
+        """Copy the data, at most SLOT_BYTES, to a slot before it is known if they will be sent.
+        Return the copy, or None if no slot is free. A new draft replaces the previous one."""
         if self._draft is None:
             if not self._free:
                 return None

@@ -9,8 +9,9 @@ WITHIN_S = 0.005
 
 
 class DeferredFrames:
-    """Sends queued frames within WITHIN_S, and before any frame of `send_now`. Lives on the event
-    loop."""
+    """Sends frames of `queue_frame` within WITHIN_S. Frames of `free` are sent with them, or once
+    there are `freed_together` of them. All queued frames go before a frame of `send_now`. Lives on
+    the event loop."""
 
     def __init__(self, wire: FrameConnection, freed_together: int) -> None:
         """`freed_together`: number of freed slots at which queued frames are sent."""

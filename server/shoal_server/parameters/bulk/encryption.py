@@ -1,5 +1,5 @@
-"""The bytes of a bulk connection, plain or over TLS, which asyncio's socket methods do not
-support."""
+"""The bytes of a bulk connection, plain or over TLS. asyncio's socket methods do not support
+TLS."""
 
 import asyncio
 import os
@@ -13,13 +13,13 @@ from shoal_proto.pieces import Buffer
 from shoal_proto.tls import identity
 
 AT_A_TIME_BYTES = 256 * 1024
-"""Most bytes to encrypt or decrypt in one turn of the event loop."""
+"""Most bytes that one send encrypts, or one `receive_into` decrypts."""
 
 Result = TypeVar("Result")
 
 
 class ByteChannel(Protocol):
-    """A connected, non-blocking socket. One task reads, and one at a time writes."""
+    """A connected, non-blocking socket. One task reads; one task at a time writes."""
 
     async def receive_into(self, space: memoryview) -> int:
         """Receive bytes; return their number, 0 at the end. Raises OSError."""
@@ -74,7 +74,7 @@ class TlsBytes:
             while 0 < count < end and self._socket.pending():
                 count += self._socket.recv_into(space[count:end])
         except ssl.SSLEOFError:
-            # Closed without a TLS shutdown, as plain connections are.
+            # The other end closed the connection without a TLS shutdown.
             return 0
         return count
 

@@ -56,7 +56,7 @@ class FrameConnection:
         self._sent_s = self._loop.time()
         self._take: TakeFrame | None = None
         self.pauses = ReadingPauses()
-        """Decided from pushes that the `deliver` function took."""
+        """Pauses in reading. The `deliver` function notes here the pushes that it took."""
         self._paused: tuple[asyncio.TimerHandle, asyncio.Future[Frame]] | None = None
 
     async def next_frame(self) -> Frame:
@@ -78,8 +78,8 @@ class FrameConnection:
         return frame
 
     def read_chunks_into(self, buffer_for: Callable[[int], memoryview] | None) -> None:
-        """Receive the bodies of later frames into memory from `buffer_for`, which gets the size. It
-        may raise MalformedMessage; None stands for new memory."""
+        """Receive the bodies of later PIECE and CHUNK frames into memory from `buffer_for`, which
+        gets their size and may raise MalformedMessage. None: receive them into new memory."""
         self._chunk_buffer = buffer_for
 
     def _buffer_for(self, num_bytes: int) -> memoryview:

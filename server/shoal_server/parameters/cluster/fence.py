@@ -67,9 +67,9 @@ class Fence:
     async def check(self, token: Token) -> str:
         """The session of the token's sender: its job, name and the public id of its process.
 
-        Raises Fenced if the token's incarnation is not a member, or uses a shard map from before
-        the job was started over or restored; MalformedMessage if the token names no member; and
-        what the store raises.
+        Raises Fenced if etcd does not record the token's incarnation for the member, or if the
+        token states a placement from before the job was started over or restored; MalformedMessage
+        if the token names no member; and what the store raises.
         """
         if not (is_name(token.job) and is_name(token.member_id) and token.incarnation):
             raise MalformedMessage(
@@ -89,8 +89,8 @@ class Fence:
 
     async def _check_placement(self, token: Token) -> None:
         """Raise Fenced if the token states another placement than the job's. A process that was
-        suspended meanwhile may still count as a member, but its gradients are of replaced
-        values."""
+        suspended while the job was started over or restored may still count as a member, but its
+        gradients are of replaced values."""
         placement_ids = self._placement_ids
         if (
             placement_ids is None
@@ -112,7 +112,8 @@ class Fence:
             )
 
     def is_live(self, session: str) -> bool:
-        """True if this server knows no reason to fence the session. Any thread may call it."""
+        """True if this server's copy of the records in etcd has the session's process as a member.
+        Any thread may call it."""
         key, _, process = session.partition("#")
         incarnation = self._incarnations.get(key.removeprefix(keys.MEMBERS))
         return incarnation is not None and public_id(incarnation) == process

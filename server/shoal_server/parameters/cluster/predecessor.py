@@ -23,7 +23,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessRecord:
-    """A process, described so that a process of its machine can see if it has ended."""
+    """Description of a process, by which another process on its machine can see if it has ended."""
 
     incarnation: str
     boot: str
@@ -75,8 +75,8 @@ def _started(pid: int) -> str:
 
 
 async def succeed(store: KeyValueStore, me: Holder, *, released: str = "") -> None:
-    """Record the previous process' end in etcd, if that is known; then replace its record by this
-    process'.
+    """Record the end of the previous process in etcd, if it is known to have ended; then replace
+    its record by that of this process.
 
     `released`: the incarnation that has released the journal's lock.
     """

@@ -61,8 +61,9 @@ class Registration:
         on_renewed: Callable[[float], None],
         on_end: Callable[[], None],
     ) -> None:
-        """`on_renewed` is called after each registration and renewal, with the event loop's time at
-        its start. `on_end` is called before the removal: no push may be acknowledged afterwards."""
+        """`on_renewed` is called after each registration and renewal, with the event loop's time
+        before its request was sent. `on_end` is called before the key is removed: no push may be
+        acknowledged afterwards."""
         self._store = store
         self._on_renewed = on_renewed
         self._on_end = on_end
@@ -90,7 +91,7 @@ class Registration:
 
     async def announce_leaving(self) -> None:
         """Ask the coordinator to move this server's shards away. If the registration is lost, the
-        next one asks. Raises RetryError."""
+        next registration asks again. Raises RetryError."""
         self._leaving = True
         key = keys.server(self._identity.server_id)
         # The record of a later process under this id must not be replaced.

@@ -23,7 +23,7 @@ class ServerDirectory:
         await self._servers.__aexit__(*exc)
 
     def has_others(self, me: Holder) -> bool:
-        """True if another server stays."""
+        """True if another server is registered, and is not leaving."""
         servers = self._servers.records.items()
         return any(not server.is_leaving for name, server in servers if name != me.server_id)
 

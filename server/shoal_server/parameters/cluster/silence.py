@@ -6,8 +6,9 @@ from shoal_server.parameters.cluster.peer_timeouts import PeerTimeouts
 
 
 class Silence:
-    """Measures how long a message of another server is overdue. Suspensions of this process do not
-    count, as it read no messages meanwhile. Lives on the event loop."""
+    """Measures how long a message of another server is overdue. A suspension of this process counts
+    as two heartbeats at most, as the process read no messages meanwhile. Lives on the event
+    loop."""
 
     def __init__(self, timeouts: PeerTimeouts) -> None:
         self._timeouts = timeouts

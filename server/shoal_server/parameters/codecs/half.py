@@ -1,4 +1,4 @@
-"""Gradients in 16 bits."""
+"""Gradients in 16 bits: the values of all blocks, one after the other, in fp16 or bf16."""
 
 from collections.abc import Sequence
 

@@ -1,6 +1,10 @@
 """Low-rank gradients: a matrix is sent as two thin factors, and decoded as their product.
 
 M: rows of the matrix. N: its columns. R: rank, the columns of either factor.
+
+Sent in float32, block after block: the values before the block's rows of the matrix, these rows of
+P (M x R), and the values after them; or all values of a block without such rows. Then Q (N x R) of
+each matrix.
 """
 
 from collections.abc import Sequence

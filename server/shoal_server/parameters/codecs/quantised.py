@@ -18,7 +18,8 @@ BITS = 8
 
 
 class _Scaled:
-    """Data that begin with the scales of all groups."""
+    """Base of decoders. The data have the scales of all groups (float32), then the codes of all
+    values; the last group is filled up to B codes."""
 
     def __init__(self, codec: GradientCodec, sizes: Sequence[int], bits: int) -> None:
         """Raises InvalidSpec."""

@@ -1,6 +1,6 @@
 """Compressed gradients of a table's rows, 16 or 8 bits a value, each row by itself.
 
-R: rows. C: columns.
+A row in int8 is sent as its scale (float32), followed by C codes. R: rows. C: columns.
 """
 
 import torch

@@ -1,4 +1,5 @@
-"""Sparse gradients: values with their positions; the others are 0."""
+"""Sparse gradients: all sent values (float32), then their positions (int32, rising). Values at
+other positions are 0."""
 
 from collections.abc import Sequence
 

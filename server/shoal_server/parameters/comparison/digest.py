@@ -120,7 +120,7 @@ def compared(shard: AnyShard, digest: PieceDigest) -> Comparison:
 
 
 def _checksum(shard: AnyShard, piece: DigestRange) -> int:
-    """Checksum of a piece; -1, which is none, if its tensor does not exist."""
+    """Checksum of a piece; -1, which no piece has, if its tensor does not exist."""
     body = shard.body
     if piece.part == ROWS:
         births, tensors = body.rows_of(piece.row_ids)

@@ -1,4 +1,4 @@
-"""Images of dense shards, any part of which a push may change."""
+"""Images of dense shards. A push may change any part of such a shard."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial

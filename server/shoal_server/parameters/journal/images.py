@@ -1,4 +1,5 @@
-"""Images in a journal's directory, one per shard."""
+"""Images in a journal's directory, one per shard, in files
+`images/JOB/SHARD-EPOCH-VERSION-NUMBER-SHA256.safetensors`."""
 
 import re
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ class StoredImage:
     epoch: int
     version: int
     number: int
-    """Log number of the next entry when the writing of the image began."""
+    """An end entry with this log number, or a later one, makes the image superfluous."""
     sha256: str
 
     @property
@@ -65,7 +66,7 @@ class JournalImages:
     def write(
         self, job: str, epoch: int, number: int, image: Image, placement_id: str = ""
     ) -> StoredImage:
-        """Write an image with `fsync`. `number`: the journal's next log number."""
+        """Write an image with `fsync`. `number`: see `StoredImage`."""
         file = image_file.DigestingReader(image_file.pieces(image, placement_id))
         shard_id, version = image.shard_id, image.version
 

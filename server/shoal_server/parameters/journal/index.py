@@ -25,6 +25,7 @@ class JournalSegment:
     first_number: int
     num_bytes: int = 0
     last: dict[Key, EntryLocation] = field(default_factory=dict)
+    """Last entry of each shard in this segment."""
 
     @property
     def file(self) -> str:
@@ -40,6 +41,7 @@ class JournalIndex:
         self.segments: list[JournalSegment] = []
         self._images: dict[Key, StoredImage] = {}
         self._ended: dict[Key, int] = {}
+        """Log number of each shard's last end entry."""
         self._only: Key | None = None
         """The only shard of this index; None: all."""
 
@@ -49,7 +51,7 @@ class JournalIndex:
 
     def of(self, key: Key) -> "JournalIndex":
         """A copy as of now for one shard. It has only segments that the shard needs: the files of
-        others may be removed at any time."""
+        other segments may be removed at any time."""
         one = JournalIndex()
         one.segments = [each for each in self.segments if key in self._needing(each)]
         one._images = {each: kept for each, kept in self._images.items() if each == key}

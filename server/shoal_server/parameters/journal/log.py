@@ -6,11 +6,14 @@
         journal.put_image(job, epoch, image)        before a shard's first record
         journal.append(job, shard_id, epoch, record).result()
 
-Records that are appended during one `fsync` share the next. A shard's image, written now and then,
-replaces its records up to the image's version.
+Records that are appended during one `fsync` share the next one. A shard's image, written now and
+then, replaces its records up to the image's version.
 
-While the disk fails or is full, no new records are accepted. Earlier ones stay in memory, and are
-written once it works again. `failure` has the error.
+While the disk fails or is full, no new records are accepted. Records accepted earlier stay in
+memory, and are written once the disk works again. `failure` has the error.
+
+The directory has the files `segment-000000001.log` and so on, the folder `images`, and the file
+`lock` with the owner's server id and incarnation.
 """
 
 import errno
@@ -229,10 +232,10 @@ class Journal:
     ) -> None:
         """Start to journal a shard, or replace its records up to the image's version.
 
-        `placement_id`: `JobAssignments.placement_id`. `number`: an earlier `next_number`, as of
-        which the image is; an end entry since then makes it superfluous. Blocks until the image is
-        on disk. Raises DiskFull or Unavailable, without a change, if it cannot be written.
-        Superfluous files that cannot be removed stay.
+        `placement_id`: `JobAssignments.placement_id`. `number`: `next_number` of the moment that
+        the image shows, None for now; an end entry since then makes the image superfluous. Blocks
+        until the image is on disk. Raises DiskFull or Unavailable, without a change, if it cannot
+        be written. Superfluous files that cannot be removed stay.
         """
         if number is None:
             # Higher than the number of any earlier end entry.
@@ -250,7 +253,7 @@ class Journal:
 
     def overdue(self) -> Sequence[Key]:
         """Shards that need the oldest segment, once half of `max_bytes` is used. The caller writes
-        their images, so that it can be removed."""
+        their images, so that the segment can be removed."""
         with self._wake:
             if self._index.num_bytes <= self._config.max_bytes // 2:
                 return ()
@@ -435,7 +438,8 @@ def _errno(error: BaseException | None) -> int | None:
 
 
 def open_lock_file(path: Path) -> BinaryIO:
-    """Open and lock the lock file, until it is closed."""
+    """Open the lock file, and lock it until it is closed. Raises AddressInUse if another process
+    has locked it."""
     # Append mode would not do: the text is overwritten in place.
     file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+b")
     try:

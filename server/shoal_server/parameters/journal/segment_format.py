@@ -8,8 +8,8 @@
                       this journal
               data
 
-A crash leaves a torn end, any part of which may be on disk. The counts of synced bytes distinguish
-a torn end from damage: synced bytes must be intact.
+After a crash, any part of the last write may be on disk: a torn end. The counts of synced bytes
+distinguish a torn end from damage: synced bytes must be intact.
 """
 
 import struct
@@ -76,8 +76,8 @@ def encode(entry: JournalEntry, number: int, synced_bytes: int) -> bytes:
 def scan(data: bytes, file: str, *, is_last: bool) -> SegmentScan:
     """Read entries up to the first incomplete one.
 
-    Raises JournalDamaged, naming the file, if that one had been synced. In the last segment a later
-    entry proves that; earlier segments were synced completely.
+    Raises JournalDamaged, naming the file, if the incomplete entry had been synced. In the last
+    segment, a later entry proves the sync; earlier segments were synced completely.
     """
     if len(data) < START_BYTES or data[:8] != SEGMENT_MAGIC:
         _check_torn(data, 0, file, is_last=is_last)

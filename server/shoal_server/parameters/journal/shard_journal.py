@@ -55,7 +55,7 @@ class _JournaledShard:
     placement_id: str
     pauses: BackOff
     is_queued: bool = True
-    """True until its image is begun, which will have all updates until then."""
+    """True until the shard's image is begun. The image will have all updates applied until then."""
     waiting: ShardLog[UpdateRecord] | None = None
     """Records that wait until the image is on disk. None before the image is begun, once it is on
     disk, and while journaling is interrupted."""
@@ -87,6 +87,7 @@ class ShardJournal:
         self._on_failure = on_failure
         self._led: dict[Key, _JournaledShard] = {}
         self._for_others: set[Key] = set()
+        """Shards that this disk has or may have, and that this server does not lead."""
         self._ends: dict[Key, Future[None]] = {}
         """End entries' futures, by shard."""
         self._one_image = asyncio.Lock()
@@ -295,13 +296,13 @@ class ShardJournal:
                 return
             await self._put(led, image)
         if key not in self._led:
-            # The shard was forgotten while its image was written, and is back with it. It must be
-            # forgotten once more.
+            # The shard was forgotten while its image was written, and the image brings it back. It
+            # must be forgotten once more.
             self._for_others.add(key)
 
     async def _shorten_kept(self, key: Key) -> None:
-        """Replace the records of a shard that is led elsewhere by an image of the shard: it may
-        have to stay on this disk as long as its primary has no working journal."""
+        """Write an image in place of the records of a shard that another server leads: the shard
+        may have to stay on this disk as long as its primary has no working journal."""
         async with self._one_image:
             if key not in self._for_others:
                 return

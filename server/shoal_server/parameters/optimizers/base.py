@@ -42,6 +42,6 @@ class WholeStepOptimizer(Protocol):
     """An optimizer that can update all blocks at once, with the same result to the last bit."""
 
     def step_whole(self, gradient: Tensor, lr: float, momentum: float | None = None) -> bool:
-        """Update every block in place; `gradient` has them one after the other. False, without a
-        change, if the blocks have to be updated one by one."""
+        """Update every block in place. `gradient`: the gradients of all blocks, one after the
+        other. False, without a change, if the blocks have to be updated one by one."""
         ...

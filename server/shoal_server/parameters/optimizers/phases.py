@@ -38,7 +38,7 @@ def new_scheduler(phase: Phase, optimizer: Optimizer) -> LRScheduler:
 
 
 def range_error(phase: Phase) -> str:
-    """The valid range of settings that are out of range; else an empty text."""
+    """The valid range of the settings if one is out of range; else an empty text."""
     match phase.WhichOneof("kind"):
         case "constant":
             is_valid = 0 < phase.constant.factor <= 1

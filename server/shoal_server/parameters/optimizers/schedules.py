@@ -76,7 +76,7 @@ class _TorchSchedule:
         return float(self._group["lr"])
 
     def following(self, num_updates: int, lr: float) -> float:
-        """The rate after `num_updates` updates, at least 1. `lr`: the rate before the last of them,
+        """The rate after `num_updates` (1 or more) updates. `lr`: the rate before the last of them,
         perhaps from another server's image."""
         before = num_updates - 1
         index = bisect_right(self._starts, before)
@@ -88,8 +88,8 @@ class _TorchSchedule:
 
 
 def check_schedule(schedule: Schedule) -> None:
-    """Raise InvalidSpec for a schedule that torch would refuse, a rate that could become negative
-    or not finite, a phase without updates before the last, or too many phases or milestones."""
+    """Raise InvalidSpec for a schedule that torch would refuse, a setting that is negative or not
+    finite, a phase without updates that is not the last, or too many phases or milestones."""
     if len(schedule.phases) > MAX_PHASES:
         raise InvalidSpec(
             "the schedule is too long",

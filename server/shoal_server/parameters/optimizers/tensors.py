@@ -47,7 +47,7 @@ class StepCounts:
 def in_runs(blocks: Sequence[Tensor]) -> Sequence[Tensor]:
     """Join blocks, adjacent in memory, into as few tensors as give the same results. Kernels round
     the elements after a tensor's last whole vector differently, so a tensor ends after each block
-    that is not of whole vectors."""
+    whose size is not a multiple of VECTOR_ELEMENTS."""
     runs: list[Tensor] = []
     start = num_elements = 0
     for i, block in enumerate(blocks):

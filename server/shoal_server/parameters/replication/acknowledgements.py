@@ -29,7 +29,7 @@ AnswerT = TypeVar("AnswerT")
 
 @dataclass(slots=True, eq=False)
 class _Waiter:
-    """A waiting call, and its token in the core."""
+    """A waiting call. This object is also its token in the core."""
 
     replica: ShardReplica
     answered: "asyncio.Future[Any]"

@@ -1,4 +1,4 @@
-"""Links from other servers on which data count as received once they are sent."""
+"""Links from other servers whose data count as received once they are sent."""
 
 import asyncio
 from collections.abc import Callable

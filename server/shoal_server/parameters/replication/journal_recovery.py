@@ -42,8 +42,8 @@ class JournalRecovery:
         step is left. Such a backup may have later versions, and becomes primary itself.
 
         Call it before the registration, so that other servers see no recovered shard without a
-        primary. Waits for the leases of backups that etcd still lists to end, at most `within_s`.
-        Raises what the store raises.
+        primary. Waits at most `within_s` until the leases of backups that etcd still lists have
+        ended. Raises what the store raises.
         """
         loop = asyncio.get_running_loop()
         give_up_s = loop.time() + within_s

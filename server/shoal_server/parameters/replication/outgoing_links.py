@@ -116,8 +116,8 @@ class OutgoingLinks:
             link.compare(message)
 
     def draft(self, replica: ShardReplica, data: memoryview) -> memoryview | None:
-        """Copy a push's data, before it is applied, to memory shared with a follower; None if there
-        is none. See `PeerLink.draft`."""
+        """Copy a push's data, before it is applied, to memory shared with a follower; None if no
+        follower has such memory now. See `PeerLink.draft`."""
         for link in self._followed_by(replica):
             if (drafted := link.draft(data)) is not None:
                 return drafted

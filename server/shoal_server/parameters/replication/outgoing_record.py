@@ -37,7 +37,7 @@ class OutgoingRecord:
 
     def before_reuse(self) -> Callable[[], None]:
         """The function to call before the data's memory is used again. It copies the data if the
-        record is still needed and has them there."""
+        record still exists and uses that memory."""
         return partial(_copy_data, ref(self), self._record.data)
 
     def _replace(self, data: Buffer, *, is_lent: bool) -> None:

@@ -44,7 +44,7 @@ from shoal_server.serving.tasks import cancel
 log = structlog.get_logger(__name__)
 
 REFUSAL_S = 0.2
-"""Time within which a running machine refuses a connection without a listener."""
+"""Time within which a running machine refuses a connection to a port without a listener."""
 
 
 class LinkOwner(Protocol):
@@ -117,7 +117,7 @@ class PeerLink:
         if stream is None or self._pushes:
             return False
         record = outgoing.get()
-        # The follower may lack memory for rows, and refuse the push.
+        # A push of rows does not count as received: the follower may refuse it for lack of memory.
         is_received = stream.is_received and not record.push.row_ids
         of_record = frames.of_record(
             *request.key,
@@ -134,8 +134,8 @@ class PeerLink:
         return True
 
     def draft(self, data: memoryview) -> memoryview | None:
-        """Copy a push's data, perhaps the next sent, to memory shared with the other end; None if
-        that is impossible now. The copy is valid until the next draft."""
+        """Copy the data of a push that may be sent next to memory shared with the other end; None
+        if that is impossible now. The copy is valid until the next draft."""
         return self._idle.draft(data) if self._idle is not None and not self._pushes else None
 
     def compare(self, digest: pb.FollowRequest) -> None:
@@ -235,8 +235,8 @@ class PeerLink:
     # --- images ---
 
     async def _carry_images(self, address: str) -> None:
-        """Send images over a second stream, opened for the first one. Raises the error that broke
-        the stream."""
+        """Send images over a second stream, which is opened for the first image. Raises the error
+        that broke the stream."""
         await self._wake_images.wait()
         async with open_stream(address) as opened:
             stream = WatchedStream(opened, address, self._timeouts)

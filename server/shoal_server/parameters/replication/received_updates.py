@@ -82,9 +82,9 @@ class ReceivedUpdates:
         return RequestAssembler(self.memory, self._is_coming)
 
     def check_memory(self, arrived: ArrivedRequest) -> None:
-        """Raise Overloaded for an update that was dropped for lack of memory, or that adds rows
-        beyond the memory limit. The copy stays until the assignment allows this server to drop
-        it."""
+        """Raise Overloaded for an update that was dropped for lack of memory, or that has rows
+        while the memory limit is exceeded. The copy stays until the assignment allows this server
+        to drop it."""
         if arrived.why_dropped:
             raise Overloaded("there was no memory for an update", seen=arrived.why_dropped)
         if arrived.push is not None and arrived.push.row_ids:

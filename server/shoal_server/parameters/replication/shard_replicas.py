@@ -1,6 +1,6 @@
 """The shards of this server, kept in accordance with the assignments in etcd.
 
-The replication core (`core/replication/`) decides how to follow their changes
+The replication core (`core/replication/`) decides how to follow changes of the assignments
 (`core/shards/assignments.py`). This module connects the core to the record, the shards, the links,
 the disk and the clock.
 """
@@ -169,7 +169,8 @@ class ShardReplicas:
         return self._record.of_job(job).get(shard_id)
 
     def versions(self, job: str, shard_id: int) -> Mapping[Holder, int]:
-        """Confirmed version of each backup; empty if this server is not the primary."""
+        """Confirmed version of each backup and of a joining server; empty if this server is not the
+        primary."""
         led = self._driver.core.find_led((job, shard_id))
         followers = led.followers if led is not None else {}
         return {holder: follower.confirmed for holder, follower in followers.items()}
@@ -224,8 +225,8 @@ class ShardReplicas:
         await self._record.refresh(job, shard_ids)
 
     async def drop_stale_replicas(self, job: str) -> None:
-        """Drop replicas of an earlier epoch than the job's rewritten record. Raises what the store
-        raises."""
+        """Read the job's newest record, and drop the replicas whose epoch is earlier than the
+        record's. Raises what the store raises."""
         await self._record.refresh(job)
         for replica in self._catalog.of_job(job):
             assignment = self.assignment(job, replica.shard_id)
@@ -251,8 +252,8 @@ class ShardReplicas:
     # --- creating and dropping shards ---
 
     def created(self, replica: ShardReplica) -> None:
-        """Lead a shard that this server has created or loaded. It takes pushes once its first
-        backup has the values, and the record notes them."""
+        """Lead a shard that this server has created or loaded. The shard takes pushes once the
+        record says that it has values. If it is to have backups, they get the values before."""
         key = replica.job, replica.shard_id
         self._driver.submit_event(ev.ShardCreated(key, replica.epoch, replica.state.version))
 
@@ -357,8 +358,8 @@ class ShardReplicas:
         for key, shard in recovered.items():
             if key in foreign:
                 _log_foreign(key, shard.placement_id, self._record.placement_id(key[0]))
-                # Reported as older than any record says: the current placement's shard is in
-                # another journal, and waits for that.
+                # Version 0 stands for a shard of another placement: it is never led, and the record
+                # says that this journal is not the right one (`record_older_copy`).
                 self._driver.submit_event(ev.JournalShardFound(key, 0, 0))
             else:
                 self._driver.submit_event(

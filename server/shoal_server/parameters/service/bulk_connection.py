@@ -212,8 +212,8 @@ class BulkServerConnection:
             log.info("bulk_error_not_sent", error=str(error), reason=str(hung_up))
 
     async def _beat(self) -> None:
-        """Send heartbeats during a call; return when the client has hung up. Nothing else shows
-        that between a call's last frame and its last answer."""
+        """Send heartbeats during a call; return when the client has hung up. Between a call's last
+        frame and its last answer, only a failed send shows that."""
         while True:
             await asyncio.sleep(BEAT_S)
             if self._is_in_call and self._wire.silent_s >= BEAT_S:

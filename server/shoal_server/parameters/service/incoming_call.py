@@ -15,7 +15,7 @@ from shoal_server.serving.tasks import cancel
 log = structlog.get_logger(__name__)
 
 MAX_PENDING_SHARDS = 8
-"""Bound on the started parts of one call that are not answered yet."""
+"""Parts of one call, started and not answered yet, at which no further pieces are read."""
 
 T = TypeVar("T")
 PartT = TypeVar("PartT", bound="IncomingPart")
@@ -103,7 +103,8 @@ class IncomingCall(Generic[PartT, AnswerT]):
                 self._changed.set()
             await taking
         finally:
-            # An answer may have the values of a whole shard, and wait for minutes for a backup.
+            # Drop unsent answers: each may have a whole shard's values, and wait for minutes for a
+            # backup.
             begun = [pending for _, pending in self._pending]
             await cancel(taking, *begun)
 

@@ -1,4 +1,5 @@
-"""Lookups of rows: each item's ids arrive in pieces, and are answered with births and values."""
+"""Lookups of rows. Each item's ids (int64) arrive in pieces. The answer has all births (int64),
+then all values."""
 
 import asyncio
 from collections.abc import Sequence

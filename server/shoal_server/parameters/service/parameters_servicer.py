@@ -182,7 +182,7 @@ class ParametersServicer(Base):
     ) -> AsyncGenerator[Sequence[Message | bytes], None]:
         """Yield the messages with each shard's values, which are of one version. Messages yielded
         together are sent together. Raises the error for the first shard that this server does not
-        serve; a WrongEpoch also has the routes of the others."""
+        serve; a WrongEpoch also has the routes of the other shards that are led elsewhere."""
         await self._fence.check(request.token)
         job = request.token.job
         wait_s = min(max(request.wait_s, 0.0), MAX_WAIT_S)

@@ -39,13 +39,14 @@ T = TypeVar("T")
 
 MAX_LIMIT_S = 60.0
 WRITE_WITHIN_S = 30.0
-"""Longest time between the cut and the call that writes it."""
+"""Longest time between the cut and the call that writes or publishes it."""
 FORMING_S = 10.0
 """Longest wait of `Load` for backups."""
 
 
 class SnapshotsServicer(ShardSnapshotsServicer):
-    """Serves snapshots. `pool` runs only reads and writes of storage."""
+    """Serves snapshots. `pool` reads and writes storage, so that slow storage delays no work on
+    shards."""
 
     def __init__(
         self,

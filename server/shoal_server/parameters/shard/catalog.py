@@ -82,8 +82,8 @@ class Catalog:
         self.whereabouts: ShardLocations = _UnknownLocations()
 
     async def layout(self, job: str) -> ShardMap | None:
-        """Return the job's shard map, read-only and without holders; None if there is none. Raises
-        what the store raises."""
+        """Return the job's shard map as written, read-only: its primaries, epochs and addresses are
+        those of the first placement. None if there is none. Raises what the store raises."""
         return await self._layouts.read(job)
 
     def find(self, job: str, shard_id: int) -> ShardReplica | None:

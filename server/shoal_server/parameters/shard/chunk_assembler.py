@@ -144,7 +144,7 @@ class ChunkAssembler(PieceAssembler):
         blocks that do not exist.
 
         `with_base`: the base values follow the gradient, at their offsets in the shard plus the
-        shard's size. `encoded_bytes`: size of the encoded gradients.
+        shard's size. `encoded_bytes`: size of the encoded gradients, which are expected instead.
         """
         num_blocks = len(shard.blocks)
         absent = set(absent_blocks)

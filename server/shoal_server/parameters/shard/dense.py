@@ -131,8 +131,8 @@ class DenseBody:
     def values(
         self, version: int, known_version: int = 0, writer: CopyOut | None = None
     ) -> DenseValues:
-        """Return the values, in ShardData messages without a writer; none if `known_version` is
-        `version`."""
+        """Return the values, in ShardData messages if there is no writer; no values if
+        `known_version` is `version`."""
         if known_version == version:
             return DenseValues(version=version, num_bytes=0, messages=())
         writer = writer or SHARD_DATA.writer(self._shard_id, self.num_bytes)
@@ -212,8 +212,8 @@ def dense_from_image(image: LoadedImage) -> DenseShard:
 
 
 def bytes_to_make(spec: Shard, optimizer: OptimizerSpec) -> int:
-    """Return the `memory_bytes` of a new dense shard: they are linear in the number of elements, so
-    two tiny shards give them."""
+    """Return the `memory_bytes` of a new dense shard, extrapolated from two tiny ones: they are
+    linear in the number of elements."""
 
     def bytes_of(block_size: int) -> int:
         values = torch.zeros(len(spec.blocks) * block_size, dtype=DTYPES[spec.dtype])

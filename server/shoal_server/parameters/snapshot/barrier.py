@@ -14,8 +14,8 @@ part of that step until its shards are cut.
 
 A step may never end, as its member may die half-way. The caller decides how long to wait; then
 `give_up_incomplete_steps` returns the incomplete steps. No cut waits for a part that was refused
-for good: its member computes it anew, as another step. Until then the cut has only the step's other
-parts; `half_refused_steps` returns such steps.
+for good: its member computes it anew, as another step. A cut before that other step has only the
+first step's remaining parts; `half_refused_steps` returns such steps.
 """
 
 from collections import OrderedDict
@@ -93,7 +93,7 @@ class SnapshotBarrier:
             self._is_whole(step, known, lacking)
 
     def add_steps(self, begun: Begun) -> None:
-        """Add the steps that a shard knows which was moved to this server or restored here.
+        """Add the steps remembered by a shard that was moved to this server or restored here.
 
         Until the next check no known step counts as applied: the new shard may lack it.
         """
@@ -204,7 +204,8 @@ class SnapshotBarrier:
         return known.applied
 
     def _is_outdated(self, step: StepId) -> bool:
-        """True if the step is older than any remembered one: a push that was applied."""
+        """True if the session has MAX_STEPS remembered steps, and this one is older than all of
+        them: its push counts as applied."""
         known = self._sessions.get(step.session, {})
         return len(known) >= MAX_STEPS and step.sequence < min(known)
 

@@ -39,7 +39,7 @@ class _JobBarrier:
     """Replaced by a new event whenever the barrier admits more steps."""
     part_ended: asyncio.Event = field(default_factory=asyncio.Event)
     known: _Led = field(default_factory=dict)
-    """Shards whose remembered steps the barrier knows. Replaced by a new one at each change."""
+    """Shards whose remembered steps the barrier knows. Replaced by a new dict at each change."""
     led: _Led = field(default_factory=dict)
     """Shards that this server led when it closed the barrier."""
     images: dict[int, ShardImage] = field(default_factory=dict)
@@ -225,7 +225,7 @@ class SnapshotBarriers:
         primary, or whose epoch has changed; return all shards that it leads.
 
         Yields to the event loop after each shard, as a shard remembers up to thousands of pushes.
-        If this call is cancelled, the next one continues behind the last shard.
+        If this call is cancelled, the next one continues after the last shard that was added.
         """
         while True:
             self._forget_earlier_placement(job)
@@ -262,13 +262,14 @@ class SnapshotBarriers:
         return cut
 
     def _forget_earlier_placement(self, job: str) -> None:
-        """Forget the steps of an earlier placement, for which no cut waits. Parts in progress stay
-        known, as they may be of the new placement."""
+        """Forget the steps of an earlier placement: no cut waits for them. Steps with a part in
+        progress stay known, as they may be of the new placement."""
         cut, placement_id = self._of(job), self._placement_id_of(job)
         is_idle = cut.barrier.phase is BarrierPhase.OPEN and not cut.images
         if cut.placement_id and cut.placement_id != placement_id and is_idle:
             cut.barrier.forget_ended_steps()
-            # Some remembered steps may be of the new placement.
+            # Add the shards' steps again: some that were just forgotten may be of the new
+            # placement.
             cut.placement_id, cut.known = placement_id, {}
         elif not cut.placement_id:
             cut.placement_id = placement_id

@@ -106,7 +106,7 @@ class RowAdamRule:
 
     def step(self, values_rc: Tensor, gradient_rc: Tensor, state: State, lr: float) -> None:
         average_rc, square_rc = state["exp_avg"], state["exp_avg_sq"]
-        # Moved by a difference, which rounds as SparseAdam does.
+        # Adding the difference rounds as SparseAdam does.
         average_rc.add_(gradient_rc.sub(average_rc).mul_(1 - self._beta1))
         square_rc.add_(gradient_rc.pow(2).sub_(square_rc).mul_(1 - self._beta2))
         denominator_rc = square_rc.sqrt().add_(self._eps)

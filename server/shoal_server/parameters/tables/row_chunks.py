@@ -13,8 +13,8 @@ from shoal_server.parameters.images.tensor_bytes import from_bytes
 
 
 class RowChunks:
-    """The layout of `num_rows` rows in chunks, cut between rows. The columns of a chunk are in
-    order of element size, so that each is aligned."""
+    """The layout of `num_rows` rows in chunks, cut between rows. In a chunk, the columns follow
+    each other, largest elements first, so that each is aligned."""
 
     def __init__(
         self,

@@ -1,5 +1,9 @@
-"""Segments of published weights, made from images of shards. A row keeps its position, so that the
-difference between two versions has only the changed rows."""
+"""Segments of published weights, made from images of shards.
+
+A segment of parameters has their blocks in order. A segment of rows has all ids (int64), all births
+(int64), then all values. A row keeps its position, so that the difference between two versions has
+only the changed rows.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass

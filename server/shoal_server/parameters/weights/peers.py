@@ -1,4 +1,4 @@
-"""Blocking transfer of segments to and from other parameter servers."""
+"""Transfer of segments to and from other parameter servers, in threads."""
 
 import asyncio
 from collections.abc import Callable
@@ -32,7 +32,7 @@ TRANSFER_S = 3600.0
 MAX_IDLE = 8
 
 Destination = tuple[str, str]
-"""A connection carries calls about one series."""
+"""Address of a server, and a series: a connection carries calls about one series."""
 T = TypeVar("T")
 log = structlog.get_logger(__name__)
 

@@ -189,8 +189,8 @@ class WeightsServicer(WeightStoreServicer):
         return cut
 
     async def _admit(self, series: str, digest: bytes, origin: SegmentOrigin) -> None:
-        """Raise StaleEpoch or Overloaded if the segment must not be held. Read the newest records
-        first: a version may have been committed."""
+        """Raise StaleEpoch or Overloaded if the segment must not be held. Before Overloaded, the
+        newest records are read: a version may have been committed."""
         try:
             self._holdings.admit(series, digest, origin)
         except Overloaded:

@@ -58,7 +58,7 @@ class JournalClaims:
         self._found.pop(key, None)
 
     def note_missing(self, key: Key, epoch: int) -> None:
-        """Note that the journal lacks a shard to be led from it in that epoch."""
+        """Note that the journal lacks a shard that was to be led from it in this epoch."""
         self._missing[key] = epoch
 
     def note_servers(

@@ -19,8 +19,9 @@ from shoal_server.core.shards.assignments import (
 
 
 class MissingShards:
-    """Shards that this server's memory lacks. Their records must name a backup as primary, or call
-    the shard lost."""
+    """Shards that this server's memory lacks. A record that names this server as primary must name
+    a backup instead, or call the shard lost. A record that names this server as backup must leave
+    it out."""
 
     def __init__(self, me: Holder) -> None:
         self._me = me

@@ -1,4 +1,4 @@
-"""Finds primaries of this server's copies that do not answer."""
+"""Watch on the primaries of this server's copies: finds primaries that do not answer."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from shoal_server.core.replication.protocol.messages import Key
 
 @dataclass(slots=True)
 class _Silent:
-    """A primary without an open link to this server, which is probed instead."""
+    """A primary that has no open link to this server, and is probed instead."""
 
     again_s: float = inf
     """Next probe; infinite while an answer is awaited."""

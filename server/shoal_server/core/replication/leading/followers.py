@@ -34,7 +34,8 @@ class Follower:
     is_admitting: bool = False
     """True while a write may put the follower in step."""
     image_version: int | None = 0
-    """Version of the image or copy before the first record sent; None: no image yet."""
+    """Version of the image, or of the existing copy, that later records are added to; None: no
+    image was requested yet."""
     _goal: int = 0
     """Version to reach: first to count, then to be put in step."""
     _rounds: int = 0

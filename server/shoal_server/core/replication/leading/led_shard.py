@@ -289,7 +289,8 @@ class LedShard:
             self.followers[holder].unlink()
 
     def retain_followers(self, wanted: frozenset[Holder]) -> list[Follower]:
-        """Make the wanted holders followers. Remove and return others that are not needed."""
+        """Make the wanted holders followers. Remove and return the other followers, except backups
+        of the record and a joiner that a write may put in step."""
         self.lost &= set(self.assignment.holders[1:])
         gone = [f for h, f in self.followers.items() if h not in wanted and not self._is_needed(f)]
         for follower in gone:
@@ -345,7 +346,7 @@ class LedShard:
     # --- steps that follow ---
 
     def take_due_steps(self, now_s: float, announced_s: float) -> Iterator[Effect]:
-        """`announced_s`: from the notice of a successor to workers until pushes stop."""
+        """`announced_s`: time from the notice of a successor to workers until pushes stop."""
         for follower in self.followers.values():
             if follower.holder == self.assignment.joining:
                 follower.try_catch_up(self.version)

@@ -52,7 +52,8 @@ class ReplicationLinks:
             yield from link.images.drop(key)
 
     def connect(self, peer: Holder) -> Iterator[Effect]:
-        """Open a link early, so that later pushes need not wait for it."""
+        """Open a link, unless there is one. A link that is opened early saves later pushes the
+        wait."""
         if peer not in self._links:
             limits = self._limits
             images = OutgoingImages(limits.window_chunks, limits.transfer_attempts)

@@ -120,7 +120,7 @@ class VersionJournaled:
 
 @dataclass(frozen=True, slots=True)
 class PushesStopped:
-    """Further pushes of the epoch are refused; `version`: after the last one applied."""
+    """Further pushes of the epoch are refused; `version`: the shard's after the last push."""
 
     key: Key
     version: int

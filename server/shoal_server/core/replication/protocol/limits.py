@@ -31,7 +31,7 @@ class ReplicationLimits:
     """Time from the notice of a successor until pushes are refused: workers connect to it
     meanwhile."""
     disk_report_s: float = 30.0
-    """Interval at which records are given the version on disk."""
+    """Interval at which the version on disk is written to records."""
     transfer_attempts: int = 3
     """Breaks in a row without an acknowledged chunk after which an image is given up."""
     window_chunks: int = 4

@@ -1,7 +1,8 @@
 """Messages between the servers of a shard.
 
-The primary's server opens the link. Requests go to the backup, replies come back. Messages arrive
-in order, or the link breaks.
+The primary's server opens the link. Requests go to the backup, replies come back. A link has one
+stream for images and one for other messages. The messages of one stream arrive in order, or the
+link breaks.
 """
 
 from dataclasses import dataclass

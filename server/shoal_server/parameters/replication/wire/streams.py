@@ -53,8 +53,8 @@ class PeerStream(Protocol):
     async def write(self, frame: Frame) -> None: ...
 
     def draft(self, data: memoryview) -> memoryview | None:
-        """Copy a record's data, perhaps the next record's, to shared memory. Return the copy, valid
-        until the next draft; None if that is not possible now."""
+        """Copy the data of a record that may be written next to shared memory. Return the copy,
+        valid until the next draft; None if that is not possible now."""
         ...
 
     def write_now(self, *of_record: Frame, keep: Keep) -> bool:
