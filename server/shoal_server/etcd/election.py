@@ -234,8 +234,8 @@ class Election:
             put = self._candidate.put(lease)
             result = await self._store.transact((absent(keys.LEADER),), (put,))
         except BaseException:
-            # If the outcome is unknown too: without the lease, neither a written key nor a late
-            # request stays.
+            # Also if the outcome is unknown: revoking the lease deletes a written key, and makes a
+            # late request fail.
             await _revoke(self._store, lease)
             raise
         if not result.succeeded:

@@ -1,4 +1,4 @@
-"""etcd as a coordinator writes to it: on condition of the leader's key.
+"""Access to etcd for a coordinator: each write is conditional on the leader's key.
 
 The coordinator's services get a `LeaderStore` and no other store.
 """

@@ -179,7 +179,7 @@ class JobActor:
             self._apply_step(self._driver.end_stream(stream, self._dependencies.clock()))
 
     def heartbeat(self, event: HeartbeatReceived, step: int) -> None:
-        """Handle a heartbeat."""
+        """Record a heartbeat. `step`: the member's step, as reported."""
         with self._failing_job():
             self._driver.heartbeat(event, step, self._dependencies.clock())
 

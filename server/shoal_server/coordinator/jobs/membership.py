@@ -246,8 +246,9 @@ def heartbeat(beat: pb.Beat) -> events.HeartbeatReceived:
 
 
 def _check_not_expelled(actor: JobActor, token: Token) -> None:
-    """Raise what `JobActor.authorize` raises for a former member, unless the job is completing. A
-    former member's token has a generation; an earlier leader may have expelled the process."""
+    """Raise what `JobActor.authorize` raises for a former member, unless the job is completing.
+    Only a token of a former member has a generation. This leader may have no record of an expulsion
+    by an earlier leader."""
     if token.generation and not actor.job.is_completing:
         actor.authorize(token)
 

@@ -270,8 +270,8 @@ def _check(request: pb.ServeOutputRequest) -> None:
 
 
 def _owns(launcher: _Launcher, actor: JobActor, member_id: str) -> bool:
-    """True if the launcher has the job's secret, if any, and started the member, unless the member
-    is gone."""
+    """True if the launcher has the job's secret (if the job has one), and started the member's
+    process or the member is gone."""
     spec, member = actor.job.spec, actor.job.members.get(member_id)
     if spec.secret_digest and not matches_digest(launcher.job_secret, spec.secret_digest):
         return False

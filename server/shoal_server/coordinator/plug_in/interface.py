@@ -52,7 +52,8 @@ class PublishedCut:
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """The coordinator, as a plug-in sees it. Jobs may be unknown, except for `declare_lost`."""
+    """The coordinator, as a plug-in sees it. Calls accept the name of an unknown job, except for
+    `authorize` and `declare_lost`."""
 
     store: LeaderStore
     board: StatusBoard
@@ -109,7 +110,8 @@ class PlugIn:
         return _nothing()
 
     async def hand_over(self) -> None:
-        """Store the state of all jobs for the next leader, and drop it, once no job is served."""
+        """Store the state of all jobs for the next leader, and drop it from memory. Called once no
+        job is served."""
 
     def member_lost(self, job: str, member_id: str, incarnation: str) -> None:
         """Note that a member was lost or left."""

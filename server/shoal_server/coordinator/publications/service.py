@@ -1,7 +1,7 @@
 """The WeightSeries service for publishers, readers and operators; and the upkeep of versions.
 
-Leases are in memory only. Until an earlier leader's leases have ended, a new leader drops only
-versions that are lost or belong to a removed or reset job.
+Leases are in memory only. Until an earlier leader's leases have ended, a new leader keeps the
+versions that it found in etcd, except for those that are lost or belong to a removed or reset job.
 """
 
 import asyncio

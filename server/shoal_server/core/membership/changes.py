@@ -53,7 +53,7 @@ class PendingChanges:
     """Time since which no synchronous generation runs; None if one runs, or before the first."""
 
     def record_departure(self, member_id: str, cause: str, *, lost: bool) -> None:
-        """Note that a member is gone; its first cause counts."""
+        """Note that a member is gone. Kept only for members of `before`, with the first cause."""
         departure = Departure(member_id=member_id, cause=shortened(cause), lost=lost)
         if self.before is not None and member_id in self.before.ranks:
             self.departures.setdefault(member_id, departure)
@@ -100,7 +100,7 @@ class PendingChanges:
         )
 
     def clear_for(self, roster: GenerationRoster) -> None:
-        """Clear the reported changes."""
+        """Begin anew from this roster, which runs: the changes up to it were reported."""
         self.before, self.departures = roster, {}
         self.trouble, self.broke_s = "", None
 
@@ -111,8 +111,8 @@ class PendingChanges:
     def _sorted(
         self, roster: GenerationRoster
     ) -> tuple[tuple[Departure, ...], tuple[Departure, ...], tuple[str, ...], tuple[str, ...]]:
-        """Return members that were lost, left, joined and stayed. A member with a new process is
-        listed twice."""
+        """Return members that were lost, left, joined and stayed. A member whose process was
+        replaced is both gone (lost or left) and joined."""
         before = self.before.member_ids if self.before is not None else ()
         old = set(before)
         again = {name for name in roster.member_ids if name in self.departures}

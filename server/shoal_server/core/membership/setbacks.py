@@ -126,6 +126,6 @@ class Setbacks:
 
     @staticmethod
     def _put_off(setback: Setback, count: int, now_s: float) -> None:
-        # Bounded, since a count is not.
+        # The exponent is bounded, since the count is not.
         pause_s = min(FIRST_PAUSE_S * PAUSE_GROWTH ** min(count - 1, 10), MAX_PAUSE_S)
         setback.not_before_s = max(setback.not_before_s or 0.0, now_s + pause_s)

@@ -26,7 +26,7 @@ class Publication:
         self.number = number
         self.stage = PublicationStage.GATHERING
         self.received_s = now_s
-        """Arrival of the newest part. Parts that are sent again, as they are, do not count."""
+        """Arrival of the newest part. A part that is sent again unchanged does not count."""
         self._parts: dict[int, PublicationPart] = {}
         self._calls: dict[Call, int] = {}
 
