@@ -86,7 +86,8 @@ class JobReset:
             names = [each.key.removeprefix(keys.members(job)) for each in members]
             is_quarantined = job in self._registry.quarantined
             check_unused(job, names, is_quarantined=is_quarantined)
-            # A job may be quarantined for its record of earlier runs alone, which is replaced.
+            # A job may be quarantined only because its record of earlier runs is unreadable. That
+            # record is replaced.
             existed = bool(held) or actor is not None or is_quarantined
             had_weights = await self._weights.clear(job, forgets_numbers=forgets_processes)
             if not existed:

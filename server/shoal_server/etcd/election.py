@@ -54,7 +54,7 @@ class Leadership:
         sent_s: float,
         ttl_s: float,
     ) -> None:
-        """`sent_s`: time at which the renewal was sent that etcd confirmed for `ttl_s`."""
+        """`sent_s`: time at which the last renewal was sent, which etcd confirmed for `ttl_s`."""
         self.lost = asyncio.Event()
         self.reason = ""
         self.create_revision = leader.create_revision

@@ -35,13 +35,13 @@ class Term:
         self._conditions: Sequence[Compare] | None = None
 
     def begin(self, conditions: Sequence[Compare]) -> None:
-        """`conditions`: they must hold in etcd for each write."""
+        """Begin a term. `conditions` must hold in etcd for each write."""
         self._conditions = conditions
         self.why_deposed = ""
         self.deposed.clear()
 
     def end(self) -> None:
-        """Later writes raise NotLeader."""
+        """End the term: later writes raise NotLeader."""
         self._conditions = None
 
     def depose(self, reason: str) -> None:

@@ -31,7 +31,8 @@ DETAILS = frozenset(
         *("phase_aborted", "phase_running", "shards_copied"),
     }
 )
-"""Kinds of events that `generation_changed` sums up in one line."""
+"""Kinds of events that are details: other events, such as `generation_changed`, sum them up in one
+line."""
 
 
 @dataclass(kw_only=True)
@@ -389,7 +390,7 @@ class StatusBoard:
         return board
 
     def _drop_ended(self, num_surplus: int) -> None:
-        """Drop the least recently written boards first."""
+        """Drop up to `num_surplus` boards of ended jobs, the least recently written ones first."""
         ended = (job for job in tuple(self._jobs) if not self._is_live(job))
         for job in islice(ended, max(num_surplus, 0)):
             del self._jobs[job]

@@ -80,7 +80,8 @@ class OutputsService(OutputsServicer):
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
         self._serving: dict[MemberKey, list[_Launcher]] = {}
-        """Launchers of each member, the newest last: one that has reconnected may have two streams.
+        """Launchers of each member, the newest last: a launcher that has reconnected may have two
+        streams.
         """
         self.num_served = 0
         """Number of served members, over all streams."""

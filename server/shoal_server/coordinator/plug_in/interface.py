@@ -26,7 +26,8 @@ from shoal_server.status.board import StatusBoard
 from shoal_server.status.views import SamplesView, ShardsView
 
 PARAMETERS = ("shoal_server.coordinator.parameters", "ParametersPlugIn")
-"""No other module of the coordinator imports the plug-in."""
+"""Module and class of the plug-in, for `load_plug_in`. No module of the coordinator imports them
+otherwise."""
 
 CheckRecord = Callable[[str, KeyValue, Sequence[KeyValue]], None]
 
@@ -71,7 +72,8 @@ class Host:
     num_members: Callable[[str], int]
     """Returns the number of a job's members; 1 for an unknown job."""
     training: Callable[[str], Mapping[str, int]]
-    """Returns a job's highest generation in force and step; empty for an unknown job."""
+    """Returns {"generation": highest in force, "step": highest in a heartbeat} of a job; empty for
+    an unknown job."""
     stuck_after_s: float
     """Longest time for which a member may hold up the others."""
     call_wait_s: float
@@ -133,7 +135,7 @@ class PlugIn:
         """Forget a job whose keys are deleted."""
 
     def reopen(self, job: str) -> None:
-        """Drop a job's state from memory: its replaced records are read again."""
+        """Drop a job's state from memory, so that its replaced records are read again."""
 
     async def num_samples(self, job: str) -> int | None:
         """Number of completed samples; None if the job leases none. Raises JobQuarantined, and what

@@ -64,8 +64,8 @@ class SeriesWriter:
         """Write the head and versions; False if another coordinator has written the head.
         `versions`: all that exist after the write.
 
-        Retries through outages of etcd, and without leadership until cancelled. Raises refusals of
-        etcd.
+        Retries through outages of etcd, and, once this coordinator does not lead, until cancelled.
+        Raises refusals of etcd.
         """
         used = {version.layout_digest.hex() for version in versions}
         head = Put(keys.series_head(self._name), records.encode_head(write.head))

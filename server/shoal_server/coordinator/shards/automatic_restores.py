@@ -15,7 +15,7 @@ log = structlog.get_logger(__name__)
 RESTORES_AT_ONCE = 4
 RESTORE_AGAIN_S = 5.0
 REPORTED_AFTER_S = 30.0
-"""Time after which shards are reported lost during their restore."""
+"""Duration of a restore after which its shards are reported lost."""
 
 
 Restore = Callable[[str, Sequence[ShardAssignment]], Awaitable[RestoreAttempt]]

@@ -1,4 +1,4 @@
-"""Reasons for a new generation, in a line such as "lost vm-2 (SIGKILL); 3 go on"."""
+"""Reasons for a new generation, as one line such as "lost vm-2 (SIGKILL); 3 go on"."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field

@@ -108,7 +108,7 @@ class HeartbeatReceived(MemberEvent):
     """Counter that changes while the bring-up makes progress."""
     waits: bool = False
     own_code_s: float = 0.0
-    """Time in the script's own code; 0 if the trainer is not there, or unknown."""
+    """Time in the script's own code; 0 if the trainer is not in that code, or if unknown."""
     loads: bool = False
     """True if the script waits for a batch."""
 

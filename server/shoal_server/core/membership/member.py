@@ -32,7 +32,7 @@ class TrainerActivity:
     """State of a trainer, according to its heartbeats."""
 
     moved: int = 0
-    """Changes while the bring-up makes progress."""
+    """Counter that changes while the bring-up makes progress."""
     moved_s: float = float("-inf")
     """Last change of `moved`."""
     own_code_since_s: float | None = None

@@ -1,8 +1,8 @@
 """A job's shard map: the layout, the primary of each shard, and the primary's address.
 
 Holders change with every failover and move, so they are stored as shard assignments, apart from the
-layout. The layout is written once: it has only the primaries of the first placement. Its head is
-written after its chunks, and makes it the job's layout.
+layout. The layout is written by the first placement, and again by a restore; its own primaries stay
+those of the first placement. Its head is written after its chunks, and makes it the job's layout.
 """
 
 import asyncio

@@ -17,7 +17,7 @@ from shoal_proto.v1.weights_pb2 import PutSegmentRequest
 from shoal_server.serving.access.roles import MAY_CALL
 
 MAX_DEPTH = 3
-"""Header, token, job: the depth at which a request names a job."""
+"""Maximum depth at which a request names a job: header, token, job."""
 
 _RESUMED = b"true"
 
