@@ -125,7 +125,7 @@ class StatusBoard:
     def event(
         self, job: str, kind: str, reason: str, *, member_id: str = "", generation: int = 0
     ) -> EventView:
-        """Record an event. `kind` is in the past tense, as in the log."""
+        """Record an event. `kind`: as in the log, such as member_joined."""
         # Ids are at least the clock's milliseconds, so that they rise from leader to leader.
         self._last_event_id = max(self._last_event_id + 1, int(self._clock() * 1000))
         event = EventView(

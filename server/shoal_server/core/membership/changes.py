@@ -16,7 +16,7 @@ UNSEEN = "gone while no coordinator led"
 class Departure:
     member_id: str
     cause: str
-    """Such as SIGKILL or connection lost; or the reason for leaving."""
+    """Cause of a loss, such as SIGKILL or connection lost; or the reason for leaving."""
     lost: bool
     """True if the member did not leave in order."""
 

@@ -13,7 +13,7 @@ FIRST_PAUSE_S = 1.0
 PAUSE_GROWTH = 3.0
 MAX_PAUSE_S = 300.0
 REMEMBERED_S = 600.0
-"""Time after which failures are forgotten."""
+"""Time after a member's newest failure at which its failures are forgotten."""
 MAX_NAMES_KEPT = 10_000
 
 
