@@ -1,8 +1,9 @@
-"""The last leader's clock, stored in etcd. A leader whose clock is far ahead of it removes nothing.
+"""The last leader's clock, stored in etcd. A new leader whose clock is far ahead of it suspends
+removals for a while.
 
 With a clock that is days ahead, the first sweep would remove every ended job. So each leader writes
-the time to etcd once a minute. After a large gap, from an outage or a wrong clock, the next leader
-suspends removals for a while.
+the time to etcd once a minute, and the next leader compares its own. A large gap may come from an
+outage or from a wrong clock.
 """
 
 import json

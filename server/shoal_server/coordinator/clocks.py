@@ -175,8 +175,9 @@ class ClocksService(ClocksServicer):
         return pb.RestReply()
 
     async def _wait(self, job: _Job, request: pb.AdvanceRequest, who: MemberProcess) -> ClockStatus:
-        """Return the member's status once it may advance; at the timeout, declare stuck members
-        lost first. Raises Fenced if the member is lost, NotLeader if the job was dropped."""
+        """Return the member's status once it may advance, or at the timeout, after stuck members
+        were declared lost. Raises Fenced if the member is lost, NotLeader if the job was
+        dropped."""
         try:
             async with asyncio.timeout(min(request.wait_s, MAX_WAIT_S, self._stuck_after_s)):
                 while True:

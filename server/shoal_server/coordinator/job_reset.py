@@ -73,8 +73,8 @@ class JobReset:
         `forgets_processes`: True to keep no record of earlier runs, once none of their processes
         can return; series that plain scripts publish then stay. Raises JobInUse while the job has
         members, Unavailable while etcd cannot be reached or the job is being read or reset,
-        NotLeader, and the error of the job's last write.
-        Published versions may then be gone, and all keys if only etcd's answer was lost.
+        NotLeader, and the error of the job's last write. After an error, published versions may be
+        gone; so may all keys, if only etcd's answer was lost.
         """
         known = self._registry.earlier_runs.get(job)
         async with self._registry.block_and_forget(job) as actor, self._plug_in.closed_ledger(job):
@@ -86,7 +86,8 @@ class JobReset:
             names = [each.key.removeprefix(keys.members(job)) for each in members]
             is_quarantined = job in self._registry.quarantined
             check_unused(job, names, is_quarantined=is_quarantined)
-            # A job may be quarantined for its record of earlier runs alone, which is replaced.
+            # A job may be quarantined only because its record of earlier runs is unreadable. That
+            # record is replaced.
             existed = bool(held) or actor is not None or is_quarantined
             had_weights = await self._weights.clear(job, forgets_numbers=forgets_processes)
             if not existed:
@@ -114,8 +115,8 @@ class JobReset:
         return True
 
     def is_read(self, job: str) -> bool:
-        """True if anybody reads (or publishes) a series of the job's runs. Its numbers continue:
-        readers ignore lower ones."""
+        """True if a series that the job's runs published is in use. Such a series has to keep its
+        numbers, since readers ignore lower ones."""
         return any(
             not (each.is_idle or each.series.head.publisher.script)
             for each in self._weights.series_of(job)
@@ -123,8 +124,9 @@ class JobReset:
 
     async def forget_runs(self, before_unix_s: float) -> None:
         """Delete the record of earlier runs of each unused name that was last reset before
-        `before_unix_s`, and what is left of the series that these runs published: the next run
-        numbers its generations from 1. Both stay while such a series is read.
+        `before_unix_s`, and what is left of the series that these runs published, since such a
+        series would refuse the next run, whose generations are numbered from 1 again. Both stay
+        while such a series is in use.
 
         Raises Unavailable while etcd cannot be reached, and NotLeader.
         """

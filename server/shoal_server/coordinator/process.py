@@ -136,8 +136,8 @@ async def serve(config: CoordinatorConfig) -> None:
 
 
 def _operations(config: CoordinatorConfig, coordinator: Coordinator) -> JobOperations | None:
-    """Operations for the HTTP API; None if callers have only certificates: HTTP does not read the
-    roles in these."""
+    """Operations for the HTTP API; None if callers have only certificates, since HTTP does not read
+    the roles in certificates."""
     known = config.http_tokens is not None or config.http_clients == "user"
     if not known and identity.own() is not None:
         return None

@@ -32,7 +32,7 @@ PACKED_BYTES = 16 * 1024
 
 @dataclass(kw_only=True, eq=False)
 class WaitingCalls:
-    """Calls that want the same keys and lack the same ones."""
+    """Waiting calls that request the same keys, of which the same are missing."""
 
     keys: tuple[str, ...]
     missing: set[str]

@@ -66,8 +66,8 @@ class Retention:
         """True if this coordinator's clock is trusted for removals, and all readers are known."""
         self._removes_from_s = 0.0
         self._empty_since_s: dict[str, float] = {}
-        """Jobs that are not over and have no members, by the time at which this leader first saw
-        that."""
+        """Jobs that are not over and have no members, each with the time at which this leader first
+        saw it without members."""
         self._woken = asyncio.Event()
 
     def changed(self, job: str) -> None:
@@ -80,7 +80,7 @@ class Retention:
         """Sweep periodically and on wake-up, until cancelled."""
         self._empty_since_s.clear()
         self._mark.begin()
-        # Earlier, readers that the last leader knew may not have reported to this one.
+        # Before that time, readers that the last leader knew may not have reported to this one yet.
         self._removes_from_s = self._clock() + HELD_S
         while True:
             self._woken.clear()

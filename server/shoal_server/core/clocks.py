@@ -15,8 +15,8 @@ A member that joins or returns begins in the newest round in which it need not w
 in the next one if another member already asks to push.
 
 With bound 0 a member also reports that it has its round's values (`pulled`), and pushes once all
-have: a round's steps are computed on the same values. After a leader failover no member may go on
-until each member that trained has reported again.
+members have: so all steps of a round are computed on the same values. After a leader failover no
+member may go on until each member that trained has reported again.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -88,7 +88,7 @@ class Clocks:
     def advance(self, who: MemberProcess, report: ClockReport, now_s: float) -> ClockStatus:
         """Record the member's position, and return whether it may go on.
 
-        A repeated report never moves the member back. Without `begins` and `pulled`, a report
+        A repeated report never moves the member back. A report with neither `begins` nor `pulled`
         requests the next step, and may move the member to a newer round.
         """
         name = who.member_id
@@ -223,8 +223,8 @@ class Clocks:
 
     @property
     def horizon(self) -> ClockPosition | None:
-        """Lowest position. A member goes on once it reaches the member's `threshold`; None: no
-        member may go on."""
+        """Lowest position. A member may go on once the horizon has reached the member's
+        `threshold`; None: no member may go on."""
         if self._unreported:
             return None
         lowest = self._standing.lowest

@@ -1,5 +1,5 @@
-"""Time limits, all computed from a few numbers, in a checked order: a limit out of order shows as a
-fault far from its cause."""
+"""Time limits, all computed from a few numbers. Their order is checked, since a limit out of order
+shows as a fault far from its cause."""
 
 import math
 from dataclasses import dataclass

@@ -13,7 +13,7 @@ class ClockPosition(NamedTuple):
 
 
 class PositionIndex:
-    """Names by position, one for each name."""
+    """Names by position; each name has one position."""
 
     def __init__(self) -> None:
         self._at: dict[str, ClockPosition] = {}

@@ -45,7 +45,8 @@ class RetentionState:
 
 
 def held_s(now_s: float, noted_s: float | None) -> float:
-    """Time for which a new leader removes nothing.
+    """Seconds for which a new leader removes nothing; 0 unless more than MAX_GAP_S have passed
+    since `noted_s`.
 
     `noted_s` is the last time that an earlier leader noted by its own clock, if any. A slow clock
     only delays removals.

@@ -170,7 +170,7 @@ class Keyspace(Protocol):
     async def keys(self, prefix: str) -> tuple[str, ...]:
         """List all keys under a prefix, in order.
 
-        They are read in pages, each as of its own request.
+        Keys are read in pages, each as of its own request, so they are not one snapshot.
         """
         ...
 

@@ -54,7 +54,7 @@ class Leadership:
         sent_s: float,
         ttl_s: float,
     ) -> None:
-        """`sent_s`: time at which the renewal was sent that etcd confirmed for `ttl_s`."""
+        """`sent_s`: time at which the last renewal was sent, which etcd confirmed for `ttl_s`."""
         self.lost = asyncio.Event()
         self.reason = ""
         self.create_revision = leader.create_revision
@@ -234,8 +234,8 @@ class Election:
             put = self._candidate.put(lease)
             result = await self._store.transact((absent(keys.LEADER),), (put,))
         except BaseException:
-            # If the outcome is unknown too: without the lease, neither a written key nor a late
-            # request stays.
+            # Also if the outcome is unknown: revoking the lease deletes a written key, and makes a
+            # late request fail.
             await _revoke(self._store, lease)
             raise
         if not result.succeeded:

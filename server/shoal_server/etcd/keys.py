@@ -113,7 +113,7 @@ def shard_map_chunk(job: str, digest: str, number: int) -> str:
 def assignments(job: str) -> str:
     """Prefix of the job's shard assignments.
 
-    Apart from the job's other keys: every parameter server watches all assignments.
+    It is apart from the job's other keys, since every parameter server watches all assignments.
     """
     return f"{ASSIGNMENTS}{job}/"
 
@@ -124,8 +124,8 @@ def assignments_head(job: str) -> str:
 
 
 def assignments_of_placement(job: str, placement_id: str) -> str:
-    """Prefix of one placement's assignments. Earlier or unfinished placements may have left
-    others."""
+    """Prefix of one placement's assignments. Earlier or unfinished placements may have left other
+    assignments."""
     return f"{ASSIGNMENTS}{job}/{placement_id}/"
 
 
@@ -180,7 +180,7 @@ def series_version(series: str, number: int) -> str:
 def series_layouts(series: str, digest: str = "") -> str:
     """Prefix of a Layout's chunks; without `digest`, of all chunks.
 
-    Apart from the series' other records, which every parameter server watches.
+    It is apart from the series' other records, which every parameter server watches.
     """
     return f"{SERIES_LAYOUTS}{series}/{digest}/" if digest else f"{SERIES_LAYOUTS}{series}/"
 

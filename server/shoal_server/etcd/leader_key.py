@@ -1,4 +1,5 @@
-"""The leader's key in etcd. Calls raise what their store raises."""
+"""The leader's key in etcd, with the value {"address", "http_url", "host"} as JSON. Calls raise
+what their store raises."""
 
 import json
 from collections.abc import AsyncGenerator
@@ -31,7 +32,7 @@ class LeaderCandidate:
     """host:port of the gRPC service."""
     http_url: str = ""
     host: str = ""
-    """Name of the machine or container, as two may advertise the same address, such as
+    """Name of the machine or container, since two of them may advertise the same address, such as
     127.0.0.1."""
 
     def put(self, lease: LeaseId) -> Put:

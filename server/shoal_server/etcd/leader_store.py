@@ -1,4 +1,4 @@
-"""etcd as a coordinator writes to it: on condition of the leader's key.
+"""Access to etcd for a coordinator: each write is conditional on the leader's key.
 
 The coordinator's services get a `LeaderStore` and no other store.
 """
@@ -35,13 +35,13 @@ class Term:
         self._conditions: Sequence[Compare] | None = None
 
     def begin(self, conditions: Sequence[Compare]) -> None:
-        """`conditions`: they must hold in etcd for each write."""
+        """Begin a term. `conditions` must hold in etcd for each write."""
         self._conditions = conditions
         self.why_deposed = ""
         self.deposed.clear()
 
     def end(self) -> None:
-        """Later writes raise NotLeader."""
+        """End the term: later writes raise NotLeader."""
         self._conditions = None
 
     def depose(self, reason: str) -> None:

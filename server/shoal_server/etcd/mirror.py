@@ -159,7 +159,7 @@ class PrefixMirror(Generic[T]):
     async def look_up(self, name: str) -> T | None:
         """Read a record from etcd now, and keep it; None if there is none.
 
-        An unreadable one leaves the known record.
+        An unreadable record does not replace the known one.
         """
         known = self._revisions.get(name)
         found = await self._store.get(self._prefix + name)
@@ -171,13 +171,13 @@ class PrefixMirror(Generic[T]):
         return self.get(name)
 
     def note(self, item: MirroredKey | KeyValue) -> None:
-        """Apply an item from outside the watch, unless a newer one is known or the watch has come
-        as far."""
+        """Apply an item from outside the watch, unless a newer revision of the key is known, or the
+        watch has already reached the item's revision."""
         self.note_all([item])
 
     def note_all(self, items: Iterable[MirroredKey | KeyValue]) -> None:
         """Apply items from outside the watch, each as `note` does."""
-        # The watch has delivered the others, and perhaps their deletion.
+        # The watch has delivered the other items, and perhaps their deletion.
         new = [item for item in items if item.mod_revision > self._watched]
         changed = [self._put(MirroredKey(i.key, i.value, i.mod_revision)) for i in new]
         if any(changed):

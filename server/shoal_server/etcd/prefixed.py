@@ -1,6 +1,6 @@
 """A store inside another: each key gets a prefix.
 
-So several clusters can share an etcd. Leases are shared as they are.
+So several clusters can share an etcd. Ids of leases have no prefix: they are passed on unchanged.
 """
 
 from collections.abc import AsyncGenerator, Sequence

@@ -31,7 +31,7 @@ def is_module_missing(command: str, *modules: str, extra: str = "") -> bool:
 
 def run(command: str, work: Coroutine[Any, Any, None]) -> int:
     """Run `work` and return the exit code: 0, EX_TEMPFAIL (75) for Unavailable, 1 for another
-    ShoalError, which is printed to stderr.
+    ShoalError. Both errors are printed to stderr.
 
     Configures logging, and gives new files no permissions for others. Raises other errors of
     `work`, and InvalidSpec for an unknown level in SHOAL_LOG_LEVEL.

@@ -47,7 +47,8 @@ GENERATIONS_UNREAD: Responses = {
 
 
 def router(reading: StatusQueries) -> APIRouter:
-    """Endpoints. Handlers are coroutines, so that the board stays on the one event loop."""
+    """Endpoints under /api/v1. Handlers are coroutines, so that only the event loop uses the
+    board."""
     api = APIRouter(prefix="/api/v1")
     _add_jobs(api, reading)
     _add_weights(api, reading)

@@ -31,7 +31,8 @@ DETAILS = frozenset(
         *("phase_aborted", "phase_running", "shards_copied"),
     }
 )
-"""Kinds of events that `generation_changed` sums up in one line."""
+"""Kinds of events that are details: other events, such as `generation_changed`, sum them up in one
+line."""
 
 
 @dataclass(kw_only=True)
@@ -124,7 +125,7 @@ class StatusBoard:
     def event(
         self, job: str, kind: str, reason: str, *, member_id: str = "", generation: int = 0
     ) -> EventView:
-        """Record an event. `kind` is in the past tense, as in the log."""
+        """Record an event. `kind`: as in the log, such as member_joined."""
         # Ids are at least the clock's milliseconds, so that they rise from leader to leader.
         self._last_event_id = max(self._last_event_id + 1, int(self._clock() * 1000))
         event = EventView(
@@ -389,7 +390,7 @@ class StatusBoard:
         return board
 
     def _drop_ended(self, num_surplus: int) -> None:
-        """Drop the least recently written boards first."""
+        """Drop up to `num_surplus` boards of ended jobs, the least recently written ones first."""
         ended = (job for job in tuple(self._jobs) if not self._is_live(job))
         for job in islice(ended, max(num_surplus, 0)):
             del self._jobs[job]

@@ -49,8 +49,8 @@ class JobReader:
     waiting: Mapping[str, tuple[str, float]] = field(default_factory=dict)
     """Reason and start of waits outside of the core, such as for shards."""
     now_s: float | None = None
-    """Moment of the views, on the core's clock; None leaves out how long members have been
-    paused."""
+    """Moment of the views, on the core's clock. None leaves out durations that are not over yet,
+    such as those of pauses."""
 
     def detail(
         self, generations: Iterable[GenerationView] = (), samples: SamplesView | None = None

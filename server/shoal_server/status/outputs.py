@@ -55,7 +55,8 @@ def router(source: StatusSource, guard: Guard) -> APIRouter:
 
 
 def _asker(guard: Guard, request: Request) -> CallerProof:
-    """Raises AccessDenied if the caller's certificate is of a role that must not read outputs."""
+    """Return the caller's proof. Raises AccessDenied if its certificate is of a role that must not
+    read output."""
     if not guard.is_open:
         # The holder of any token may read, and so may the cluster's own user.
         return CallerProof(is_known=True)

@@ -163,7 +163,7 @@ class PageSelection:
 
 
 class _SharedStates:
-    """Pages that show the same selection share one state."""
+    """Newest state of each selection, shared by all pages that show the selection."""
 
     def __init__(self, reading: StatusQueries) -> None:
         self._maker = PageMaker(reading)

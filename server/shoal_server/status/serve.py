@@ -20,7 +20,7 @@ STOP_WITHIN_S = 2
 
 
 def scheme_for(clients: HttpClients) -> str:
-    """Scheme for such callers: http or https."""
+    """URL scheme of a page with such callers: http or https."""
     return "http" if identity.own() is None or clients == "user" else "https"
 
 

@@ -1,5 +1,5 @@
-"""Metrics of parameter servers and their shards. A silent server has none: a count of 0 would look
-like a restart."""
+"""Metrics of parameter servers and their shards. A silent server has no metrics: counts of 0 would
+look like a restart."""
 
 from collections.abc import Iterator, Mapping
 from itertools import accumulate, zip_longest

@@ -91,7 +91,8 @@ class JobActor:
         read_records: Callable[[], Awaitable[Sequence[GenerationRecord]]] | None = None,
         generations: StoredGenerations | None = None,
     ) -> None:
-        """`read_records` reads older records on demand. `generations`: those in etcd already."""
+        """`read_records` reads older records on demand. `generations`: the numbers of those in
+        etcd."""
         self.job = job
         self.inherited_generation = job.last_generation
         """Newest generation from an earlier leader, or from before a quarantine; 0 without one."""
@@ -179,7 +180,7 @@ class JobActor:
             self._apply_step(self._driver.end_stream(stream, self._dependencies.clock()))
 
     def heartbeat(self, event: HeartbeatReceived, step: int) -> None:
-        """Handle a heartbeat."""
+        """Record a heartbeat. `step`: the member's step, as reported."""
         with self._failing_job():
             self._driver.heartbeat(event, step, self._dependencies.clock())
 
@@ -349,7 +350,7 @@ class JobActor:
         return replace(write, state=replace(state, tally=tally))
 
     def _failure(self, error: Exception) -> Exception:
-        """Error for all callers: the state in memory is ahead of the durable state."""
+        """Error for all callers, since the state in memory is then ahead of the durable state."""
         if isinstance(error, NotLeader):
             self._dependencies.on_lost_leadership(str(error))
             return error

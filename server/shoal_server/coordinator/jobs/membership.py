@@ -146,8 +146,9 @@ class MembershipService(MembershipServicer):
         return _ack(actor)
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.Ack:
-        # A member that drains itself is named by its incarnation. Since that replaces the job's
-        # secret, it decides: everybody can read the public id.
+        # A member that drains itself gives its incarnation in place of the job's secret. The
+        # incarnation then decides which process is meant, not `public_id`, which everybody can
+        # read.
         process = public_id(request.incarnation) if request.incarnation else request.public_id
         who = proof_of_caller(
             known_caller(context), request.job_secret, is_itself=bool(request.incarnation)
@@ -234,7 +235,7 @@ def _check_attendance(request: pb.AttendRequest) -> None:
 
 
 def heartbeat(beat: pb.Beat) -> events.HeartbeatReceived:
-    """Return the event of a heartbeat."""
+    """Event of a heartbeat. A time that is not finite counts as 0."""
     own_code_s = beat.own_code_s if math.isfinite(beat.own_code_s) else 0.0
     return events.HeartbeatReceived(
         **_identity(beat.token),
@@ -246,8 +247,9 @@ def heartbeat(beat: pb.Beat) -> events.HeartbeatReceived:
 
 
 def _check_not_expelled(actor: JobActor, token: Token) -> None:
-    """Raise what `JobActor.authorize` raises for a former member, unless the job is completing. A
-    former member's token has a generation; an earlier leader may have expelled the process."""
+    """Raise what `JobActor.authorize` raises for a former member, unless the job is completing.
+    Only a token of a former member has a generation. This leader may have no record of an expulsion
+    by an earlier leader."""
     if token.generation and not actor.job.is_completing:
         actor.authorize(token)
 

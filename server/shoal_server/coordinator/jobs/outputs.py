@@ -80,7 +80,8 @@ class OutputsService(OutputsServicer):
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
         self._serving: dict[MemberKey, list[_Launcher]] = {}
-        """Launchers of each member, the newest last: one that has reconnected may have two streams.
+        """Launchers of each member, the newest last: a launcher that has reconnected may have two
+        streams.
         """
         self.num_served = 0
         """Number of served members, over all streams."""
@@ -270,8 +271,8 @@ def _check(request: pb.ServeOutputRequest) -> None:
 
 
 def _owns(launcher: _Launcher, actor: JobActor, member_id: str) -> bool:
-    """True if the launcher has the job's secret, if any, and started the member, unless the member
-    is gone."""
+    """True if the launcher has the job's secret (if the job has one), and started the member's
+    process or the member is gone."""
     spec, member = actor.job.spec, actor.job.members.get(member_id)
     if spec.secret_digest and not matches_digest(launcher.job_secret, spec.secret_digest):
         return False

@@ -96,8 +96,7 @@ class DurableJobs:
         return replace(write, state=replace(write.state, more=more))
 
     async def _until_written(self, job: str, operations: Sequence[Operation]) -> None:
-        # Repeated one by one: after the job's record is written, earlier transactions would compare
-        # its old revision.
+        # Each batch is repeated by itself, so that no batch is written again after a later one.
         for batch in _batches(operations):
             await until_answered(
                 partial(self.apply_to, job, batch),

@@ -30,7 +30,7 @@ class Records:
             self.keep(record)
 
     async def fill(self) -> None:
-        """Read the other records, once. Raises JobQuarantined, Unavailable."""
+        """Read the older records, once. Raises JobQuarantined, Unavailable."""
         if self._read is None:
             return
         older = await self._read()

@@ -1,6 +1,7 @@
 """Decided generations as stored in etcd, one value each.
 
-The value is JSON, readable with etcdctl, but for the deflated roster: 10,000 members take 0.6 MB.
+The value is JSON, readable with etcdctl except for `packed_roster`: a StoredRoster message,
+deflated and in base64. A roster of 10,000 members takes 0.6 MB.
 """
 
 import json
@@ -102,7 +103,8 @@ class StoredGenerations:
 
         Keeps the newest records within the bounds of `Records`, and the newest two committed ones.
         """
-        # A committed generation that is aborted moves to the end.
+        # A committed generation whose bring-up fails is decided again, as aborted, and moves to the
+        # end.
         self._kept.pop(record.roster.generation, None)
         self._kept[record.roster.generation] = _weight(record)
         needed: set[int] = set()

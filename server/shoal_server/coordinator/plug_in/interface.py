@@ -26,7 +26,8 @@ from shoal_server.status.board import StatusBoard
 from shoal_server.status.views import SamplesView, ShardsView
 
 PARAMETERS = ("shoal_server.coordinator.parameters", "ParametersPlugIn")
-"""No other module of the coordinator imports the plug-in."""
+"""Module and class of the plug-in, for `load_plug_in`. No module of the coordinator imports them
+otherwise."""
 
 CheckRecord = Callable[[str, KeyValue, Sequence[KeyValue]], None]
 
@@ -52,7 +53,8 @@ class PublishedCut:
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """The coordinator, as a plug-in sees it. Jobs may be unknown, except for `declare_lost`."""
+    """The coordinator, as a plug-in sees it. Calls accept the name of an unknown job, except for
+    `authorize` and `declare_lost`."""
 
     store: LeaderStore
     board: StatusBoard
@@ -70,7 +72,8 @@ class Host:
     num_members: Callable[[str], int]
     """Returns the number of a job's members; 1 for an unknown job."""
     training: Callable[[str], Mapping[str, int]]
-    """Returns a job's highest generation in force and step; empty for an unknown job."""
+    """Returns {"generation": highest in force, "step": highest in a heartbeat} of a job; empty for
+    an unknown job."""
     stuck_after_s: float
     """Longest time for which a member may hold up the others."""
     call_wait_s: float
@@ -109,7 +112,8 @@ class PlugIn:
         return _nothing()
 
     async def hand_over(self) -> None:
-        """Store the state of all jobs for the next leader, and drop it, once no job is served."""
+        """Store the state of all jobs for the next leader, and drop it from memory. Called once no
+        job is served."""
 
     def member_lost(self, job: str, member_id: str, incarnation: str) -> None:
         """Note that a member was lost or left."""
@@ -131,7 +135,7 @@ class PlugIn:
         """Forget a job whose keys are deleted."""
 
     def reopen(self, job: str) -> None:
-        """Drop a job's state from memory: its replaced records are read again."""
+        """Drop a job's state from memory, so that its replaced records are read again."""
 
     async def num_samples(self, job: str) -> int | None:
         """Number of completed samples; None if the job leases none. Raises JobQuarantined, and what

@@ -1,7 +1,7 @@
 """The WeightSeries service for publishers, readers and operators; and the upkeep of versions.
 
-Leases are in memory only. Until an earlier leader's leases have ended, a new leader drops only
-versions that are lost or belong to a removed or reset job.
+Leases are in memory only. Until an earlier leader's leases have ended, a new leader keeps the
+versions that it found in etcd, except for those that are lost or belong to a removed or reset job.
 """
 
 import asyncio
@@ -145,11 +145,10 @@ class WeightSeriesService(WeightSeriesServicer):
     async def clear(self, job: str, *, forgets_numbers: bool) -> bool:
         """Drop all versions of a job that is removed or started over; True if there were any.
 
-        `forgets_numbers`: delete the series themselves, else later versions continue the numbers.
-        Series that plain scripts publish then stay, as nobody asked for a removal. Unreadable
-        series stay.
-        Raises Unavailable while etcd cannot be reached, NotLeader, and the error with which a
-        series ends meanwhile; some versions may then be gone.
+        `forgets_numbers`: True to delete the series themselves, except those that plain scripts
+        publish, since nobody asked for their removal. False: later versions continue the numbers.
+        Unreadable series stay. Raises Unavailable while etcd cannot be reached, NotLeader, and the
+        error with which a series ends meanwhile; some versions may then be gone.
         """
         had_any = False
         try:
@@ -405,7 +404,7 @@ class WeightSeriesService(WeightSeriesServicer):
 
     async def _found_for_reader(self, name: str) -> SeriesActor:
         """Actor of a series. Raises what `_find` raises, and Unavailable while etcd denies access:
-        that refusal is of the coordinator, and may end."""
+        etcd then refuses the coordinator, not the reader, and may accept it later."""
         try:
             return await self._find(name)
         except AccessDenied as error:

@@ -2,8 +2,8 @@
 removal of unused layouts.
 
 Each write compares the head's revision. No two heads are equal, so etcd's head shows if a write of
-unknown outcome took effect. A removal of layouts has no effect once a layout is written after the
-head: it may arrive late, when a removed layout has been put anew.
+unknown outcome took effect. A removal of layouts takes effect only if no layout was written after
+the head: a late removal could otherwise delete a layout that was put again meanwhile.
 """
 
 import asyncio
@@ -54,7 +54,8 @@ class SeriesWriter:
         self._revision = revision
         self._layouts = set(layouts)
         self._whole_layouts: set[str] = set()
-        """Digests of the layouts that this writer has stored. Of others etcd may lack chunks."""
+        """Digests of the layouts that this writer has stored. Other layouts may lack chunks in
+        etcd."""
         self._newest_layout = ""
         """Digest of the newest layout, which the next version may use."""
         self._writing = asyncio.Lock()
@@ -63,8 +64,8 @@ class SeriesWriter:
         """Write the head and versions; False if another coordinator has written the head.
         `versions`: all that exist after the write.
 
-        Retries through outages of etcd, and without leadership until cancelled. Raises refusals of
-        etcd.
+        Retries through outages of etcd, and, once this coordinator does not lead, until cancelled.
+        Raises refusals of etcd.
         """
         used = {version.layout_digest.hex() for version in versions}
         head = Put(keys.series_head(self._name), records.encode_head(write.head))

@@ -1,6 +1,6 @@
 """The Repairs service: shows why a job is quarantined, and continues it without the broken records.
 
-A broken record is copied to a key under a separate prefix before it is gone.
+A broken record that is deleted or rewritten is copied to a key under a separate prefix.
 """
 
 import time

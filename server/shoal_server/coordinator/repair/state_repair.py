@@ -37,8 +37,8 @@ def repaired_state(
 
     The last generation and the progress may follow from the generations in etcd: their numbers
     (`generations`) and readable records (`records`). A missing `trained_in` becomes the newest
-    generation that is not known to be aborted or asynchronous: so the job never starts again from
-    initial values. A missing `reached_step` becomes the step at which the newest committed
+    generation that is not known to be aborted or asynchronous, so that the job never starts again
+    from initial values. A missing `reached_step` becomes the step at which the newest committed
     synchronous generation in `records` was agreed.
 
     Raises UnreadableRecord if neither the record nor `bounds` gives the bounds, or if the digest of

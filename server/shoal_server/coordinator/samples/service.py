@@ -164,8 +164,8 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
         await self.write_all(whole=True)
 
     def member_lost(self, job: str, member_id: str, incarnation: str) -> None:
-        """Free the samples of an incarnation that was lost or has left, and that gets no further
-        ones."""
+        """Free the samples of a process that was lost or has left. Its calls in progress get no
+        further ones."""
         self._num_losses += 1
         self._losses[job, member_id, incarnation] = self._num_losses
         if len(self._losses) > MAX_LOSSES:

@@ -2,7 +2,8 @@
 
 The deltas are below the base's key, under the base's token, numbered from 0. A new base replaces
 the last known one and its deltas in one transaction; a delta needs a free number. A coordinator's
-first write is a base: coordinators that read an earlier base can then add no deltas.
+first write is a base: coordinators that read an earlier base can then add no deltas. A base is
+JSON, compressed with zlib if it is large; `core/samples/ledger_deltas.py` describes deltas.
 """
 
 import json
@@ -63,7 +64,7 @@ class StoredLedger:
         self._revision = Revision(0)
         self._token = ""
         self._numbers: MemberNumbers | None = None
-        """Numbers of members in the base; None: the next write is a base."""
+        """Numbers by which deltas identify members; None: the next write is a base."""
         self._num_deltas = 0
         self._base_bytes = 0
 

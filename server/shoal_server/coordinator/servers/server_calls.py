@@ -48,7 +48,7 @@ class ServerCalls:
         timeout_s: float,
     ) -> Reply:
         """Call the service of the given stub, as `call` does."""
-        # After a renewal, calls in progress stay on the old connection.
+        # After a renewal of the certificate, calls in progress stay on the old connection.
         key = address, material()
         channel = self._channels.get(key)
         if channel is None:

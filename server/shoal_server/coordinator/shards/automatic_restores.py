@@ -15,11 +15,11 @@ log = structlog.get_logger(__name__)
 RESTORES_AT_ONCE = 4
 RESTORE_AGAIN_S = 5.0
 REPORTED_AFTER_S = 30.0
-"""Time after which shards are reported lost during their restore."""
+"""Duration of a restore after which its shards are reported lost."""
 
 
 Restore = Callable[[str, Sequence[ShardAssignment]], Awaitable[RestoreAttempt]]
-"""Called with (job, lost shards). Raises NothingLost if none of the job's is lost any more."""
+"""Called with (job, lost shards). Raises NothingLost if no shard of the job is lost any more."""
 
 
 class AutomaticRestores:
@@ -45,7 +45,8 @@ class AutomaticRestores:
 
         The first call starts the restore, which is retried until `forget` if storage, etcd or
         servers cannot be reached. A restore in progress may have a reason, too. `lost`: the records
-        of the lost shards; a restore that finds none of them lost any more changes nothing.
+        of the lost shards. The restore changes nothing if it finds that all of these have changed,
+        and that no shard of the job is recorded as lost.
         """
         if self._restore is None:
             return RestoreAttempt(is_restored=False)

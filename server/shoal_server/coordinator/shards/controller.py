@@ -283,8 +283,8 @@ class ShardController:
 
 
 class TorchVersions:
-    """Logs a warning if servers run different versions of torch, by which copies may differ from
-    their primary in the last bits."""
+    """Logs a warning if servers run different versions of torch: copies may then differ from their
+    primary in the last bits."""
 
     def __init__(self) -> None:
         self._logged: dict[str, list[str]] = {}

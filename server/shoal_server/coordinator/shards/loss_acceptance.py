@@ -1,7 +1,7 @@
 """Acceptance of losses: lost shards are given up on an operator's request.
 
-If no trained shard is left, the sample ledger is deleted, unless the operator keeps it: all samples
-are trained on again. If trained shards are left, the operator has to choose.
+If no trained shard is left, the sample ledger is deleted, so that all samples are trained on again;
+the operator may keep the ledger instead. If trained shards are left, the operator has to choose.
 """
 
 import time
@@ -126,8 +126,8 @@ class LossAcceptance:
     async def _give_up(
         self, plan: _Plan, by: str, now_unix_s: float, given_up: list[ShardAssignment]
     ) -> None:
-        """Give up the lost shards, and append each to `given_up` once durable. The others' records
-        have changed."""
+        """Give up the lost shards, and append each to `given_up` once durable. A lost shard that is
+        not appended has another record by now."""
         job, size = plan.current.job, records.SHARDS_A_TRANSACTION
         anew = plan.samples is SamplesAfterLoss.ANEW
         async with AsyncExitStack() as stack:

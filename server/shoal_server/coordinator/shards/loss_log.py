@@ -27,7 +27,8 @@ def _discard(job: str, kind: str, reason: str) -> None:
 
 
 class LossLog:
-    """Events of shards, on a leader's event loop."""
+    """Reports lost, restored and moved shards to the log and to `on_event`, and keeps each shard's
+    newest reported version. Lives on a leader's event loop."""
 
     def __init__(self, on_event: RecordEvent = _discard) -> None:
         self._on_event = on_event

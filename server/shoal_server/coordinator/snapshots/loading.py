@@ -29,9 +29,9 @@ log = structlog.get_logger(__name__)
 
 LOAD_WITHIN_S = 1800.0
 MAX_CHOICES = 3
-"""Choices of servers, if some end before they have loaded."""
+"""Maximum number of times that servers are chosen: again if some end before they have loaded."""
 MAX_TRIES = 3
-"""Attempts to reassign shards with changing records."""
+"""Maximum number of attempts to reassign shards while their records change."""
 
 
 class SnapshotLoader:

@@ -1,9 +1,9 @@
 """Restoring a snapshot: its shards are assigned to the servers that are present now.
 
-One transaction replaces the job's assignment records, with higher epochs, and its sample ledger:
-each shard is held by a server or known to be lost, even if this coordinator dies. Each server then
-drops its shards of the job, and loads those whose primary it is (`loading`). If a server that stays
-cannot load, all shards that had values are recorded as lost. The records of a job that had no
+One transaction replaces the job's assignment records, with higher epochs, and its sample ledger, so
+that each shard is held by a server or known to be lost even if this coordinator dies. Each server
+then drops its shards of the job, and loads those whose primary it is (`loading`). If a server that
+stays cannot load, all shards that had values are recorded as lost. The records of a job that had no
 shards are deleted.
 """
 
@@ -103,7 +103,8 @@ class SnapshotRestorer:
         """Replace the job's shards by those of a snapshot (`number` and `cut_id`: see
         `SnapshotLibrary.find`).
 
-        `lost`: the lost shards that require the restore. Without them it is made on request.
+        `lost`: the lost shards for which the coordinator restores the job; None if an operator
+        requested the restore.
 
         Raises JobFinished; JobInUse if the job has members, or, with `lost`, NothingLost if no
         shard of the job is lost any more; ProposalConflict if its shards are cut differently now;

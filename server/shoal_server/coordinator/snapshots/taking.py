@@ -76,7 +76,7 @@ class _Cut:
     lineage: str
     layout: ShardMap
     epochs: Mapping[int, int]
-    """Epochs of the shards, by id: a primary with an earlier one has been replaced."""
+    """Epochs of the shards, by id: a primary that froze an earlier epoch has been replaced."""
     addresses: Mapping[str, str]
     """Servers' addresses by id."""
     known: Mapping[tuple[int, int, int], ManifestEntry]

@@ -39,7 +39,7 @@ class Agreement:
         *,
         inherited: bool = False,
     ) -> "Agreement":
-        """Begin an attempt. `stopping`: old members with steps left."""
+        """Begin an attempt. `stopping`: members of the old generation that have steps left."""
         names = set(roster.member_ids)
         agreement = cls(
             roster=roster,
@@ -93,7 +93,8 @@ class Agreement:
         return True
 
     def ready(self, member_id: str, step: Step | None = None) -> bool:
-        """Note a member's first collective, at that step; True once all are ready."""
+        """Note that the member's first collective has passed, at `step`; True once all members are
+        ready."""
         if step is not None:
             # Members may have trained on before they report.
             self.starts_at = max(self.starts_at or step, step)

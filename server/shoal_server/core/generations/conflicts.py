@@ -12,7 +12,7 @@ MAX_CONFLICT_VALUES = 8
 MAX_CONFLICT_TEXT = 200
 MAX_HOLDERS = 16
 MAX_LISTINGS = 4
-"""Number of values with compared listings."""
+"""Maximum number of a field's values whose listings are compared."""
 _CONTEXT_CHARACTERS = 80
 """Characters shown before the first difference of long values."""
 ANOTHER_ORDER = (
@@ -52,7 +52,8 @@ def _conflict(field: str, stated: Iterable[tuple[str, str]]) -> list[Conflict]:
 
 
 def _located(conflict: Conflict, listings: Mapping[str, Mapping[str, DigestListing]]) -> Conflict:
-    """Replace each value by its first differing entry, if the listings are readable and differ."""
+    """Replace each value by the first entry in which the listings differ, if they are readable.
+    Values after the first MAX_LISTINGS stay."""
     listed: list[tuple[Sequence[str], tuple[str, ...]]] = []
     for _, holders in conflict.values[:MAX_LISTINGS]:
         listing = next((each for m in holders if (each := listings[m].get(conflict.field))), None)

@@ -18,7 +18,7 @@ def device_problem(info: MemberInfo) -> str:
 
 
 def unreachable_members(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Return candidates on several hosts with an address that other hosts cannot reach."""
+    """Return the candidates whose address other hosts cannot reach; none if all are on one host."""
     if len({c.info.host for c in candidates}) < 2:
         return []
     return [c for c in candidates if _is_confined(c.info.address)]

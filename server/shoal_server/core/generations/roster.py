@@ -75,7 +75,7 @@ class MemberInfo:
     num_devices: int = 0
     """Devices of the kind of `device`; 0: not stated."""
     probe_port: int = 0
-    """Port for peers' tests that they reach the member; 0: none."""
+    """Port to which peers connect to test that they reach the member; 0: none."""
     launch_digest: str = field(default="", repr=False)
     """Digest of the launcher's secret; empty: not stated."""
 

@@ -1,4 +1,4 @@
-"""Reasons for a new generation, in a line such as "lost vm-2 (SIGKILL); 3 go on"."""
+"""Reasons for a new generation, as one line such as "lost vm-2 (SIGKILL); 3 go on"."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ UNSEEN = "gone while no coordinator led"
 class Departure:
     member_id: str
     cause: str
-    """Such as SIGKILL or connection lost; or the reason for leaving."""
+    """Cause of a loss, such as SIGKILL or connection lost; or the reason for leaving."""
     lost: bool
     """True if the member did not leave in order."""
 
@@ -53,7 +53,7 @@ class PendingChanges:
     """Time since which no synchronous generation runs; None if one runs, or before the first."""
 
     def record_departure(self, member_id: str, cause: str, *, lost: bool) -> None:
-        """Note that a member is gone; its first cause counts."""
+        """Note that a member is gone. Kept only for members of `before`, with the first cause."""
         departure = Departure(member_id=member_id, cause=shortened(cause), lost=lost)
         if self.before is not None and member_id in self.before.ranks:
             self.departures.setdefault(member_id, departure)
@@ -100,7 +100,7 @@ class PendingChanges:
         )
 
     def clear_for(self, roster: GenerationRoster) -> None:
-        """Clear the reported changes."""
+        """Begin anew from this roster, which runs: the changes up to it were reported."""
         self.before, self.departures = roster, {}
         self.trouble, self.broke_s = "", None
 
@@ -111,8 +111,8 @@ class PendingChanges:
     def _sorted(
         self, roster: GenerationRoster
     ) -> tuple[tuple[Departure, ...], tuple[Departure, ...], tuple[str, ...], tuple[str, ...]]:
-        """Return members that were lost, left, joined and stayed. A member with a new process is
-        listed twice."""
+        """Return members that were lost, left, joined and stayed. A member whose process was
+        replaced is both gone (lost or left) and joined."""
         before = self.before.member_ids if self.before is not None else ()
         old = set(before)
         again = {name for name in roster.member_ids if name in self.departures}

@@ -108,7 +108,7 @@ class HeartbeatReceived(MemberEvent):
     """Counter that changes while the bring-up makes progress."""
     waits: bool = False
     own_code_s: float = 0.0
-    """Time in the script's own code; 0 if the trainer is not there, or unknown."""
+    """Time in the script's own code; 0 if the trainer is not in that code, or if unknown."""
     loads: bool = False
     """True if the script waits for a batch."""
 
@@ -132,12 +132,12 @@ class DrainRequested(MemberEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class MemberPaused(MemberEvent):
-    """The others wait for the script's own code."""
+    """The member runs the script's own code, and the other members wait for it."""
 
     reason: str
     limit_s: float
     elapsed_s: float = 0.0
-    """Seconds since the pause began, for a repetition."""
+    """Seconds since the pause began; above 0 if the report is repeated."""
     number: int = 0
     """Rising number of a process's pauses; 0: not stated."""
 
@@ -168,7 +168,7 @@ class MemberLeft(MemberEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class MemberWorkDone(MemberEvent):
-    """A member that stays has done its work, or closes the job."""
+    """The member has done its work, or closes the job, and does not leave yet."""
 
     reason: str
     generation: Generation = NO_GENERATION
@@ -199,7 +199,7 @@ class OutcomeNotice(Notice):
 
 @dataclass(frozen=True, kw_only=True)
 class StopAtNotice(Notice):
-    """The old generation stops before `step`, with which `generation` begins."""
+    """The old generation stops before `step`; `generation` begins with that step."""
 
     generation: Generation
     step: Step
@@ -226,7 +226,7 @@ class StandbyNotice(Notice):
 
 @dataclass(frozen=True, kw_only=True)
 class PausesNotice(Notice):
-    """Paused members that other members wait for: some of them, if there are many."""
+    """Paused members that other members wait for; if there are many, only the first few."""
 
     member_ids: tuple[str, ...]
 
@@ -245,7 +245,8 @@ class WaitingNotice(Notice):
 
 @dataclass(frozen=True, kw_only=True)
 class DrainNotice(Notice):
-    """The member is to leave: at the coming boundary, or at its next step boundary (`now`)."""
+    """The member is to leave: at its next step boundary if `now`, else at the boundary at which a
+    generation without it begins."""
 
     now: bool
     no_generation_follows: bool = False

@@ -32,7 +32,7 @@ class TrainerActivity:
     """State of a trainer, according to its heartbeats."""
 
     moved: int = 0
-    """Changes while the bring-up makes progress."""
+    """Counter that changes while the bring-up makes progress."""
     moved_s: float = float("-inf")
     """Last change of `moved`."""
     own_code_since_s: float | None = None
@@ -72,12 +72,13 @@ class MemberState:
     """None: not halted."""
     drain: Drain = field(default_factory=Drain)
     failed_in: Generation = NO_GENERATION
-    """Newest failed bring-up on the member's side, blamed or not."""
+    """Newest generation that this member could not bring up, even if newcomers were put off instead
+    of this member."""
     trainer: TrainerActivity = field(default_factory=TrainerActivity)
     wait: Wait = field(default_factory=Wait)
 
     def set_wait(self, reason: str, now_s: float, *, is_standby: bool = False) -> None:
-        """Set the reason to wait; another one restarts the time."""
+        """Set the reason to wait; a new reason restarts the time."""
         since_s = self.wait.since_s if reason == self.wait.reason else now_s
         self.wait = Wait(reason=reason, since_s=since_s, is_standby=is_standby)
 
@@ -109,7 +110,7 @@ class MemberState:
 
     @property
     def state_and_step(self) -> tuple[bool, int]:
-        """Pair (holds state, step): the largest one is the newest state."""
+        """Pair (holds state, step): the member with the largest pair has the newest state."""
         return self.holds_state, self.proposal.step if self.proposal is not None else 0
 
     def is_in(self, roster: GenerationRoster | None) -> bool:

@@ -1,4 +1,4 @@
-"""Table of a job's members, with indexes: most events scan no list of all members."""
+"""Table of a job's members, with indexes, so that most events need not scan all members."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -35,7 +35,7 @@ class MembershipTable:
     num_announced_waiting: int = 0
     """Number of waiting members, as last sent to members under torchrun."""
     _unsettled: set[str] = field(default_factory=set)
-    # Both are by id, the earliest time first.
+    # Both tables are by member id, the earliest time first.
     _disconnected: dict[str, MemberState] = field(default_factory=dict)
     _halted: dict[str, MemberState] = field(default_factory=dict)
 

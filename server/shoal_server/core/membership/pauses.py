@@ -11,8 +11,9 @@ from shoal_server.core.membership.member import MemberState
 
 MAX_NAMES = 3
 ANNOUNCED_FACTOR = 4
-"""Growth or shrinkage of a large number of paused members that is worth a notice to all: in an
-evaluation each of thousands of members pauses and resumes once."""
+"""Factor by which the number of paused members must change before all members are notified again,
+if too many are paused to be named. In an evaluation, each of thousands of members pauses and
+resumes once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,8 +24,9 @@ class PausedMembers:
     member_ids: tuple[str, ...] = ()
 
     def is_worth_a_notice(self, announced: "PausedMembers") -> bool:
-        """True if the members should be notified, after the last notice about `announced`: if other
-        members are paused and all can be named, or if the number differs by ANNOUNCED_FACTOR."""
+        """True if the members should be notified again after a notice about `announced`. If all
+        paused members can be named, any difference counts; else the number must have changed by
+        ANNOUNCED_FACTOR or more."""
         if self.num_members <= MAX_NAMES:
             return self != announced
         fewer, more = sorted((self.num_members, announced.num_members))
@@ -99,8 +101,8 @@ class Pauses:
         return iter(list(self._paused.values()))
 
     def hold(self, now_s: float, *, held: bool) -> float:
-        """Stop the limits if `held`, else let them run. Returns the time to move them by: since the
-        last call, if they were stopped, else 0."""
+        """Stop the limits if `held`, else let them run. Returns the seconds by which to extend the
+        limits: the time since the last call if they were stopped until now, else 0."""
         since_s, self._held_since_s = self._held_since_s, now_s if held else None
         if since_s is None:
             return 0.0

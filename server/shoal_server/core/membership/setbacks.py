@@ -13,7 +13,7 @@ FIRST_PAUSE_S = 1.0
 PAUSE_GROWTH = 3.0
 MAX_PAUSE_S = 300.0
 REMEMBERED_S = 600.0
-"""Time after which failures are forgotten."""
+"""Time after a member's newest failure at which its failures are forgotten."""
 MAX_NAMES_KEPT = 10_000
 
 
@@ -126,6 +126,6 @@ class Setbacks:
 
     @staticmethod
     def _put_off(setback: Setback, count: int, now_s: float) -> None:
-        # Bounded, since a count is not.
+        # The exponent is bounded, since the count is not.
         pause_s = min(FIRST_PAUSE_S * PAUSE_GROWTH ** min(count - 1, 10), MAX_PAUSE_S)
         setback.not_before_s = max(setback.not_before_s or 0.0, now_s + pause_s)

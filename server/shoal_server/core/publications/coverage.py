@@ -146,7 +146,7 @@ def _check_bounds(each: PublishedSlice, tensor: PublishedTensor, layout: Publish
 
 def _overlapping(boxes: Sequence[PublishedSlice]) -> tuple[PublishedSlice, PublishedSlice] | None:
     """Return two boxes with a common element, if any. Sweeps along the dimension with the most
-    distinct offsets, so that few boxes are open."""
+    distinct offsets, so that few boxes are open at once."""
     if len(boxes) < 2:
         return None
     num_dims = len(boxes[0].sizes)

@@ -21,16 +21,16 @@ class StoreServer:
     incarnation: str
     host: str = ""
     is_leaving: bool = False
-    """True if the server gets no segments while there are others."""
+    """True if the server is to leave: it gets segments only if all servers are to leave."""
 
 
 def servers_for(
     rank: int, copies: int, servers: Iterable[StoreServer], near: str = ""
 ) -> list[str]:
-    """Ids of `copies` servers for a rank's segment, or of all if there are fewer.
+    """Ids of `copies` servers for a rank's segment, or of all that may get it if there are fewer.
 
-    The first is on host `near` if possible, and passes the segment on; the second is on another
-    host. Ranks begin at different servers, to spread segments.
+    If possible, the first is on host `near`, and the second on another host than the first. The
+    first passes the segment on. Ranks begin at different servers, to spread segments.
     """
     by_id = sorted(servers, key=lambda each: each.server_id)
     candidates = [each for each in by_id if not each.is_leaving] or by_id

@@ -23,8 +23,8 @@ MAX_PENDING = 4
 """Unfinished publications of a series; a further publication abandons the oldest."""
 ABANDONED_AFTER_S = 600.0
 """Time without a new part after which a publication is abandoned. A rank may take this long to send
-its part: its client gives up and reports that, after the same time. If all its ranks are gone,
-servers have freed their segments before."""
+its part: after the same time, its client gives up and reports that. Servers free the segments of a
+publication earlier if all its ranks are gone."""
 ABANDONED_KEPT = 16
 """Abandoned publications with a kept reason."""
 REPLACED_AFTER_S = 15.0
@@ -32,4 +32,4 @@ REPLACED_AFTER_S = 15.0
 LOST_AFTER_S = 60.0
 """Time after which a segment that no server has is lost."""
 DURABLE_LOST_AFTER_S = 600.0
-"""Longer for a durable version, since its holders' disks may come back."""
+"""The same time for a durable version: longer, since its holders' disks may come back."""

@@ -146,7 +146,7 @@ class ClearRequested:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionsChanged:
-    """The holders of kept versions have changed."""
+    """Kept versions have other holders, have become durable, or are lost."""
 
     replaced: Mapping[int, tuple[PublishedSegment, ...]] = field(default_factory=dict)
     """Segments with other holders, by version."""

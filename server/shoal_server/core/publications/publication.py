@@ -26,7 +26,7 @@ class Publication:
         self.number = number
         self.stage = PublicationStage.GATHERING
         self.received_s = now_s
-        """Arrival of the newest part. Parts that are sent again, as they are, do not count."""
+        """Arrival of the newest part. A part that is sent again unchanged does not count."""
         self._parts: dict[int, PublicationPart] = {}
         self._calls: dict[Call, int] = {}
 
@@ -44,8 +44,8 @@ class Publication:
 
     @property
     def missing(self) -> str:
-        """The first 8 ranks without a part, as text, and a count of the others; empty if no part
-        has arrived."""
+        """The first 8 ranks without a part, as text, and how many more there are. Empty if no part
+        has arrived, or none is missing."""
         world = next(iter(self._parts.values())).world if self._parts else 0
         return short_list((str(rank) for rank in range(world) if rank not in self._parts), 8)
 

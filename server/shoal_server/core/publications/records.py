@@ -53,7 +53,7 @@ class PublishedVersion:
 
     @property
     def digest(self) -> bytes:
-        """Equal for versions of equal bytes."""
+        """Equal for versions with the same layout and bytes."""
         return content_digest(self.layout_digest, (s.digest for s in self.segments))
 
     @property

@@ -366,7 +366,8 @@ class PublishedSeries:
         return None
 
     def _part_failed(self, event: PartFailed) -> Effects:
-        """Abandon the publication, unless it is complete or over: its other ranks wait in vain."""
+        """Abandon the publication, unless it is complete or over, so that its other ranks do not
+        wait in vain."""
         number, head = event.publication, self.head
         publication = self._publications.get(number)
         is_over = number <= head.publication or number in self._abandoned.reasons

@@ -126,7 +126,8 @@ class AssignmentMirror:
         `wanted` returns its argument to change nothing, and is called again for a record that
         another process has written. Records share transactions, and those in conflict are retried
         in ever smaller ones, so that a busy record holds up no others. Raises what the store
-        raises, perhaps with some records changed; the next call finds out.
+        raises; some records may then be changed. After an unknown outcome, the next call reads the
+        records first.
         """
         head = self._heads.get(job)
         remaining, size = list(shard_ids), records.SHARDS_A_TRANSACTION

@@ -355,8 +355,8 @@ async def change(
     targets: Sequence[ShardAssignment],
     operations: Sequence[Operation] = (),
 ) -> tuple[bool, list[KeyValue | MirroredKey]]:
-    """Replace records, at most SHARDS_A_TRANSACTION, in one transaction if none was written since
-    it was read. It includes `operations`, which must not read.
+    """Replace records, at most SHARDS_A_TRANSACTION, in one transaction, unless one of them was
+    written since it was read. The transaction includes `operations`, which must not read.
 
     Returns True if they were replaced, and the current records that exist. After an unknown outcome
     it returns False and the current records, once the write can take no effect any more. After an

@@ -1,4 +1,5 @@
-"""Layouts in etcd, deflated and cut into chunks, as some exceed etcd's requests.
+"""Layouts in etcd, deflated (zlib) as a whole and then cut into chunks, since some are larger than
+a request to etcd may be.
 
 A chunk's key contains the layout's digest, so parts of two layouts are never mixed.
 """

@@ -1,5 +1,5 @@
-"""Server processes known to have ended, which acknowledge no further push. Others without a lease
-count as dead only after DEAD_AFTER_S."""
+"""Server processes known to have ended, which acknowledge no further push. Other processes without
+a lease count as dead only after DEAD_AFTER_S."""
 
 from shoal_server.core.processes import Holder
 from shoal_server.core.replication.protocol.limits import DEAD_AFTER_S

@@ -29,8 +29,8 @@ FORMAT = 1
 
 
 def split_name(name: str) -> tuple[str, str] | None:
-    """Split a key without the prefix `keys.SERIES` into the series and the rest: `head`, or
-    `versions/` and digits. None for other keys."""
+    """Split a key without the prefix `keys.SERIES` into the series and the rest, such as `head` or
+    `versions/000000000000007`. None without a valid name of a series, or without a rest."""
     job, _, rest = name.partition("/")
     short, _, rest = rest.partition("/")
     series = f"{job}/{short}"

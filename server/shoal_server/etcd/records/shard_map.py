@@ -1,7 +1,8 @@
-"""A job's shard map: the layout, the primary of each shard, and its address.
+"""A job's shard map: the layout, the primary of each shard, and the primary's address.
 
-Holders change with every failover and move, so they are stored apart from the layout, which is
-written once. The layout's head, written after its chunks, makes it the job's layout.
+Holders change with every failover and move, so they are stored as shard assignments, apart from the
+layout. The layout is written by the first placement, and again by a restore; its own primaries stay
+those of the first placement. Its head is written after its chunks, and makes it the job's layout.
 """
 
 import asyncio
@@ -114,8 +115,8 @@ async def servers_for_shards(store: Keyspace) -> dict[Holder, str]:
 
 
 async def read(store: Keyspace, job: str) -> ShardMap | None:
-    """The layout as written, without current holders; None if there is none. Raises InternalError
-    if it does not parse."""
+    """The layout as written; None if there is none. Its primaries, epochs and addresses are those
+    of the first placement. Raises InternalError if it does not parse."""
     return parse(job, (await store.range(keys.shard_map(job))).items)
 
 
@@ -123,10 +124,10 @@ async def read_held(store: Keyspace, job: str) -> tuple[ShardMap, JobAssignments
     """The layout with each shard's current primary, epoch and address, and the shard assignments,
     if any; None if there is no layout.
 
-    If the shards are not placed, the layout is as written. The address is of the primary's server,
-    even of a later process, which may lead from its journal. If none is registered, it is the
-    written address of that server, or else empty. Raises InternalError for a missing or unreadable
-    record.
+    If the shards are not placed, the layout is as written. `address`: that of the process
+    registered under the primary's server id, even after a restart, since the new process may lead
+    from its journal. Without such a process: the layout's address if that is of the same server,
+    else empty. Raises InternalError for a missing or unreadable record.
     """
     layout = await read(store, job)
     return None if layout is None else await _held(store, layout)
@@ -204,7 +205,8 @@ class ShardMapReader:
         self._kept: OrderedDict[str, tuple[bytes, ShardMap]] = OrderedDict()
 
     async def read(self, job: str) -> ShardMap | None:
-        """The current layout, without holders. Raises InternalError as the function `read` does."""
+        """The current layout as written: its primaries, epochs and addresses may be out of date.
+        Raises InternalError as the function `read` does."""
         head = await self._store.get(keys.shard_map(job))
         kept = self._kept.pop(job, None)
         if head is None:

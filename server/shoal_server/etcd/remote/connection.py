@@ -84,7 +84,7 @@ class Connections:
     def replace(self, connection: EtcdConnection) -> None:
         """Drop a connection, so that the next call opens a new one.
 
-        Its calls get `attempt_timeout_s` to end.
+        Calls in progress get `attempt_timeout_s` to end.
         """
         if self._open.get(connection.address) is connection:
             del self._open[connection.address]
@@ -176,7 +176,7 @@ class Connections:
                 await retry.after(connection, failure, token)
 
     async def _probe(self, attempt: Attempt) -> None:
-        # A key that the user's role covers.
+        # The user's role covers this key.
         key = (self.config.prefix + keys.LEADER).encode()
         request = pb.RangeRequest(key=key, count_only=True)
         await attempt.connection.kv.Range(

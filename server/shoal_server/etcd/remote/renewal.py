@@ -71,7 +71,7 @@ class LeaseThread:
             try:
                 ttl_s = self._renewed(stub, metadata)
             except grpc.RpcError as error:
-                # The loop's own renewals log failures, and log in.
+                # Renewals on the event loop report failures, and log in to etcd again.
                 log.debug("lease_not_renewed_in_background", reason=str(error))
                 return
             if ttl_s is None:

@@ -17,7 +17,7 @@ from shoal_proto.v1.weights_pb2 import PutSegmentRequest
 from shoal_server.serving.access.roles import MAY_CALL
 
 MAX_DEPTH = 3
-"""Header, token, job: the depth at which a request names a job."""
+"""Maximum depth at which a request names a job: header, token, job."""
 
 _RESUMED = b"true"
 
@@ -84,7 +84,8 @@ def check_request(caller: Caller, message: Message) -> None:
 
 
 def _check_reads(caller: Caller, message: Message) -> None:
-    """Check a reader's request: requests on bulk connections are not in the table of calls."""
+    """Check a reader's request. The table of calls (roles.py) does not have the requests on bulk
+    connections."""
     if isinstance(message, HealthCheckRequest):
         return
     series = getattr(message, "series", None)
@@ -113,7 +114,8 @@ def _check_own_drain(caller: Caller, request: DrainRequest) -> None:
 
 
 def _jobs_of(message: Message) -> Iterator[str]:
-    """Jobs that a message names, directly or in a series; empty for a field without a name."""
+    """Jobs that a message names, directly or in the name of a series; an empty text for each such
+    field that is empty."""
     descriptor = cast("Descriptor", message.DESCRIPTOR)  # upb has a type of its own for it
     for path in _paths(descriptor):
         for found in _at(message, path):

@@ -1,6 +1,8 @@
 """User of the process at the other end of a local TCP connection, as the kernel reports it: from
 `sock_diag(7)`, or else from `/proc/net/tcp`. So a server on loopback tells users apart without a
-secret."""
+secret. A request to sock_diag is a `nlmsghdr` and an `inet_diag_req_v2`; an answer is a `nlmsghdr`
+and an `inet_diag_msg`, whose last five numbers are `_FIGURES`: expires, rqueue, wqueue, uid and
+inode."""
 
 import errno
 import os

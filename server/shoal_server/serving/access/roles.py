@@ -16,7 +16,8 @@ Roles = frozenset[CertificateRole]
 _READ: Roles = frozenset({OPERATOR, VIEWER, WORKER})
 _MEMBER: Roles = frozenset({WORKER})
 _LAUNCHER: Roles = frozenset({OPERATOR, WORKER})
-"""`shoal run` reports on its workers with its user's certificate or with theirs."""
+"""`shoal run` reports on its workers with an operator's certificate, or with that of the
+workers."""
 _WEIGHTS_READER: Roles = frozenset({READER, WORKER, OPERATOR})
 """A worker that is bound to a job reads that job's series."""
 _COMMAND: Roles = frozenset({OPERATOR})

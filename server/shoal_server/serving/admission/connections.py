@@ -21,7 +21,7 @@ async def accepted(
     listener: socket.socket, service: str
 ) -> AsyncIterator[tuple[socket.socket, Any]]:
     """Yield each connection to the listener, and its peer's address, for ever. An error is logged
-    and followed by a pause. `service`: its name in the log."""
+    and followed by a pause. `service`: start of the name of that log event."""
     while True:
         try:
             connection = await asyncio.get_running_loop().sock_accept(listener)

@@ -11,5 +11,6 @@ def descriptors_for_callers(share: float) -> int:
 
 
 def is_reserved(descriptor: int) -> bool:
-    """True for a descriptor in the reserve: the system assigns the lowest free number."""
+    """True for a descriptor in the reserve. The system assigns the lowest free number, so the
+    descriptors below the reserve are then all in use."""
     return descriptor >= limit() - RESERVED

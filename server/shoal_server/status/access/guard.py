@@ -84,7 +84,8 @@ class Guard:
         return self.sessions.holder(secret) if secret else None
 
     def is_known(self, scope: Scope) -> bool:
-        """True if the request's credentials are accepted: a long answer has to end with them."""
+        """True if the request's credentials are still accepted. An open stream has to end once they
+        are not."""
         try:
             return self.holder(scope) is not None
         except InvalidSpec:

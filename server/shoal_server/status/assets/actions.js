@@ -43,7 +43,7 @@ async function act() {
   outcome.textContent = "Sending the request";
   const reason = document.getElementById("ask-reason").value.trim();
   const refusal = await refusalOf(question, reason).catch(String);
-  // The reader may have closed the question, or be at another by now.
+  // The dialog may be closed, or show another question, by now.
   const isShown = dialog.open && asking.act === question;
   if (refusal && isShown) {
     outcome.textContent = refusal;
@@ -54,7 +54,7 @@ async function act() {
   document.getElementById("done").textContent = `${question.title.replace("?", "")}: ${refusal || question.done}`;
 }
 
-// Why the request was refused; empty if it was not.
+// Reason for which the request was refused; empty if it was accepted.
 async function refusalOf(question, reason) {
   const answer = await fetch(`/api/v1${question.path}`, {
     method: "POST",

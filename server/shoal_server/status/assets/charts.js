@@ -14,8 +14,8 @@ const histories = new Map();
 const chosen = { range_s: 0, other: "", linear: new Set() };
 
 // The job's newest known history; fetches it again when that is due, or if another part of it is
-// wanted: the newest seconds have shorter intervals than the whole life. Until an answer comes, what
-// is known is shown.
+// wanted: the newest seconds have shorter intervals than the whole life. Until the answer arrives,
+// the known history is shown.
 function historyOf(job) {
   const known = histories.get(job) || { asked_ms: 0, range_s: 0, history: null };
   histories.set(job, known);
@@ -59,8 +59,8 @@ function overSteps(series, ys) {
   return { xs: rows.map(([x]) => x), ys: rows.map(([, y]) => y) };
 }
 
-// Positions of the first steps of generations. These take long for reasons of their own: the scale
-// is not made for them.
+// Positions of the first steps of generations. First steps take long for other reasons than later
+// ones, so the scale may leave them out.
 function firstSteps(series, xs) {
   return new Set(xs.filter((_, i) => i === 0 || series.generation[i] !== series.generation[i - 1]));
 }
@@ -183,7 +183,8 @@ function makeCharts(job) {
   return all.map((chart) => fitted(chart, history)).filter(Boolean);
 }
 
-// Section of a job's charts. What is in its figures is drawn after the page.
+// Section of a job's charts, with empty figures: `drawCharts` draws into them after the page is
+// updated.
 function charts(job) {
   const { job: name } = job.summary;
   if (chosen.other === name) chosen.other = "";
@@ -203,7 +204,7 @@ function charts(job) {
     h("div", { class: "charts" }, found.map(({ key }) => h("figure", { class: "chart", "data-keeps": `${name} ${key}`, "data-chart": key }))));
 }
 
-// The other jobs, in the field in which one of them is chosen.
+// Lists the other jobs in the field in which the reader chooses one to compare with.
 function listOthers(field, job) {
   const names = page.state.jobs.map((each) => each.job).filter((name) => name !== job);
   if (field.options.length !== names.length + 1 || names.some((name, i) => field.options[i + 1].value !== name)) {

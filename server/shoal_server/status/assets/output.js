@@ -63,7 +63,8 @@ async function earlierOutput() {
   pre.scrollTop = pre.scrollHeight - below;
 }
 
-// The answer to a request; null after an error, which is shown, or if the dialog has moved on.
+// The answer to a request; null after an error, which is shown, or if the dialog is closed or shows
+// another member by now.
 async function askedOutput(path, query) {
   const answer = await fetch(path + query);
   const found = await answer.json();

@@ -65,7 +65,8 @@ function morph(old, fresh) {
     const value = fresh.getAttribute(name);
     if (name !== "style" && old.getAttribute(name) !== value) old.setAttribute(name, value);
   }
-  // Asked for only where there is one: to read a style costs more than the rest of the comparison.
+  // Compared only if one of the two has a style: reading a style costs more than the rest of the
+  // comparison.
   if ((old.hasAttribute("style") || fresh.hasAttribute("style")) && old.style.cssText !== fresh.style.cssText) {
     old.style.cssText = fresh.style.cssText;
   }

@@ -191,7 +191,7 @@ function moveCursor(event, { u }) {
   event.preventDefault();
   const from = u.cursor.idx ?? (event.key === "ArrowRight" ? -1 : last + 1);
   const to = Math.min(last, Math.max(0, KEYS[event.key](from, last)));
-  // Just inside the plot at both ends, where the cursor would be outside.
+  // Kept inside the plot: at both ends the cursor would otherwise be outside.
   u.setCursor({ left: Math.min(u.over.clientWidth - 1, Math.max(0, u.valToPos(u.data[0][to], "x"))), top: 4 });
 }
 

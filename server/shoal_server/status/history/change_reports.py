@@ -31,7 +31,7 @@ class ChangeTotals:
     steps_lost: int = 0
     recoveries: Durations = field(default_factory=Durations)
     """Seconds from the last step before each change to the first step after it, beyond the usual
-    time of a step."""
+    time of a step: of the member that reports first."""
 
 
 class ChangeReports:

@@ -14,9 +14,9 @@ FIRST_INTERVAL_S = 1.0
 AHEAD = 60
 """Intervals by which a point may be ahead of the clock."""
 MAX_POINTS_AHEAD = 8
-"""Number of points further ahead that are dropped: the clock was wrong for a moment when they were
-made, and all readings up to their time would join the newest of them. If there are more, the clock
-may be wrong now."""
+"""Maximum number of points further ahead that are dropped. A few such points show that the clock
+was wrong for a moment: if they stayed, all readings up to their time would be added to the newest
+of them. If there are more, the clock may be wrong now, and they stay."""
 
 
 @dataclass(frozen=True, kw_only=True)
