@@ -21,6 +21,8 @@ class MemorySeries:
     def __init__(self) -> None:
         self.changed = threading.Condition()
         self.records: list[weights_pb2.VersionRecord] = []
+        self.dropped = 0
+        """Number of the newest version that readers do not get any more."""
         self.layouts: dict[bytes, weights_pb2.Layout] = {}
         self.parts: dict[tuple[int, int], dict[int, tuple[Segment, weights_pb2.Layout]]] = {}
         self.segments: dict[bytes, Segment] = {}
@@ -32,6 +34,10 @@ class MemorySeries:
         """Publications that a rank reported as failed, with their errors."""
         self.reports: list[tuple[int, bytes]] = []
         self.leases: set[int] = set()
+
+    @property
+    def kept(self) -> list[weights_pb2.VersionRecord]:
+        return self.records[self.dropped :]
 
     def connect(self, place: PublisherRank) -> "MemoryContributor":
         return MemoryContributor(self, place)
@@ -127,7 +133,7 @@ class MemoryReader:
         """The base of each fetch."""
 
     def view(self) -> weights_pb2.SeriesView:
-        return weights_pb2.SeriesView(series="job/policy", versions=self._series.records)
+        return weights_pb2.SeriesView(series="job/policy", versions=self._series.kept)
 
     def wait(self, newer_than: int, timeout_s: float | None) -> weights_pb2.VersionRecord:
         with self._series.changed:
@@ -140,7 +146,7 @@ class MemoryReader:
             return self._series.records[-1]
 
     def lease(self, number: int) -> None:
-        if number not in {each.number for each in self._series.records}:
+        if number not in {each.number for each in self._series.kept}:
             raise VersionGone(f"version {number} is not kept")
         self._series.leases.add(number)
 

@@ -659,6 +659,24 @@ async def test_a_stream_gives_each_version_that_is_kept(
     assert found == [1, 2, 3, 4]
 
 
+async def test_a_stream_leaves_out_versions_that_were_dropped_meanwhile(
+    series: MemorySeries, publications: Publications
+) -> None:
+    """Further versions are published while the caller works on one, and older ones dropped."""
+    for number in range(1, 4):
+        publish(publications, float(number), number)
+    found = []
+    async for version in series.subscription().stream(every=2):
+        found.append((await series.subscription().fetch_async(version)).version.number)
+        if found == [2]:
+            for number in range(4, 11):
+                publish(publications, float(number), number)
+            series.dropped = 7
+        if found[-1] == 10:
+            break
+    assert found == [2, 8, 10]
+
+
 async def test_an_event_loop_goes_on_while_a_reader_waits(
     series: MemorySeries, publications: Publications
 ) -> None:

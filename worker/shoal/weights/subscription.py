@@ -375,14 +375,18 @@ class Subscription:
             every = as_index("every", every, least=1)
         last = self.version
         while True:
-            newest = await self.wait_async(last)
-            numbers = [newest]
+            version = await self.wait_async(last)
             if every is not None:
+                # Read again for each version: the caller's work takes time, in which others are
+                # dropped.
                 kept = await asyncio.to_thread(self.versions)
-                numbers = [v for v in kept if v.number > last and v.number % every == 0]
-            for version in numbers:
-                yield version
-            last = max(newest.number, *(v.number for v in numbers)) if numbers else newest.number
+                wanted = [v for v in kept if v.number > last and v.number % every == 0]
+                if not wanted:
+                    last = version.number
+                    continue
+                version = min(wanted, key=lambda v: v.number)
+            yield version
+            last = version.number
 
     # --- end ---
 
