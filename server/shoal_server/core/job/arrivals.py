@@ -54,6 +54,9 @@ def joined(job: JobState, event: MemberJoined, now_s: float) -> None:
             # If etcd was restored to an earlier time, the member may be in a generation that is
             # missing there: it is over, and the next one has a higher number.
             job.last_generation = max(job.last_generation, event.generation)
+        if not job.attempt_is_synchronous:
+            # No step report of an asynchronous member tells a new leader that it has trained.
+            known.entered = max(known.entered, event.generation)
         _repeat_notices(job, known, event.generation, now_s)
         return
     if reason := job.stop_reason:
