@@ -9,7 +9,6 @@ from support.members.job_world import World
 from shoal_client.membership import member_events as ev
 from shoal_server.core.generations.roster import JobSpec, MemberInfo
 from shoal_server.core.limits import Limits
-from shoal_server.core.membership import events
 from shoal_server.core.membership.events import RefusalKind
 from shoal_server.core.membership.phases import Phase
 
