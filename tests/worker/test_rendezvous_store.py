@@ -5,6 +5,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from support.processes.load import unhurried
 from shoal.membership import rendezvous_store
 from shoal.membership.join_config import JoinConfig
 from shoal.membership.rendezvous_store import RendezvousStore
+from shoal_client.connection.coordinators import Coordinators
 from shoal_client.local.cluster import LocalCluster
 from shoal_client.membership.member_session import MemberSession
 from shoal_proto.errors import DeadlineExceeded, Fenced, GenerationBroken, RejoinError
@@ -75,6 +77,29 @@ def test_counters_add_up(store: Any) -> None:
     assert store.add("count", 5) == 5
     assert store.add("count", -2) == 3
     assert store.add("count", 0) == 3
+
+
+class LosingAnswers(Coordinators):
+    """Coordinators whose first answer to each call is lost: the call is repeated."""
+
+    def call(self, method_of: Any, request: Any, **limits: Any) -> Any:
+        super().call(method_of, request, **limits)
+        return super().call(method_of, request, **limits)
+
+
+def test_a_repeated_call_counts_once(cluster: LocalCluster, membership: MemberSession) -> None:
+    """An addition, a value that is appended, and a barrier of two."""
+    with closing(LosingAnswers([cluster.coordinator])) as coordinators:
+        store = RendezvousStore(coordinators, membership.token, timeout_s=10)
+        key = uuid.uuid4().hex
+        assert [store.add(key, 1), store.add(key, 1)] == [1, 2]
+        store.append(f"{key}/text", "a")
+        store.append(f"{key}/text", "a")
+        assert store.get(f"{key}/text") == b"aa"
+        with ThreadPoolExecutor() as pool:
+            met = [pool.submit(store.barrier, f"{key}/barrier", 2) for _ in range(2)]
+            for each in met:
+                each.result(unhurried(10.0))
 
 
 def test_compare_set_sets_only_what_was_expected(store: Any) -> None:

@@ -120,7 +120,8 @@ class RetryConfig:
     job: str = field(kw_only=False)
     """Name of the job."""
     from_scratch: Annotated[bool, Parameter(negative=())] = False
-    """Start at step 0 if no member has the job's state."""
+    """Start at step 0 if no member has the job's state. Refused for a job with parameters on
+    servers or a sample ledger: `shoal run --fresh` starts such a job over."""
     coordinators: UsualCoordinators = ()
     job_secret: JobSecretFile = None
     tls: TlsOption = field(default_factory=TlsOptions)
@@ -186,7 +187,7 @@ def wait(config: WaitConfig) -> int:
 
 def retry(config: RetryConfig) -> int:
     """Let workers join the job again. Raises UnknownJob, JobFinished, or InvalidSpec if the job has
-    members, or if its records were removed and `--from-scratch` was not given.
+    members, if `--from-scratch` cannot begin at step 0, or is needed and was not given.
     """
     check_reachable(config.coordinators, ANSWER_WITHIN_S)
     with closing(Coordinators(config.coordinators)) as coordinators:

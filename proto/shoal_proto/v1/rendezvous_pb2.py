@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from shoal_proto.v1 import identity_pb2 as shoal__proto_dot_v1_dot_identity__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fshoal_proto/v1/rendezvous.proto\x12\x08shoal.v1\x1a\x1dshoal_proto/v1/identity.proto\"e\n\x0fStoreSetRequest\x12\x1e\n\x05token\x18\x01 \x01(\x0b\x32\x0f.shoal.v1.Token\x12\"\n\x05pairs\x18\x02 \x03(\x0b\x32\x13.shoal.v1.StorePair\x12\x0e\n\x06\x61ppend\x18\x03 \x01(\x08\"\'\n\tStorePair\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c\"R\n\x0fStoreGetRequest\x12\x1e\n\x05token\x18\x01 \x01(\x0b\x32\x0f.shoal.v1.Token\x12\x0c\n\x04keys\x18\x02 \x03(\t\x12\x11\n\ttimeout_s\x18\x03 \x01(\x01\"N\n\x0fStoreAddRequest\x12\x1e\n\x05token\x18\x01 \x01(\x0b\x32\x0f.shoal.v1.Token\x12\x0b\n\x03key\x18\x02 \x01(\t\x12\x0e\n\x06\x61mount\x18\x03 \x01(\x03\"h\n\x16StoreCompareSetRequest\x12\x1e\n\x05token\x18\x01 \x01(\x0b\x32\x0f.shoal.v1.Token\x12\x0b\n\x03key\x18\x02 \x01(\t\x12\x10\n\x08\x65xpected\x18\x03 \x01(\x0c\x12\x0f\n\x07\x64\x65sired\x18\x04 \x01(\x0c\"@\n\x10StoreKeysRequest\x12\x1e\n\x05token\x18\x01 \x01(\x0b\x32\x0f.shoal.v1.Token\x12\x0c\n\x04keys\x18\x02 \x03(\t\"=\n\nStoreReply\x12\x0e\n\x06values\x18\x01 \x03(\x0c\x12\r\n\x05\x63ount\x18\x02 \x01(\x03\x12\x10\n\x08\x64\x65\x66lated\x18\x03 \x01(\x0c\x32\xf1\x02\n\nRendezvous\x12\x36\n\x03Set\x12\x19.shoal.v1.StoreSetRequest\x1a\x14.shoal.v1.StoreReply\x12\x36\n\x03Get\x12\x19.shoal.v1.StoreGetRequest\x1a\x14.shoal.v1.StoreReply\x12\x36\n\x03\x41\x64\x64\x12\x19.shoal.v1.StoreAddRequest\x1a\x14.shoal.v1.StoreReply\x12\x44\n\nCompareSet\x12 .shoal.v1.StoreCompareSetRequest\x1a\x14.shoal.v1.StoreReply\x12:\n\x06\x44\x65lete\x12\x1a.shoal.v1.StoreKeysRequest\x1a\x14.shoal.v1.StoreReply\x12\x39\n\x05\x43ount\x12\x1a.shoal.v1.StoreKeysRequest\x1a\x14.shoal.v1.StoreReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fshoal_proto/v1/rendezvous.proto\x12\x08shoal.v1\x1a\x1dshoal_proto/v1/identity.proto\"v\n\x0fStoreSetRequest\x12\x1e\n\x05token\x18\x01 \x01(\x0b\x32\x0f.shoal.v1.Token\x12\"\n\x05pairs\x18\x02 \x03(\x0b\x32\x13.shoal.v1.StorePair\x12\x0e\n\x06\x61ppend\x18\x03 \x01(\x08\x12\x0f\n\x07\x63\x61ll_id\x18\x04 \x01(\x06\"\'\n\tStorePair\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c\"R\n\x0fStoreGetRequest\x12\x1e\n\x05token\x18\x01 \x01(\x0b\x32\x0f.shoal.v1.Token\x12\x0c\n\x04keys\x18\x02 \x03(\t\x12\x11\n\ttimeout_s\x18\x03 \x01(\x01\"_\n\x0fStoreAddRequest\x12\x1e\n\x05token\x18\x01 \x01(\x0b\x32\x0f.shoal.v1.Token\x12\x0b\n\x03key\x18\x02 \x01(\t\x12\x0e\n\x06\x61mount\x18\x03 \x01(\x03\x12\x0f\n\x07\x63\x61ll_id\x18\x04 \x01(\x06\"h\n\x16StoreCompareSetRequest\x12\x1e\n\x05token\x18\x01 \x01(\x0b\x32\x0f.shoal.v1.Token\x12\x0b\n\x03key\x18\x02 \x01(\t\x12\x10\n\x08\x65xpected\x18\x03 \x01(\x0c\x12\x0f\n\x07\x64\x65sired\x18\x04 \x01(\x0c\"@\n\x10StoreKeysRequest\x12\x1e\n\x05token\x18\x01 \x01(\x0b\x32\x0f.shoal.v1.Token\x12\x0c\n\x04keys\x18\x02 \x03(\t\"=\n\nStoreReply\x12\x0e\n\x06values\x18\x01 \x03(\x0c\x12\r\n\x05\x63ount\x18\x02 \x01(\x03\x12\x10\n\x08\x64\x65\x66lated\x18\x03 \x01(\x0c\x32\xf1\x02\n\nRendezvous\x12\x36\n\x03Set\x12\x19.shoal.v1.StoreSetRequest\x1a\x14.shoal.v1.StoreReply\x12\x36\n\x03Get\x12\x19.shoal.v1.StoreGetRequest\x1a\x14.shoal.v1.StoreReply\x12\x36\n\x03\x41\x64\x64\x12\x19.shoal.v1.StoreAddRequest\x1a\x14.shoal.v1.StoreReply\x12\x44\n\nCompareSet\x12 .shoal.v1.StoreCompareSetRequest\x1a\x14.shoal.v1.StoreReply\x12:\n\x06\x44\x65lete\x12\x1a.shoal.v1.StoreKeysRequest\x1a\x14.shoal.v1.StoreReply\x12\x39\n\x05\x43ount\x12\x1a.shoal.v1.StoreKeysRequest\x1a\x14.shoal.v1.StoreReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,19 +33,19 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'shoal_proto.v1.rendezvous_p
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_STORESETREQUEST']._serialized_start=76
-  _globals['_STORESETREQUEST']._serialized_end=177
-  _globals['_STOREPAIR']._serialized_start=179
-  _globals['_STOREPAIR']._serialized_end=218
-  _globals['_STOREGETREQUEST']._serialized_start=220
-  _globals['_STOREGETREQUEST']._serialized_end=302
-  _globals['_STOREADDREQUEST']._serialized_start=304
-  _globals['_STOREADDREQUEST']._serialized_end=382
-  _globals['_STORECOMPARESETREQUEST']._serialized_start=384
-  _globals['_STORECOMPARESETREQUEST']._serialized_end=488
-  _globals['_STOREKEYSREQUEST']._serialized_start=490
-  _globals['_STOREKEYSREQUEST']._serialized_end=554
-  _globals['_STOREREPLY']._serialized_start=556
-  _globals['_STOREREPLY']._serialized_end=617
-  _globals['_RENDEZVOUS']._serialized_start=620
-  _globals['_RENDEZVOUS']._serialized_end=989
+  _globals['_STORESETREQUEST']._serialized_end=194
+  _globals['_STOREPAIR']._serialized_start=196
+  _globals['_STOREPAIR']._serialized_end=235
+  _globals['_STOREGETREQUEST']._serialized_start=237
+  _globals['_STOREGETREQUEST']._serialized_end=319
+  _globals['_STOREADDREQUEST']._serialized_start=321
+  _globals['_STOREADDREQUEST']._serialized_end=416
+  _globals['_STORECOMPARESETREQUEST']._serialized_start=418
+  _globals['_STORECOMPARESETREQUEST']._serialized_end=522
+  _globals['_STOREKEYSREQUEST']._serialized_start=524
+  _globals['_STOREKEYSREQUEST']._serialized_end=588
+  _globals['_STOREREPLY']._serialized_start=590
+  _globals['_STOREREPLY']._serialized_end=651
+  _globals['_RENDEZVOUS']._serialized_start=654
+  _globals['_RENDEZVOUS']._serialized_end=1023
 # @@protoc_insertion_point(module_scope)

@@ -26,8 +26,11 @@ class StoreSetRequest(_message.Message):
     TOKEN_FIELD_NUMBER: _builtins.int
     PAIRS_FIELD_NUMBER: _builtins.int
     APPEND_FIELD_NUMBER: _builtins.int
+    CALL_ID_FIELD_NUMBER: _builtins.int
     append: _builtins.bool
     """Append to the value instead of replacing it."""
+    call_id: _builtins.int
+    """See StoreAddRequest; only for `append`."""
     @_builtins.property
     def token(self) -> _identity_pb2.Token: ...
     @_builtins.property
@@ -38,10 +41,11 @@ class StoreSetRequest(_message.Message):
         token: _identity_pb2.Token | None = ...,
         pairs: _abc.Iterable[Global___StorePair] | None = ...,
         append: _builtins.bool = ...,
+        call_id: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["token", b"token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["append", b"append", "pairs", b"pairs", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["append", b"append", "call_id", b"call_id", "pairs", b"pairs", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -103,8 +107,11 @@ class StoreAddRequest(_message.Message):
     TOKEN_FIELD_NUMBER: _builtins.int
     KEY_FIELD_NUMBER: _builtins.int
     AMOUNT_FIELD_NUMBER: _builtins.int
+    CALL_ID_FIELD_NUMBER: _builtins.int
     key: _builtins.str
     amount: _builtins.int
+    call_id: _builtins.int
+    """A random number, by which a repeated call gets the first answer and adds nothing. 0: none."""
     @_builtins.property
     def token(self) -> _identity_pb2.Token: ...
     def __init__(
@@ -113,10 +120,11 @@ class StoreAddRequest(_message.Message):
         token: _identity_pb2.Token | None = ...,
         key: _builtins.str = ...,
         amount: _builtins.int = ...,
+        call_id: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["token", b"token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["amount", b"amount", "key", b"key", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["amount", b"amount", "call_id", b"call_id", "key", b"key", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -5,6 +5,7 @@ generation. After bring-up, torch.distributed uses the store only for further pr
 """
 
 import asyncio
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -26,6 +27,7 @@ from shoal_server.serving.rpc import Context
 KEY_BYTES = 128
 """Memory of a key beside its text."""
 MAX_COUNTER_BYTES = 20
+MAX_ANSWERED = 16_384
 PACKED_BYTES = 16 * 1024
 """Total size of values from which a reply is compressed."""
 
@@ -48,6 +50,8 @@ class KeySpace:
     limits: JobLimits = field(default_factory=JobLimits)
     values: dict[str, bytes] = field(default_factory=dict)
     num_bytes: int = 0
+    _answered: dict[int, int] = field(default_factory=dict)
+    """Newest calls that may not be carried out twice, by id, with the counts in their answers."""
     _newest_calls: dict[tuple[str, ...], WaitingCalls] = field(default_factory=dict)
     """Waiting calls that further calls may join, by wanted keys."""
     _calls_lacking: dict[str, list[WaitingCalls]] = field(default_factory=dict)
@@ -78,6 +82,30 @@ class KeySpace:
             if not calls.missing:
                 self._forget(calls)
                 calls.over.set()
+
+    def append(self, pairs: Iterable[tuple[str, bytes]], call_id: int) -> None:
+        """Append to values, once per `call_id` unless it is 0."""
+        if call_id not in self._answered:
+            for key, value in pairs:
+                self.set(key, self.values.get(key, b"") + value)
+            self._note_answer(call_id, 0)
+
+    def add(self, key: str, amount: int, call_id: int) -> int:
+        """Add to a counter, once per `call_id` unless it is 0, and return the sum. Raises
+        InvalidSpec for a value that is no counter."""
+        if (count := self._answered.get(call_id)) is not None:
+            return count
+        count = _counter(key, self.values.get(key, b"0")) + amount
+        # Text, as in torch's own stores: `get` may read counters.
+        self.set(key, str(count).encode())
+        self._note_answer(call_id, count)
+        return count
+
+    def _note_answer(self, call_id: int, count: int) -> None:
+        if call_id:
+            self._answered[call_id] = count
+        if len(self._answered) > MAX_ANSWERED:
+            del self._answered[next(iter(self._answered))]
 
     def delete(self, key: str) -> bool:
         value = self.values.pop(key, None)
@@ -182,9 +210,11 @@ class RendezvousService(RendezvousServicer):
 
     async def Set(self, request: pb.StoreSetRequest, context: Context) -> pb.StoreReply:
         space = self._space(request.token)
+        if request.append:
+            space.append(((pair.key, pair.value) for pair in request.pairs), request.call_id)
+            return pb.StoreReply()
         for pair in request.pairs:
-            before = space.values.get(pair.key, b"") if request.append else b""
-            space.set(pair.key, before + pair.value)
+            space.set(pair.key, pair.value)
         return pb.StoreReply()
 
     # Many callers may share encoded bytes.
@@ -210,10 +240,7 @@ class RendezvousService(RendezvousServicer):
 
     async def Add(self, request: pb.StoreAddRequest, context: Context) -> pb.StoreReply:
         space = self._space(request.token)
-        count = _counter(request.key, space.values.get(request.key, b"0")) + request.amount
-        # Text, as in torch's own stores: `get` may read counters.
-        space.set(request.key, str(count).encode())
-        return pb.StoreReply(count=count)
+        return pb.StoreReply(count=space.add(request.key, request.amount, request.call_id))
 
     async def CompareSet(
         self, request: pb.StoreCompareSetRequest, context: Context

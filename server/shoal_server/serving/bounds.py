@@ -153,6 +153,7 @@ NAMED: Mapping[str, Bound] = {
     "moved": ANY,
     "pause_number": ANY,
     "amount": ANY,
+    "call_id": ANY,
     # sizes
     "num_bytes": COUNTED,
     "chunk_bytes": COUNTED,

@@ -37,6 +37,7 @@ from shoal_proto.v1.repair_pb2_grpc import RepairsStub
 from shoal_proto.v1.samples_pb2 import LeaseRequest
 from shoal_proto.v1.weights_pb2_grpc import WeightSeriesStub
 from shoal_server.core.limits import Limits
+from shoal_server.core.membership.phases import Phase
 from shoal_server.core.processes import MemberProcess
 from shoal_server.core.publications.records import Publisher, SeriesHead
 from shoal_server.etcd import keys
@@ -212,6 +213,24 @@ async def test_a_job_that_is_retried_from_scratch_has_no_steps_of_before(
         assert board.highest_step("j") == (3 if from_scratch else 60)
         newest = (3, 0.1) if from_scratch else (60, 0.9)
         assert board.logged("j").newest_values() == {"accuracy": newest}
+
+
+@pytest.mark.parametrize("key", [keys.assignments("j") + "s0", keys.sample_ledger("j")])
+async def test_a_job_with_parameters_or_samples_is_not_retried_from_scratch(key: str) -> None:
+    """Its members would continue from them. Its charts are kept."""
+    store = MemoryStore()
+    async with served(store) as world:
+        (member,) = await world.training("a")
+        await asyncio.to_thread(member.leave, completed=False, reason="killed")
+        registry = world.coordinator.registry
+        await registry.find("j").stop("enough")
+        await store.put(keys.history("j"), b"charts")
+        await store.put(key, b"{}")
+        with pytest.raises(InvalidSpec, match="cannot begin at step 0"):
+            await registry.retry("j", from_scratch=True)
+        assert await store.get(keys.history("j")) is not None
+        assert registry.find("j").job.phase is Phase.STOPPED
+        await registry.retry("j", from_scratch=False)
 
 
 async def test_a_reset_of_an_unknown_job_does_nothing() -> None:

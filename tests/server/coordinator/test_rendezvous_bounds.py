@@ -12,7 +12,7 @@ from support.clusters.memory_store import MemoryStore
 from shoal_proto.errors import Overloaded
 from shoal_proto.v1 import rendezvous_pb2 as pb
 from shoal_proto.v1.rendezvous_pb2_grpc import RendezvousStub
-from shoal_server.coordinator.rendezvous import KeySpace
+from shoal_server.coordinator.rendezvous import MAX_ANSWERED, KeySpace
 from shoal_server.serving.admission.config import JobLimits
 
 
@@ -40,6 +40,16 @@ def test_the_number_of_keys_is_bounded() -> None:
         space.set("d", b"")
     assert space.delete("b")
     space.set("d", b"")
+
+
+def test_the_number_of_repeatable_calls_is_bounded() -> None:
+    """Only the newest are recognised."""
+    space = KeySpace()
+    for call_id in range(1, MAX_ANSWERED + 2):
+        space.add("a", 1, call_id)
+    newest = MAX_ANSWERED + 1
+    assert space.add("a", 1, newest) == newest
+    assert space.add("a", 1, 1) == newest + 1
 
 
 async def test_a_wait_that_times_out_leaves_nothing() -> None:

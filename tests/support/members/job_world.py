@@ -20,10 +20,13 @@ from shoal_server.core.generations.roster import (
     MemberInfo,
     Proposal,
     Step,
+    Verdict,
 )
 from shoal_server.core.job.job import Job
+from shoal_server.core.job.restore import SavedJob, restored
 from shoal_server.core.limits import Limits
 from shoal_server.core.membership import events
+from shoal_server.core.membership.member import MemberState
 from shoal_server.core.membership.phases import Phase
 
 REJECTION = pb.Rejection(field="scratch", seen="3 GiB free", expected="10 GiB free")
@@ -124,12 +127,13 @@ class World:
         *,
         optional_fields: dict[str, str] | None = None,
         stateless: bool = False,
+        synchronous: bool = True,
     ) -> SimMember:
         proposal = Proposal(
             fields=dict(fields or FIELDS),
             step=Step(step),
             has_state=step > 0,
-            synchronous=True,
+            synchronous=synchronous,
             optional_fields=dict(optional_fields or {}),
         )
         incarnation = new_incarnation(self._next_start())
@@ -156,7 +160,7 @@ class World:
             fields=proposal.fields,
             step=step,
             has_state=step > 0,
-            synchronous=True,
+            synchronous=synchronous,
             optional_fields=proposal.optional_fields,
             stateless=stateless,
         )
@@ -183,6 +187,37 @@ class World:
         self.send(member, joined)
         admitted = pb.Admitted(limits=codec.limits_to_pb(self.job.limits))
         self._step(member, ev.NoticeReceived(notice=pb.Notice(admitted=admitted)))
+
+    def change_leader(self) -> None:
+        """Restore the job from its durable state; the living members attend the new leader."""
+        old = self.job
+        newest = [records[-1] for _, records in sorted(self.written.items())]
+        committed = [None, None, *(r for r in newest if r.verdict is Verdict.COMMITTED)]
+        members = tuple(
+            MemberState(
+                member_id=each.member_id,
+                incarnation=each.incarnation,
+                info=each.info,
+                joined_s=each.joined_s,
+            )
+            for each in old.members.values()
+        )
+        saved = SavedJob(
+            last_generation=old.last_generation,
+            record=committed[-1],
+            before=committed[-2],
+            members=members,
+            finished=False,
+            reason="",
+            progress=old.progress,
+            stopping=old.stop_reason,
+            done=tuple(old.table.finished),
+        )
+        self.job = restored(
+            old.spec, saved, limits=old.limits, digest_of=digest_of, now_s=self.now_s
+        )
+        for name in self.members:
+            self.attend_again(name)
 
     def kill(self, name: str, *, seen_by_launcher: bool = False) -> None:
         """Kill the member. The coordinator sees the broken stream, or the launcher reports it."""

@@ -1,6 +1,7 @@
 """Store for `torch.distributed` with keys that the coordinator keeps for one generation: it
 survives the loss of any host. Only members of the generation, by their tokens, have access."""
 
+import secrets
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -125,7 +126,9 @@ class RendezvousStore(Store):
         return self._call(lambda stub: stub.Count, request).count == len(set(keys))
 
     def add(self, key: str, value: int) -> int:
-        request = pb.StoreAddRequest(token=self._token, key=key, amount=value)
+        request = pb.StoreAddRequest(
+            token=self._token, key=key, amount=value, call_id=_new_call_id()
+        )
         return self._call(lambda stub: stub.Add, request).count
 
     def compare_set(self, key: str, expected_value: Value, desired_value: Value) -> bytes:
@@ -174,10 +177,10 @@ class RendezvousStore(Store):
 
     def _set(self, pairs: Sequence[tuple[str, Value]], *, append: bool) -> None:
         stored = [pb.StorePair(key=key, value=_bytes(value)) for key, value in pairs]
-        self._call(
-            lambda stub: stub.Set,
-            pb.StoreSetRequest(token=self._token, pairs=stored, append=append),
-        )
+        request = pb.StoreSetRequest(token=self._token, pairs=stored, append=append)
+        if append:
+            request.call_id = _new_call_id()
+        self._call(lambda stub: stub.Set, request)
 
     def _get(self, keys: Sequence[str], timeout_s: float) -> Sequence[bytes]:
         if self._host is None or len(keys) < MIN_SHARED_KEYS:
@@ -245,6 +248,11 @@ class RendezvousStore(Store):
         finally:
             with self._lock:
                 self._in_progress.discard(call)
+
+
+def _new_call_id() -> int:
+    """Number by which the coordinator recognises a call that is repeated after a lost answer."""
+    return secrets.randbits(64)
 
 
 def _bytes(value: Value) -> bytes:

@@ -49,8 +49,8 @@ class JobOperations:
         """Allow members to join a job that failed, was stopped or is lost; with `from_scratch`, at
         step 0.
 
-        The job refuses if it is finished or has members, or, without `from_scratch`, if its records
-        were removed.
+        The job refuses if it is finished or has members; with `from_scratch`, if it has parameters
+        on servers or a sample ledger; without, if its records were removed.
         """
         self._found(job, who)
         return await self._registry.retry(job, from_scratch=from_scratch)

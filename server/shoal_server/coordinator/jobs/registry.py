@@ -11,6 +11,7 @@ import structlog
 
 from shoal_proto.errors import (
     AccessDenied,
+    InvalidSpec,
     JobQuarantined,
     NotLeader,
     Overloaded,
@@ -424,8 +425,16 @@ class Registry:
 
     async def retry(self, job: str, *, from_scratch: bool) -> JobActor:
         """Allow members to join a job that is over; with `from_scratch`, without its reports and
-        charts. Raises what `find`, `JobActor.retry` and the store raise."""
+        charts. Raises what `find`, `JobActor.retry` and the store raise, and InvalidSpec with
+        `from_scratch` if the cluster has the job's parameters or samples."""
         actor = self.find(job)
+        if from_scratch and await self._dependencies.stored.is_kept_on_servers(job):
+            raise InvalidSpec(
+                f"job {job} cannot begin at step 0: its members would continue from its state",
+                seen="parameters on servers, or a sample ledger",
+                expected="a job without either",
+                fix=f"`shoal run --fresh` starts it over; `shoal retry {job}` lets it continue.",
+            )
         was_over = actor.job.phase in OVER
         try:
             await actor.retry("an operator lets members join again", from_scratch=from_scratch)

@@ -165,6 +165,11 @@ class StoredJobs:
         except UnreadableRecord as error:
             raise unreadable(job, item.key, error) from error
 
+    async def is_kept_on_servers(self, job: str) -> bool:
+        """True if the job has parameters on servers, or a sample ledger."""
+        assigned = await self._store.keys(keys.assignments(job))
+        return bool(assigned) or await self._store.get(keys.sample_ledger(job)) is not None
+
     async def secret_digest(self, job: str) -> str:
         """Digest of the job's secret, also from a damaged record; empty without one."""
         item = await self._store.get(keys.job_state(job))

@@ -77,8 +77,9 @@ class Agreement:
         self.unanswered.discard(member_id)
         if self.roster.from_checkpoint:
             self.checkpoint_steps[member_id] = frozenset(checkpoint_steps)
-        # Peers outside the roster do not count.
-        known = {name: what for name, what in unreachable.items() if name in self.unready}
+        # Peers outside the roster do not count, nor does the member itself.
+        peers = self.unready - {member_id}
+        known = {name: what for name, what in unreachable.items() if name in peers}
         if known:
             self.unreachable[member_id] = known
         return not self.unanswered

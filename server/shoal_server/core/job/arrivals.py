@@ -49,12 +49,7 @@ def joined(job: JobState, event: MemberJoined, now_s: float) -> None:
         raise EventRefused(refusals.bad_devices(event.member_id, problem))
     known = job.members.get(event.member_id)
     if known is not None and known.incarnation == event.incarnation:
-        job.table.note_stream_back(known)
-        if job.record is not None:
-            # If etcd was restored to an earlier time, the member may be in a generation that is
-            # missing there: it is over, and the next one has a higher number.
-            job.last_generation = max(job.last_generation, event.generation)
-        _repeat_notices(job, known, event.generation, now_s)
+        _reconnected(job, known, event.generation, now_s)
         return
     if reason := job.stop_reason:
         raise EventRefused(refusals.stopped(job.spec.job, "is being stopped", reason))
@@ -85,6 +80,19 @@ def joined(job: JobState, event: MemberJoined, now_s: float) -> None:
     job.log("member_joined", f"{member.member_id} joined from {event.info.host}", member)
     if job.announced.num_members:
         job.notify_member(member, pausing.notice(job))
+
+
+def _reconnected(job: JobState, member: MemberState, generation: Generation, now_s: float) -> None:
+    """`generation`: the newest that the member has entered, or began to bring up."""
+    job.table.note_stream_back(member)
+    if job.record is not None:
+        # If etcd was restored to an earlier time, the member may be in a generation that is missing
+        # there: it is over, and the next one has a higher number.
+        job.last_generation = max(job.last_generation, generation)
+    if not job.attempt_is_synchronous:
+        # No step report of an asynchronous member tells a new leader that it has trained.
+        member.entered = max(member.entered, generation)
+    _repeat_notices(job, member, generation, now_s)
 
 
 def disconnected(job: JobState, member: MemberState, now_s: float) -> None:

@@ -142,7 +142,8 @@ def _expel_late(job: JobState, attempt: GenerationRoster, names: set[str], now_s
     if attempt.synchronous:
         # A member that holds the state waits for those that receive it. If it hangs, it will not
         # stop after the break either.
-        late = [m for m in late if not attempt.keeps(m.member_id)] or late
+        # A member that leaves is not in the attempt.
+        late = [m for m in late if not (m.is_in(attempt) and attempt.keeps(m.member_id))] or late
     reason = f"{names_of(late)} did not bring the generation up in time"
     endings.abort(job, reason, now_s)
     for member in late:

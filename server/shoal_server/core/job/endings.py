@@ -127,6 +127,10 @@ def remove(
     if not job.table.candidates:
         job.deadlines.first_proposal_s = job.deadlines.short_since_s = None
     if not job.members and job.table.finished:
+        newest, done = job.running or job.previous, job.table.finished
+        if newest is not None and done.issuperset(newest.ranks) and not job.is_completing:
+            # An earlier leader did not complete the job.
+            job.end.completing, job.reason = True, "all members have done their work"
         # The next members need the whole minimum again.
         job.table.finished.clear()
         job.emit(SaveJobRecord())

@@ -189,6 +189,17 @@ def test_a_drain_that_makes_no_progress_ends_at_its_limit() -> None:
     assert leaver.drained
 
 
+def test_a_draining_member_that_offers_no_boundary_is_removed_alone() -> None:
+    """The member's trainer hangs, and its launcher keeps its stream open."""
+    w = running("a", "b", "c")
+    w.members["a"].paused = True
+    w.drain("a")
+    w.run(100.0)
+    assert sorted(w.roster()) == ["b", "c"]
+    assert any("a did not bring the generation up in time" in line for line in w.log)
+    assert not any(w.members[name].refused for name in ("b", "c"))
+
+
 def test_a_drain_is_carried_out_after_an_aborted_change() -> None:
     """The change is aborted by the loss of another member; the drain is not forgotten."""
     w = running("a", "b", "c")

@@ -3,11 +3,9 @@
 from functools import partial
 
 import pytest
-from support.members.job_world import World, digest_of, training
+from support.members.job_world import World, training
 
 from shoal_server.core.generations.roster import JobSpec
-from shoal_server.core.job.restore import SavedJob, restored
-from shoal_server.core.limits import Limits
 from shoal_server.core.membership.events import RefusalKind
 from shoal_server.core.membership.phases import Phase
 
@@ -213,21 +211,26 @@ def test_a_new_leader_does_not_wait_for_finished_members() -> None:
     w.run(2.0)
     w.complete("a")
     w.run(3.0)
-    saved = SavedJob(
-        last_generation=w.job.last_generation,
-        record=w.written[1][-1],
-        before=None,
-        members=tuple(w.job.members.values()),
-        finished=False,
-        reason="",
-        progress=w.job.progress,
-        done=tuple(w.job.table.finished),
-    )
-    w.job = restored(w.job.spec, saved, limits=Limits(), digest_of=digest_of, now_s=w.now_s)
     w.members.pop("b")
-    w.attend_again("c")
+    w.change_leader()
     w.run(100.0)
     assert (w.roster(), list(w.job.members)) == (["a", "b", "c"], ["c"])
     w.complete("c")
     w.run(101.0)
     assert w.job.phase is Phase.FINISHED
+
+
+@pytest.mark.parametrize("stopping", [False, True])
+def test_a_job_whose_members_end_without_a_leader_is_finished(*, stopping: bool) -> None:
+    """All have reported the end of their work, and none its leave; the job may also be stopped."""
+    w = world("a", "b")
+    for name in "ab":
+        w.finish(name)
+    w.run(2.0)
+    if stopping:
+        w.stop("enough")
+    w.members.clear()
+    w.change_leader()
+    w.run(100.0)
+    assert w.job.phase is Phase.FINISHED
+    assert w.job.reason == "all members have done their work"

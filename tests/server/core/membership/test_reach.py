@@ -44,6 +44,14 @@ def world(*names: str) -> World:
     return w
 
 
+def test_a_member_that_cannot_reach_itself_trains() -> None:
+    """Its report about itself has no effect."""
+    w = world("a", "b")
+    w.cut = {("a", "a")}
+    w.run(1.0)
+    assert sorted(w.roster()) == ["a", "b"]
+
+
 def test_a_member_behind_a_firewall_is_refused_and_the_others_train() -> None:
     """The refusal and the generation record state that b could not be reached."""
     w = world("a", "b", "c", "d")

@@ -9,7 +9,6 @@ from support.members.job_world import World
 from shoal_client.membership import member_events as ev
 from shoal_server.core.generations.roster import JobSpec, MemberInfo
 from shoal_server.core.limits import Limits
-from shoal_server.core.membership import events
 from shoal_server.core.membership.events import RefusalKind
 from shoal_server.core.membership.phases import Phase
 
@@ -65,18 +64,19 @@ def test_a_joiner_waits_without_a_limit_beside_the_state() -> None:
     assert w.roster() == ["a", "b", "c"]
 
 
-def test_an_asynchronous_member_trains_on_without_a_limit() -> None:
+@pytest.mark.parametrize("new_leader", [False, True])
+def test_an_asynchronous_member_trains_on_without_a_limit(*, new_leader: bool) -> None:
     """A member of an asynchronous job is not refused below the minimum: the parameter servers have
     the state."""
     w = World(JobSpec(job="j", min_members=2, max_members=8, desired_members=2))
     for name in ("a", "b"):
-        member = w.join(name)
-        member.proposal = replace(member.proposal, synchronous=False)
-        proposed = events.TrainingProposed(**w.process_of(member), proposal=member.proposal)
-        w.send(member, proposed)
+        w.join(name, synchronous=False)
     w.run(1.0)
     assert w.is_running()
     w.kill("b", seen_by_launcher=True)
+    w.run(JOIN_S)
+    if new_leader:
+        w.change_leader()
     w.run(10 * JOIN_S)
     assert w.members["a"].refused is None
     assert w.job.members["a"].waiting_for == "1 more member, no limit"
