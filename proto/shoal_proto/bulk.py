@@ -16,8 +16,8 @@ from shoal_proto.errors import ChecksumMismatch, MalformedMessage
 
 KEY_BYTES = 32
 BEAT_S = 0.5
-"""During a call, a server that has sent nothing for this long sends BEAT. It checks this as
-often."""
+"""During a call, a server or relay that has sent nothing for this long sends BEAT. A server checks
+at this interval."""
 SILENCE_S = 3.0
 """Silence after which a server counts as dead."""
 MAX_ARENA_BYTES = 192 * 1024 * 1024
