@@ -33,8 +33,8 @@ SKIP = 65535
 """A gap number of this value means: this many unchanged elements, and the gap continues in the next
 number."""
 FAR = -128
-"""In the stream of 8-bit distances: the distance is outside of -127 to 127, and is the next one in
-the stream of 16-bit distances."""
+"""Value in the stream of 8-bit distances if the distance is outside of -127 to 127: it is then the
+next one in the stream of 16-bit distances."""
 NUM_SAMPLES, SAMPLE_ELEMENTS = 256, 4096
 SIZES = (1, 2, 4, 8, 16)
 

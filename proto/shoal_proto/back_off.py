@@ -23,7 +23,7 @@ class BackOff:
     """
 
     def __init__(self, first_s: float | None = None, longest_s: float | None = None) -> None:
-        """With `first_s` and no `longest_s`, all pauses are equal, apart from the random part."""
+        """Given `first_s` and no `longest_s`, all pauses are equal, apart from the random part."""
         self._first_s = FIRST_S if first_s is None else first_s
         self._prompt_s = PROMPT_S if first_s is None else 0.0
         if longest_s is None:
