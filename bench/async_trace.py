@@ -9,8 +9,9 @@ on. Each worker logs the samples of every acknowledged push.
 
 `pushes`: logged pushes. `samples_lost`: samples that were logged and are not in the weights.
 `samples_unlogged`: samples that are in the weights and were not logged. A machine that is killed
-between an acknowledgement and the line in its log leaves one such push. If there are more, a push
-was applied twice, and the bench ends. `longest_pause_s`: longest time without any push.
+between an acknowledgement and the line in its log leaves the samples of one push. If there are more
+than the losses explain, a push was applied twice, and the bench ends. `longest_pause_s`: longest
+time without any push.
 """
 
 import argparse

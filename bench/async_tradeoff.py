@@ -11,7 +11,8 @@ the result of one process. All workers share this machine.
 `async_right_{policy}_{n}`: share of 360 held-out digits that are classified correctly.
 `async_staleness_{policy}_{n}`: mean updates of others between a worker's pull and its push.
 `async_steps_{policy}_{n}`: steps a second, of all workers together.
-`async_right_{codec}_3_workers`: the same with compressed gradients, beside uncompressed ones.
+`async_right_{codec}_3_workers`: share of digits classified correctly with compressed gradients; its
+peer is the share without compression.
 
 With `--in-turns`, workers are objects in this process that push in turns to a parameter server:
 the staleness is exactly the number of other workers, whatever else the machine does, and throughput

@@ -106,7 +106,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("strategies", nargs="*", default=STRATEGIES)
     asked = parser.parse_args()
-    # One process takes minutes for such small steps if two threads wait for each other's core.
+    # With two threads on a busy machine, each small operation would wait until both are scheduled,
+    # and the training of one process would take minutes.
     torch.set_num_threads(1)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:

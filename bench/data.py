@@ -5,9 +5,9 @@
 
 The two systems are one rank under "ddp" and one rank of plain DistributedDataParallel. Each has two
 loading processes and the same data set of single samples, which are augmented at random; the
-session also seeds each sample, as it does by default. Both systems run all the time and take blocks
-of 60 steps in turns (training/turns.py); the figure is the median of the ratios. Batches that one
-system loaded during a block of the other are used up before its own block is timed.
+session also seeds each sample, as it does by default. The two are measured in alternating blocks of
+60 steps (training/turns.py), and the figure is the median of the ratios. Their processes stay alive
+between their blocks: batches that were loaded meanwhile are used up before the next block is timed.
 
 - `data_overhead`: mean time of a step, session over DataLoader, where loading takes longer than the
   step: 16 samples of 2 ms each for two processes, and a pause of 4 ms as for a device. It is the

@@ -152,7 +152,8 @@ def newest(job: ShoalJob) -> Step:
 
 def main() -> None:
     num_faults = int(sys.argv[1]) if len(sys.argv) > 1 else NUM_FAULTS
-    # One process takes minutes for such small steps if two threads wait for each other's core.
+    # With two threads on a busy machine, each small operation would wait until both are scheduled,
+    # and the training of one process would take minutes.
     torch.set_num_threads(1)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as name:

@@ -25,7 +25,7 @@ from shoal_client.local.start_time import cpu_s
 
 DEFAULT_MEMBERS = 10_000
 HEARTBEAT_S = 5.0
-"""Interval of heartbeats. At one a second the simulated hosts would need both cores."""
+"""Interval of heartbeats. With one a second, the simulated hosts would keep two cores busy."""
 DRIVER = Path(__file__).with_name("large_driver.py")
 
 

@@ -156,9 +156,9 @@ def measured(steps: Sequence[Mapping[str, Any]]) -> list[System]:
 def pause_of_kill_s(entry: Mapping[str, Any]) -> float:
     """The pause per kill: stalls of the run, minus those of the run without kills.
 
-    Stalls contain the steps that are trained again. They stay in the pause of a system that
-    continues in place, and are taken out of that of one that restarts from a checkpoint: how many
-    there are depends on the interval between checkpoints, which this model computes.
+    Stalls contain the steps that are taken again. If a system continues in place, they are part of
+    its pause. If it restarts from a checkpoint, they are subtracted: their number depends on the
+    interval between checkpoints, which this model computes.
     """
     stalled_s = entry["stalled_s"] - entry["stalled_without_s"]
     if entry.get("checkpoint_s") is not None:

@@ -8,9 +8,9 @@ A worker pushes 64 random rows of the table again and again, and a worker of ano
 20,000 parameters. `large_shard_in_step`: time from the second server being ready until its copy of
 the table's shard is in step. `loop_lag_p99`: 99th percentile of the delay with which an event loop
 resumed tasks, the worst of both servers and of all spans of ten seconds until then;
-`loop_lag_p99_afterwards`: the same percentile over the time after that. `push_p99_ratio`: 99th
-percentile of the time of pushes of parameters while the large shard was copied, over the same
-figure afterwards, when both jobs' shards have copies, under the same load.
+`loop_lag_p99_afterwards`: the worst of both servers in the last ten seconds of the bench.
+`push_p99_ratio`: 99th percentile of the time of pushes of parameters while the large shard was
+copied, over the same figure afterwards, when both jobs' shards have copies, under the same load.
 """
 
 import argparse

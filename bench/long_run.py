@@ -7,9 +7,9 @@
 drawn by `--seed`, a machine is killed (SIGKILL) and a new one starts at once; systems that continue
 from checkpoints write one every 100 steps. `seconds`: time until the last step. `seconds_without`:
 the same time of a run without kills. `relative`: the ratio of the two. `stalled_s` and
-`stalled_without_s`: the part of both in gaps between useful steps of more than two median steps.
-The clock starts when all machines train. `distance`: largest difference of a weight from one
-process.
+`stalled_without_s`: how much of each of the two times was lost in long gaps between useful steps,
+those of more than two median steps; one median step of each such gap does not count. The clock
+starts when all machines train. `distance`: largest difference of a weight from one process.
 
 `kills` is torchft's protocol: `--kills` workers with tiny models are killed one after the other,
 without any checkpoint. A kill follows once at least three of four workers train; the launcher of

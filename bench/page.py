@@ -9,8 +9,8 @@ heartbeats over gRPC and report their health. Everything shares the cores of thi
 `page_first_paint_s`: CPU time of the page's main thread, from a trace of Chromium's, from opening
 the page until all of it is shown. `page_update_s`: CPU time of one update; the page has one a
 second. `page_update_all_members_s`: the same with all members shown. `page_viewers_20_cores`: extra
-CPU cores of the coordinator for 20 open pages, half of them of the large job. `page_bytes_per_s`:
-bytes sent to one of them in a second.
+CPU cores of the coordinator for 20 open pages, half of which show the large job.
+`page_bytes_per_s`: bytes sent to such a page in a second, on average.
 """
 
 import asyncio

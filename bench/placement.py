@@ -8,11 +8,12 @@ shards. The servers are simulated in this process, without parameters: they chan
 etcd as real servers do, as if each copy arrived at once. Everything shares this machine.
 
 `place_call`: time of the call that places the shards. `place`: time from that call until every
-shard has its backup. `fail_over`: time from the death of a server, of which its peers know at once,
-until each of its shards has another primary. `whole_again`: until every shard has its copies again.
-`move`: time to empty a leaving server. `..._written`: bytes of keys and values written to etcd
-meanwhile. `largest_request`, `most_operations`: maxima over all transactions; etcd allows 1.5 MiB
-and 128. `map`: size of the answer with the shard map; `map_call`: time of that call.
+shard has its backup. `fail_over`: time from the death of a server until each of its shards has
+another primary; the other servers know of the death at once. `whole_again`: time from the death
+until every shard has its copies again. `move`: time to empty a leaving server. `..._written`: bytes
+of keys and values written to etcd meanwhile. `largest_request`, `most_operations`: maxima over all
+transactions; etcd allows 1.5 MiB and 128. `map`: size of the answer with the shard map; `map_call`:
+time of that call.
 """
 
 import asyncio

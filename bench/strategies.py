@@ -7,16 +7,17 @@
     .venv/bin/python bench/strategies.py copies auto 1 2   # of these intervals, step_copies only
 
 - `step_overhead_STRATEGY`: median step under a session over the median step of plain torch, two
-  ranks on Gloo in processes of their own; each step also waits 10 ms, as for a device. Both systems
-  run all the time and take blocks of 40 steps in turns (training/turns.py). The figure is the
-  median of the ratios over eight starts of both: the addresses that a process gets in memory make
-  the steps of one start up to 7 % longer than the steps of another. Both systems shuffle the data.
+  ranks on Gloo in processes of their own; each step also waits 10 ms, as for a device. The
+  processes of both systems stay alive; blocks of 40 timed steps of the two alternate
+  (training/turns.py). The figure is the median of the ratios over eight starts of both: the
+  addresses that a process gets in memory make the steps of one start up to 7 % longer than the
+  steps of another. Both systems shuffle the data.
   The model is small (2.1 MB): copies at peers and checks take a larger share of a step than with a
   real model.
-- `step_overhead_session`: the same ratio for one rank and "ddp". It is the cost of `session.step()`
-itself.
+- `step_overhead_session`: the same ratio for "ddp" with one rank, which has nobody to exchange
+  with: the cost of `session.step()` itself.
 - `step_copies_N`: median step of "fsdp" with a copy of the state at a peer every N steps, over the
-  median step with a copy every 10 steps; both run under a session and take turns. "auto" is the
+  median step with a copy every 10 steps; both under a session, in alternating blocks. "auto" is the
   default: as often as copies take at most a twentieth of the time.
 - `step_cpu_STRATEGY`: CPU time of one rank for a step, which other load on the machine changes
   little.

@@ -5,7 +5,8 @@
     .venv/bin/python bench/tls.py --only kills    # one part: steps, exchanges or kills
 
 - `step_overhead_tls`: median step of DDP with a cluster that uses TLS, over the median step without
-  TLS: two ranks on Gloo in processes of their own, in blocks; the median of the ratios.
+  TLS, each with two ranks on Gloo in processes of their own. Blocks of the two alternate; the
+  figure is the median of the blocks' ratios.
 - `pull_push_100mb_tls` (GB/s, both directions): push of 100 MB of gradients and return of 100 MB of
   values by a TLS socket, in turns with a plain socket (`tcp`).
 - `pull_push_100mb_shared_memory_with_tls`: the same by shared memory with TLS on, in turns with TLS

@@ -4,27 +4,27 @@
     .venv/bin/python bench/trace.py --mtbf 10 --seconds 600 --seed 1 --record
 
 Replays changes on real processes (`training/machines.py`), the same changes for each system. With
-`--trace` they are read from a trace (`milliseconds,add|remove,node`), of which the number of nodes
-at each time counts; numbers above `--max` anywhere in it are mapped to 1 to `--max` by quantile.
-With `--mtbf` they are drawn by `--seed`: losses are a Poisson process with a mean of `--mtbf`
-minutes between two losses of the job, and a lost machine is replaced after 5 minutes on average.
-Changes are replayed `--speed` times as fast; the start of Python and torch takes its real time. A
-loss is a SIGKILL of all processes of the machine; with `--notice S`, its launcher gets a SIGTERM S
-seconds before. One settled machine always stays, and the coordinator or rendezvous of a system is
-not lost.
+`--trace` they are read from a trace (`milliseconds,add|remove,node`), of which only the number of
+nodes at each time counts. If the trace ever has more than `--max` nodes, all its numbers are scaled
+to 1 to `--max` by quantile. With `--mtbf` they are drawn by `--seed`: losses are a Poisson process
+with a mean of `--mtbf` minutes between two losses of the job, and a lost machine is replaced after
+5 minutes on average. Changes are replayed `--speed` times as fast; the start of Python and torch
+takes its real time. A loss is a SIGKILL of all processes of the machine; with `--notice S`, its
+launcher gets a SIGTERM S seconds before. At least one machine that has run for 15 s always stays,
+and the coordinator or rendezvous of a system is not lost.
 
-All systems train the model of bench/exactness.py on the same batches with the same pause in each
-step, which stands for a device: 4 workers fit on two cores. torchrun restarts all workers at each
-change, from a checkpoint every k steps; k follows Young and Daly, from the times of a checkpoint
-and a step, which this bench measures first, and the mean time between changes. torchft and Shoal
-write no checkpoint. SHOAL_BENCH_TORCHFT names torchft's interpreter, as in bench/recovery.py. This
-interpreter needs Shoal too, whose order of samples all systems share.
+All systems train the model of bench/exactness.py on the same batches. Each step has the same pause
+in place of work on a device, so that two cores are enough for 4 workers. torchrun restarts all
+workers at each change, from a checkpoint every k steps; k follows Young and Daly, from the times of
+a checkpoint and a step, which this bench measures first, and the mean time between changes. torchft
+and Shoal write no checkpoint. SHOAL_BENCH_TORCHFT names torchft's interpreter, as in
+bench/recovery.py. This interpreter needs Shoal too, whose order of samples all systems share.
 
 `training/effective.py` defines the figures of each system; the clock starts once all first machines
-train. `distance`: largest difference of a weight from training in one process after as
-many steps; none for a system that does not train at the end. With `--record` the figures are
-written to docs/benchmarks/results/trace.json, for docs/report.md; of a system that did not start,
-the reason (`failed`).
+train. `distance`: largest difference of a weight from training in one process after as many steps;
+none for a system that does not train at the end. With `--record` the figures are written to
+docs/benchmarks/results/trace.json, for docs/report.md; for a system that did not start, or whose
+replay was given up, the reason (`failed`).
 """
 
 import argparse

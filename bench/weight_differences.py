@@ -4,7 +4,8 @@
     .venv/bin/python bench/weight_differences.py --mb 256 --rounds 5
 
 Simulates the effect of a step of Adam on bf16 weights: float32 master weights N(0, 0.028) change by
-the learning rate times N(0, 1), clipped at 3, and are rounded before and after. For each rate:
+the learning rate times N(0, 1), clipped at 3. The weights before and after the change, rounded to
+bf16, are the two versions. For each rate:
 
 - `weights_difference_changed`: share of the weights whose bf16 value changed;
 - `_over_full`: bytes of the difference over bytes of the full version;

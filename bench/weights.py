@@ -5,8 +5,9 @@
     .venv/bin/python bench/weights.py --mb 8 --rounds 1 --readers 1    # each part once, small
 
 A model of bf16 tensors of 8 MiB each is published by one process and installed by others, each
-into tensors of its own. `--parts` selects parts; each ends after `--minutes`, if necessary with
-fewer rounds, and is stopped after twice that time. At the end the bench lists what it left out.
+into tensors of its own. `--parts` selects parts; each measures fewer rounds if `--minutes` are over
+(not `differences` and `torn`), and is stopped one minute after twice that time. At the end the
+bench lists what it left out.
 
 - `readers`. `weights_publish_over_memcpy`: time of the call of `publish()`, over the time of a copy
   of the same bytes into memory that exists already. `weights_publish_8_over_1_readers`: time of
@@ -15,18 +16,19 @@ fewer rounds, and is stopped after twice that time. At the end the bench lists w
   one process copies the model into shared memory and sends a line, and as many readers copy it out.
   `weights_fetch_over_PEER`: the same over the time with `safetensors` (a file on tmpfs, renamed and
   loaded), `torch_rpc`, and, if there is an environment for them (see bench/weights_peers.py), `ray`
-  and `torchstore`; `--peers ray` selects one. `weights_cpu_seconds`: CPU time of all processes of a
-  system in a round.
+  and `torchstore`; `--peers ray` selects one. `weights_cpu_seconds`: CPU time of all processes of
+  the bench during a round of the system; the other systems are idle then, but their background work
+  counts.
 - `tcp`. `weights_tcp_over_socket`: bytes per second of a fetch over TCP on loopback until all bytes
-  are verified, over bytes per second of a bare socket. The fetch begins once the publisher on the
-  same processors has done its work for the version. Both receive into memory that was used for
-  earlier versions; `_first`: both receive into memory that was never touched.
+  are verified, over bytes per second of a bare socket. The fetch begins after the publisher's own
+  work for the version, so that the two do not compete for processors. Both receive into memory that
+  was used for earlier versions; `_first`: both receive into memory that was never touched.
 - `late`. `weights_late_over_usual`: time of a fetch by a reader that starts after the trainer was
   killed, over the time of a fetch by a reader that starts while the trainer runs.
 - `step`. `weights_step_delay`: time of ten steps with a publication, over ten steps without one.
 - `differences`. `weights_difference_over_full` and `_over_xor`: bytes of a difference at 0.9 % of
-  weights changed, over the full version and over the exclusive or with zstandard at level 1;
-  `_encode`, `_decode`: GB of the full version per second of CPU time. See
+  weights changed, over the full version, and over the XOR of the two versions, compressed by
+  zstandard at level 1; `_encode`, `_decode`: GB of the full version per second of CPU time. See
   bench/weight_differences.py.
 - `link`, which needs root. `weights_link_difference_over_full`: time from `publish()` of a version
   with 0.9 % of its weights changed, until a reader behind a link of 100 MB/s (in a network
@@ -83,7 +85,7 @@ CLEAN_UP_S = 60.0
 
 
 class GivenUp(Exception):
-    """A part took more than twice its time."""
+    """A part was stopped: CLEAN_UP_S after twice its time, it had not ended."""
 
 
 class LeftOut(Exception):
@@ -245,8 +247,8 @@ def shoal_turn(
 
 
 def wait_idle(model: dict[str, torch.Tensor]) -> None:
-    """Give this process time to allocate memory for the next version; a trainer computes
-    meanwhile."""
+    """Wait while this process allocates memory for the next version; in a training job this happens
+    while the trainer computes."""
     time.sleep(max(0.5, model["w0"].nbytes * len(model) / 1e9))
 
 
@@ -349,7 +351,7 @@ def cluster() -> Iterator[str]:
 
 
 def end_publishing() -> None:
-    """End the publication in this process: the cluster of the series ends too."""
+    """End the publication in this process, before the cluster that it uses is stopped."""
     import shoal  # noqa: PLC0415
 
     shoal.end_publishing(SERIES)

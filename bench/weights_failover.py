@@ -4,8 +4,9 @@ Two members of a job on two launchers publish after each step. Of kind `member`,
 a member is killed, which its launcher reports. Of kind `host`, its launcher is killed too, as if
 their host were lost. Killed processes are restarted. `weights_failover_KIND`: time from the kill
 until a reader sees a version of the next generation. `_detection`: time until the coordinator
-removes the member. `_after_detection`: the difference of the two. The part fails if the first
-version of the new generation does not have the next number.
+removes the member. `_after_detection`: the difference of the two. The part fails if the version
+numbered just before the first one of the new generation is neither of the generation of the kill
+nor missing.
 """
 
 import os

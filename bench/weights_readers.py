@@ -3,7 +3,8 @@
     python bench/weights_readers.py KIND MB [PORT]
 
 Lines for bench/weights.py begin with "report"; others are logs. A reader prints "report ready", and
-for each round "report done", its number, and the time at which its tensors contained the model.
+for each round "report done", the number of the round (of the version, for readers of Shoal), and
+the time at which the reader's tensors contained the model.
 """
 
 import os
@@ -61,7 +62,7 @@ def read_shoal(
                 series.fetch(version, into=target)
             except VersionGone:
                 continue  # a newer version was published before this reader had a lease
-            if not by_difference:  # there the weights differ from each other
+            if not by_difference:  # else the model has weights of different values
                 assert target["w0"][0, 0] == target[next(reversed(target))][0, 0]
             report("done", version.number, time.monotonic())
 

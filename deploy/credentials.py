@@ -122,7 +122,8 @@ def make(
 
 
 def forget(path: Path, name: str) -> None:
-    """Remove a token whose own file was not written, because an earlier run ended in between."""
+    """Remove a token from the list `tokens`. Its own file may be missing, if an earlier run ended
+    between the two writes."""
     if path.exists():
         lines = path.read_text().splitlines(keepends=True)
         write(path, "".join(line for line in lines if line.split()[0] != name).encode())
@@ -148,7 +149,8 @@ def to_folders(options: argparse.Namespace) -> None:
     for part, files in parts().items():
         folder = options.to / part
         folder.mkdir(mode=0o700, exist_ok=True)
-        # The certificate last: it shows that all files exist (see the health check of `certs`).
+        # The certificate last: it shows that all files exist. The health check of the service
+        # `certs` in docker-compose.yml looks for it.
         for name, source in sorted(files.items(), key=lambda item: item[0].endswith(".crt")):
             data = (authority / source).read_bytes()
             target = folder / name

@@ -1,8 +1,8 @@
 """Peers that exchange in turns, so that other work on the machine affects all of them alike.
 
-Each peer has a server and workers as processes. All processes exist at the same time; one peer
-exchanges, and the others are stopped: a peer that polls its memory would take a core from the
-measured one.
+Each peer has a server and workers as processes. All processes exist at the same time. While one
+peer exchanges, the processes of the others are halted (SIGSTOP): a peer that polls its memory would
+take a core from the measured one. Only Shoal's processes run on, since they must keep their leases.
 """
 
 import importlib

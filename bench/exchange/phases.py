@@ -1,6 +1,6 @@
 """CPU time of a push by phase, measured with the clock of each thread.
 
-The CPU time of a process that is in no phase goes to sockets, the event loop and gRPC's threads.
+CPU time of a process outside all phases goes to sockets, the event loop and gRPC's threads.
 """
 
 import json

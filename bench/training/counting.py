@@ -66,8 +66,8 @@ def strategy_of(name: str) -> Any:
 
 
 def models() -> Iterator[nn.Module]:
-    """Return equal models, one for each rank; they are made before the ranks start, which share a
-    random generator."""
+    """Return equal models, one for each rank. The ranks are threads that share a random generator,
+    so the models are made before they start."""
     return iter([new_model() for _ in range(NUM_RANKS)])
 
 

@@ -2,8 +2,8 @@
 
 A step is *useful* if the training at the end of the run still has it; a step that was undone by a
 restart and trained again counts once. The step time is measured for each system, as the median time
-between two useful steps. So `effective` compares what changes cost, and not how fast a system takes
-steps; `steps_per_s` compares both together.
+between two useful steps. So `effective` shows what changes cost, and not how fast a system takes
+steps; `steps_per_s` depends on both.
 """
 
 import math

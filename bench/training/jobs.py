@@ -23,8 +23,8 @@ START_S = 120.0
 HERE = Path(__file__).parent
 TUNED_RDZV = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=5,read_timeout=10"
 """Settings of torchrun's rendezvous. With its defaults (30 s, 5 s, 3 and 60 s) losses and joins
-take longer. With 2 attempts, torchrun treated a busy machine as lost, and the job split in two. The
-last one limits an agent's wait for what a lost machine has not written to the store."""
+take longer. With 2 attempts, torchrun treated a busy machine as lost, and the job split in two.
+`read_timeout` limits an agent's wait for a value that a lost machine never wrote to the store."""
 
 
 def environment(**more: str) -> Mapping[str, str]:

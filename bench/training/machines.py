@@ -81,7 +81,8 @@ def shoal_ddp(plan: Plan) -> Iterator[Running]:
 
 @contextmanager
 def shoal_fsdp(plan: Plan) -> Iterator[Running]:
-    """Two copies of each part: a second loss may follow before copies are complete again."""
+    """FSDP with two copies of each part, since a second machine may be lost before the copies are
+    complete again."""
     script = ("on_exactness.py", str(plan.directory), "fsdp", str(plan.pause_s), "2")
     with _shoal(plan, script) as running:
         yield running
@@ -117,8 +118,8 @@ def _shoal(plan: Plan, script: tuple[str, ...], num_servers: int = 0) -> Iterato
 
 @contextmanager
 def torchrun(plan: Plan) -> Iterator[Running]:
-    """An agent that fails closes the rendezvous of its id for good, as torch says: the job then
-    starts anew under another id, from its checkpoint, as a scheduler or an operator does it."""
+    """Torchrun. When an agent fails, torch closes the rendezvous of its id for good. The job then
+    starts anew under another id, from its checkpoint, as a scheduler or an operator would do."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     attempts = [0]
 
@@ -268,8 +269,9 @@ class Machines:
     def _follow(
         self, changes: Iterable[Change], start_s: float, length_s: float, notice_s: float
     ) -> int:
-        """Make the changes at their times. Returns after `length_s` the number of changes made.
-        Raises NotTraining instead of a loss that no system without checkpoints could outlive."""
+        """Make the changes at their times. Returns after `length_s`, with the number of changes
+        made. Raises NotTraining instead of a loss that no system without checkpoints could
+        outlive."""
         number = 0
         for change in changes:
             if change.at_s >= length_s:

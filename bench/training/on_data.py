@@ -3,7 +3,7 @@
     on_data.py shoal|plain LOAD_MS PAUSE_MS DESCRIPTOR BLOCKS SKIPPED TIMED
 
 `shoal`: a member of a session with `session.batches`; `plain`: torch's DataLoader. Both have two
-processes that load. See `Blocks`.
+processes that load. The last four arguments are those of `blocks.Blocks`.
 """
 
 import sys

@@ -1,6 +1,7 @@
 """A worker that is preempted: on_preemption.py DIRECTORY STRATEGY.
 
-Writes a checkpoint every EVERY_STEPS steps, so that a restart without a last one loses many.
+Writes a checkpoint every EVERY_STEPS steps (not async-sgd, whose state is on servers). They are so
+rare that a restart loses many steps unless another one was written at the notice.
 """
 
 import sys

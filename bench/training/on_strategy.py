@@ -2,8 +2,9 @@
 
     on_strategy.py shoal|plain STRATEGY PAUSE_MS DESCRIPTOR BLOCKS SKIPPED TIMED
 
-`shoal`: a member of a session; `plain`: a rank of torch.distributed. See `Blocks`. The strategy
-"fsdp/2" is fsdp with a copy of the state at a peer every 2 steps, "fsdp/auto" fsdp by default.
+`shoal`: a member of a session; `plain`: a rank of torch.distributed. The last four arguments are
+those of `blocks.Blocks`. The strategy "fsdp/2" is fsdp with a copy of the state at a peer every 2
+steps; "fsdp/auto" is fsdp with its default interval.
 """
 
 import sys

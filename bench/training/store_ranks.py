@@ -26,7 +26,7 @@ HOST = "127.0.0.1"
 COORDINATOR, TCP, TCP_PLAIN = "coordinator", "TCPStore", "TCPStore-plain"
 """Plain: with torch's own init_process_group, whose bring-up cannot be interrupted."""
 BRING_UP_S, COLLECTIVE_S = 30.0, 60.0
-"""The defaults of a session."""
+"""BRING_UP_S is a session's default. COLLECTIVE_S limits one operation of Gloo."""
 HOSTS_S = 3600.0
 
 

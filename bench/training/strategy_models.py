@@ -47,7 +47,7 @@ def samples() -> tuple[Tensor, Tensor]:
 
 
 def shares(strategy: str) -> int:
-    """Return the number of shares of each batch."""
+    """Return into how many shares a batch is split: 1 if every rank works on the whole batch."""
     return 1 if strategy in ("tensor", "pipeline") else dist.get_world_size()
 
 

@@ -1,4 +1,5 @@
-"""Two systems that take the same steps in turns, each in processes that run all the time.
+"""Measures two systems in alternating blocks of steps. The processes of both stay alive; those of
+one system wait while the other's run.
 
 Other load on the machine slows a system down for seconds or minutes. Therefore a block of steps of
 one system follows a block of the other within a second or two, and the result is the ratio of the
@@ -45,8 +46,9 @@ class BlockPlan:
 
     @property
     def arguments(self) -> list[str]:
-        """Arguments of the script after the descriptor: see `Blocks`. The first and the last block
-        are not counted: at the end a rank exits, which takes CPU time."""
+        """Last arguments of the script, for `training.blocks.Blocks`: numbers of blocks, of skipped
+        steps and of timed steps. Two blocks more than measured: the first includes the start of the
+        processes, and during the last one ranks begin to exit, which takes CPU time."""
         return [str(self.pairs + 2), str(self.skipped), str(self.timed)]
 
 
@@ -168,7 +170,7 @@ class Comparison:
 def compare(
     ours: Ranks, theirs: Ranks, num_pairs: int, figure: Callable[[Sequence[float]], float]
 ) -> Comparison:
-    """Run blocks in turns; the order changes from pair to pair."""
+    """Run `num_pairs` pairs of blocks; which system goes first changes from pair to pair."""
     for each in (ours, theirs):
         each.block()
     pairs = []

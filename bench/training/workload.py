@@ -15,7 +15,7 @@ NUM_FEATURES, NUM_CLASSES = 256, 10
 NUM_SAMPLES = 4096
 GLOBAL_BATCH = 64
 PAUSE_S = 0.01
-"""Pause of each step after its short computation, as for a device: the cores are not the limit."""
+"""Pause in each step in place of work on a device, so that the cores are not the limit."""
 
 
 def new_model() -> nn.Module:

@@ -1,8 +1,12 @@
 """The difference between two versions of the same bytes, exact for every bit pattern.
 
-In one training step few 16-bit weights change, and most of these by one representable number. So
-for elements of 16 bits a difference has the gaps between changes, and the distances from old to new
-values in representable numbers. For other elements it has the exclusive or of the bytes, in planes.
+In one training step few 16-bit weights change, and most of them to the next representable number.
+So for elements of 16 bits a difference has the numbers of unchanged elements between changes, and
+the distance of each change, counted in representable numbers. For other elements it has the XOR of
+old and new bytes, in one plane for each byte of an element.
+
+A difference is MAGIC, then spans. A span is its header (`_SPAN`), the length of each of its streams
+(`_LENGTH`), and the streams, each a zstandard frame. Integers are little-endian.
 
 The caller verifies base and target by their digests.
 """
@@ -24,11 +28,13 @@ SPAN_BYTES = 64 * 1024 * 1024
 CACHED_ELEMENTS = 256 * 1024
 """Elements that fit into the processor's cache."""
 LEVEL = 1
-"""Higher levels take several times as long for a few percent."""
+"""Level of zstandard. Higher levels take several times as long, and save a few percent."""
 SKIP = 65535
-"""Stands for this many elements of a gap that continues in the next number."""
+"""A gap number of this value means: this many unchanged elements, and the gap continues in the next
+number."""
 FAR = -128
-"""Marks a distance outside of -127 to 127, which is in the stream of 16-bit distances."""
+"""Value in the stream of 8-bit distances if the distance is outside of -127 to 127: it is then the
+next one in the stream of 16-bit distances."""
 NUM_SAMPLES, SAMPLE_ELEMENTS = 256, 4096
 SIZES = (1, 2, 4, 8, 16)
 
@@ -43,7 +49,7 @@ class _Kind(IntEnum):
     DISTANCES = 1
     """Four streams: low bytes of gaps, high bytes of gaps, distances of 8 bits, and of 16 bits."""
     PLANES = 2
-    """A stream for each byte of an element: the exclusive or of old and new."""
+    """A stream for each byte of an element: the XOR of old and new."""
 
 
 _SPAN = struct.Struct("<BBxxxxxxQ")
@@ -54,7 +60,7 @@ _LENGTH = struct.Struct("<Q")
 def encode(base: Buffer, target: Buffer, elements: Iterable[tuple[int, int]]) -> list[bytes]:
     """Return the difference, in parts to be joined. `elements`: runs (bytes of an element, bytes of
     the run) that make up both buffers; a wrong size of an element only makes the difference larger.
-    Raises ValueError if the runs do not have the size of each buffer.
+    Raises ValueError if the runs together have another size than either buffer.
     """
     old, new = _bytes(base), _bytes(target)
     compressor = zstandard.ZstdCompressor(level=LEVEL)
@@ -84,7 +90,7 @@ def changed_share(base: Buffer, target: Buffer) -> float:
 
 def apply(base: Buffer, difference: Buffer, into: memoryview) -> None:
     """Write the target into `into`, which is as large as the base and does not overlap it. Raises
-    MalformedMessage if `difference` does not fit.
+    MalformedMessage if `difference` is damaged, or was made for buffers of another size.
     """
     old, new = _bytes(base), _bytes(into)
     view = memoryview(difference)

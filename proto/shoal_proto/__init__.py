@@ -10,4 +10,4 @@ MAX_MESSAGE_BYTES = MAX_PIECE_BYTES + 1024 * 1024
 # A shard map of many parameters is larger than any request.
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
 CHUNK_BYTES = 8 * 1024 * 1024
-"""The last chunk of a segment may be shorter."""
+"""Size of a chunk of published weights; the last chunk of a segment may be shorter."""

@@ -3,8 +3,8 @@
 FIRST_S = 0.02
 LONGEST_S = 1.0
 PROMPT_S = 3.0
-"""Usual length of a leader failover. While the default pauses together are shorter, each is at most
-PROMPT_LONGEST_S."""
+"""Usual length of a leader failover. Until the pauses of a caller add up to this, each is at most
+PROMPT_LONGEST_S (unless the caller has set `first_s`)."""
 PROMPT_LONGEST_S = 0.2
 
 
@@ -23,7 +23,7 @@ class BackOff:
     """
 
     def __init__(self, first_s: float | None = None, longest_s: float | None = None) -> None:
-        """`first_s` alone: equal pauses, but for `chance`."""
+        """Given `first_s` and no `longest_s`, all pauses are equal, apart from the random part."""
         self._first_s = FIRST_S if first_s is None else first_s
         self._prompt_s = PROMPT_S if first_s is None else 0.0
         if longest_s is None:

@@ -16,7 +16,8 @@ from shoal_proto.errors import ChecksumMismatch, MalformedMessage
 
 KEY_BYTES = 32
 BEAT_S = 0.5
-"""Longest silence of a server during a call."""
+"""During a call, a server or relay that has sent nothing for this long sends BEAT. A server checks
+at this interval."""
 SILENCE_S = 3.0
 """Silence after which a server counts as dead."""
 MAX_ARENA_BYTES = 192 * 1024 * 1024
@@ -50,7 +51,8 @@ class FrameKind(IntEnum):
     FOLLOW = 11
     """A server's call: `Follow` of the Replication service."""
     LOOKUP = 12
-    """A call: LookupRequest with the header. `shard_id` is the number of an item then."""
+    """A call: LookupRequest with the header. In the pieces of this call, `shard_id` is the number
+    of an item of the request."""
     SEGMENT_PUT = 13
     """A call: PutSegmentRequest. Chunks or a descriptor follow once the server asks for them."""
     SEGMENT_FETCH = 14
@@ -64,6 +66,8 @@ class FrameKind(IntEnum):
 
 
 _HEADER = struct.Struct("<BxxxIQQQI")
+"""Kind, shard_id, offset_bytes, num_bytes, at, and CRC-32 of the body; the CRC-32 of these bytes
+follows (`_CHECK`)."""
 _CHECK = struct.Struct("<I")
 HEADER_BYTES = _HEADER.size + _CHECK.size
 BUFFER_BYTES = 64 * 1024
@@ -138,8 +142,8 @@ class FrameReader:
     def __init__(
         self, allocate: Callable[[int], memoryview] = _new, *, first: FrameKind | None = None
     ) -> None:
-        """`allocate`: returns memory for the body of a piece or chunk. `first`: kind of the first
-        frame. Before that frame the peer is not authenticated."""
+        """`allocate`: returns memory for the body of a piece or chunk. `first`: the only kind that
+        the first frame may have, because the peer is not authenticated before it."""
         self._allocate = allocate
         self._first = first
         self._buffer = memoryview(bytearray(BUFFER_BYTES))
@@ -168,8 +172,8 @@ class FrameReader:
             self._stop += num_bytes
 
     def next(self) -> Frame | None:
-        """Read the next whole frame; None until more is received. Raises MalformedMessage,
-        ChecksumMismatch, or an error of `allocate`: then the connection is of no use.
+        """Return the next whole frame; None until more is received. Raises MalformedMessage,
+        ChecksumMismatch, or an error of `allocate`. After an error, close the connection.
         """
         if self._frame is None:
             if self._stop - self._start < HEADER_BYTES:

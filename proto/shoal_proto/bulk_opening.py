@@ -33,9 +33,9 @@ def connect_to_offer(offer: OpenBulkReply, address: str) -> socket.socket:
 
 
 def present_key(connected: socket.socket, key: bytes, arena_bytes: int) -> mmap.mmap | None:
-    """Present the key, and over a Unix socket ask for `arena_bytes` of shared memory. Returns the
-    memory, of the size that the server chose, if any. The connection then has the time limit
-    HELLO_S. Raises OSError, MalformedMessage or ChecksumMismatch.
+    """Present the key, and over a Unix socket ask for `arena_bytes` of shared memory. Returns that
+    memory, whose size the server chooses, or None. The connection then has the time limit HELLO_S.
+    Raises OSError, MalformedMessage or ChecksumMismatch.
     """
     connected.settimeout(HELLO_S)
     is_local = connected.family == socket.AF_UNIX

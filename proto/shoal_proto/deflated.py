@@ -9,7 +9,7 @@ from shoal_proto.errors import MalformedMessage
 
 MAX_UNPACKED_BYTES = 32 * 1024 * 1024
 LEVEL = 1
-"""Higher levels do not shrink the incarnations in a roster further."""
+"""Higher levels hardly make a roster smaller: its incarnations are random."""
 
 M = TypeVar("M", bound=Message)
 
@@ -20,8 +20,8 @@ def pack(message: Message) -> bytes:
 
 
 def unpack(kind: type[M], packed: bytes, max_bytes: int = MAX_UNPACKED_BYTES) -> M:
-    """Return the message that was packed. Raises MalformedMessage, also for one of more than
-    `max_bytes`."""
+    """Return the message that was packed. Raises MalformedMessage, also if the message has more
+    than `max_bytes`."""
     try:
         return kind.FromString(inflate(packed, max_bytes))
     except (ValueError, DecodeError) as error:
@@ -37,7 +37,7 @@ def inflate(packed: bytes, max_bytes: int) -> bytes:
     inflate to more than `max_bytes`."""
     inflating = zlib.decompressobj()
     try:
-        # With a full buffer the end of the bytes would not be read.
+        # At a limit of `max_bytes`, exactly that many bytes would leave the end mark unread.
         data = inflating.decompress(packed, max_bytes + 1)
     except zlib.error as error:
         raise ValueError(str(error)) from error

@@ -138,7 +138,7 @@ class AccessDenied(RefusedError):
 
 
 class CertificateRefused(AccessDenied):
-    """Certificate that the other side does not accept, or TLS on one side only."""
+    """The other side does not accept this side's certificate, or only one side uses TLS."""
 
 
 class InvalidSpec(RefusedError, ValueError):
@@ -246,7 +246,7 @@ class SeriesHeld(RefusedError):
 
 
 class StaleEpoch(RefusedError):
-    """Publisher that another has replaced, in a later epoch."""
+    """Another publisher, with a later epoch, has replaced the caller."""
 
 
 class PublicationAbandoned(RefusedError):

@@ -154,7 +154,8 @@ def max_lengths() -> dict[str, int]:
 
 def _marked(kind: type) -> Iterator[tuple[str, Any]]:
     for name, hint in get_type_hints(HealthFigures, include_extras=True).items():
-        # The whole type has the mark, or its part that is not None.
+        # Annotated[X | None, mark]: the whole hint has the mark. Annotated[X, mark] | None: a
+        # member of the union has it.
         parts = [hint, *get_args(hint)]
         marks = [mark for part in parts for mark in getattr(part, "__metadata__", ())]
         yield from ((name, mark) for mark in marks if isinstance(mark, kind))

@@ -23,7 +23,7 @@ def new_incarnation(unix_ms: int | None = None) -> str:
 
 @lru_cache(maxsize=16_384)
 def public_id(incarnation: str) -> str:
-    """Return 16 hexadecimal digits that identify a process start without revealing its incarnation:
-    random bits cannot be found by trying.
+    """Return 16 hexadecimal digits that identify a process start. They do not reveal its
+    incarnation, which has too many random bits to be found by trying.
     """
     return hashlib.sha256(f"shoal incarnation\0{incarnation}".encode()).hexdigest()[:16]

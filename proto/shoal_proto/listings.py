@@ -1,9 +1,10 @@
 """Listings: the lines from which a digest in a proposal was computed, packed.
 
-If two digests differ, the coordinator names the first line that differs. Each number in a line is
-written as its difference from the number at the same position in the nearest earlier line with the
-same text around the numbers. If a listing would exceed MAX_LISTING_BYTES, digests of blocks of its
-lines are packed.
+If two digests differ, the coordinator names the first line that differs. A packed listing is text,
+deflated. A line "=PATTERN" defines the next pattern, counted from 0: a line's text without its
+numbers. Any other line stands for one line of the listing: the number of its pattern, then the
+difference of each of its numbers from the same number in the last line of that pattern. If a
+listing would exceed MAX_LISTING_BYTES, digests of blocks of its lines are packed instead.
 """
 
 import re

@@ -39,7 +39,7 @@ BUCKET_KINDS = {
     "memory": "memory",
 }
 """Kinds of storage besides directories, by scheme of the URL. Other schemes are not passed to
-`fsspec`, which reaches more than storage."""
+`fsspec`, which opens more than storage."""
 
 
 def is_name(text: str) -> bool:

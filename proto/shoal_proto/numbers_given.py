@@ -1,7 +1,7 @@
 """Conversion of the numbers that a script passes, of any library, into Python's own.
 
-NumPy's integers overflow, JSON and checkpoints do not accept most of its floats, and a 0-d tensor
-compares as a tensor.
+NumPy's integers overflow, JSON and checkpoints do not accept most of its floats, and a comparison
+with a 0-d tensor returns a tensor.
 """
 
 import math

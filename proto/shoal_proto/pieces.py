@@ -35,7 +35,8 @@ class ReadPiece:
 
 @dataclass(frozen=True, slots=True)
 class OnlyPiece:
-    """A message whose one field is a piece."""
+    """Used in place of a message that has a piece and no other field: its `piece` is a
+    ReadPiece."""
 
     piece: ReadPiece
 

@@ -13,8 +13,8 @@ from shoal_proto.checksum import crc32
 from shoal_proto.pieces import Buffer
 
 LOW_WATER_BYTES = 256 * 1024
-"""Prepare more data below this amount. Data in shared memory counts: the server begins with the
-first large part while the next one is copied."""
+"""Prepare more data below this amount. Data copied to shared memory counts, so that the server
+begins with the first large part while the next one is copied."""
 RECORD_BYTES = 16 * 1024
 MAX_BUFFERS = 256
 """Buffers per call to the kernel; Linux takes at most 1024."""

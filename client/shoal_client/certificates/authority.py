@@ -1,6 +1,7 @@
-"""Certificates in the form that `shoal_proto.tls` reads: a URI names holder and role. Validity
-begins five minutes ago, for peers with slow clocks. No host is named unless given: peers check the
-role.
+"""Certificates in the form that `shoal_proto.tls` reads: a URI names holder and role.
+
+They are valid from five minutes before their issue, for peers with slow clocks. They name no hosts,
+except for clients such as browsers: Shoal's processes check the role.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,7 +20,7 @@ from shoal_proto.tls.names import SERVES_AS, Caller, caller_among
 CLOCK_SKEW = timedelta(minutes=5)
 MAX_VALID = timedelta(days=3650)
 CA_VALID = MAX_VALID + timedelta(days=1)
-"""Exceeds MAX_VALID: certificates are issued after their authority."""
+"""Exceeds MAX_VALID: a certificate is issued after its authority, and must not outlive it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,7 +79,7 @@ class CertificateFolder:
             ) from error
         self._check_private()
         authority, own = Authority.new(f"shoal {secrets.token_hex(4)}")
-        # First, so that a refused `init` can be repeated.
+        # Issue before any file is written, so that a refused `init` can be repeated.
         issued = {}
         for role in roles:
             named = hosts if role is CertificateRole.COORDINATOR else ()
@@ -223,7 +223,7 @@ def _write_pair(path: Path, issued: IssuedCertificate) -> None:
         # Write both before one is replaced: on a full disk the earlier pair stays.
         for file, data in new.items():
             _write_new(parts[file], data)
-        # Between the two the pair does not match: readers try again.
+        # After the first replacement, key and certificate do not match: readers try again.
         for file, part in parts.items():
             part.replace(file)
     except OSError as error:

@@ -89,7 +89,7 @@ def accept_loss(config: AcceptLossConfig) -> int:
             is_clear = planned.samples != SAMPLES_AFTER_LOSS_UNSAID
             if lost and is_clear:
                 _confirm(config.job, lost, _samples_in_words(planned))
-            # None but those shown: further shards may be lost by now.
+            # Only the shards that were shown: further ones may be lost by now.
             shard_ids = [shard.shard_id for shard in planned.shards]
         reply = ask(shard_ids, dry_run=False)
     for shard in reply.shards:

@@ -59,7 +59,7 @@ def drain(config: DrainConfig) -> int:
     urls = config.address.urls()
     started_s = time.monotonic()
     with StatusClient(urls) as status:
-        # A later process of the same name is to stay.
+        # Drain the present process: a later one of the same name is to stay.
         job, process = _process_of(status, config, started_s + config.timeout_s)
         request = DrainRequest(
             job=job,
@@ -83,8 +83,8 @@ def drain(config: DrainConfig) -> int:
 
 
 def _process_of(status: StatusClient, config: DrainConfig, give_up_s: float) -> tuple[str, str]:
-    """The member's job, and the public id of its process. Retries for a while if no leader answers,
-    or not in time."""
+    """The member's job, and the public id of its process. Retries for a while if no coordinator
+    leads, or the leader does not answer in time."""
     give_up_s = min(give_up_s, time.monotonic() + ASK_WITHIN_S)
     while True:
         try:

@@ -107,7 +107,7 @@ def _table(jobs: list[Json]) -> Table:
 
 
 def _loss(loss: float | str | None) -> str:
-    # JSON lacks infinity and NaN.
+    # JSON lacks infinity and NaN: they come as text.
     return "" if loss is None else f"{float(loss):.4g}"
 
 

@@ -231,7 +231,7 @@ def _from_files(config: LogsConfig, root: Path) -> int:
         with path.open("rb") as file:
             inode, shown = os.fstat(file.fileno()).st_ino, file.read()
         before = older(path)
-        # After the newer file, which the launcher may have made the older one meanwhile.
+        # Read after the newer file: meanwhile the launcher may have renamed that one to `before`.
         if before.exists() and before.stat().st_ino != inode:
             newest.extend(plain_lines(before.read_bytes()))
         newest.extend(plain_lines(shown))

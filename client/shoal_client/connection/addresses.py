@@ -65,8 +65,8 @@ def usual_cluster(option: str) -> LocalClusterRecord | None:
     """Return this user's cluster with a usual address, else the only one; None if none runs. Raises
     InvalidSpec, which names `option`, if several clusters come into question."""
     running = [each for each in local_clusters.running() if each.pages]
-    # The same cluster for a coordinator's address and a page's: one command shows what another
-    # changes.
+    # Commands that need a coordinator and commands that need a page must choose the same cluster:
+    # one shows what another has changed.
     usual = [each for each in running if {USUAL_COORDINATOR, USUAL_PAGE} & {*each.addresses}]
     found = usual or running
     if len(found) > 1:

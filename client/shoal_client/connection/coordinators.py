@@ -166,8 +166,8 @@ class Coordinators:
         only for a request that may be carried out twice. Raises a refusal by the server at once,
         and CertificateRefused once TLS has failed with every coordinator. Another RetryError or
         CertificateRefused is raised if no time is left for another attempt, if `gives_up()` returns
-        True, or after `close`. A DeadlineExceeded of the last attempt is raised at once: a server
-        may answer with this error early.
+        True, or after `close`. So is DeadlineExceeded if the attempt had all of the time left: a
+        server may answer with this error early.
         """
         if not (name := type(request).__name__.removesuffix("Request")).startswith("Heartbeat"):
             with tracing.span(name):
@@ -285,9 +285,9 @@ def close_channels(channels: Iterable[Closable]) -> None:
 
 
 def own_address(coordinators: Sequence[str], within_s: float = ADMISSION_S) -> str:
-    """Address of this machine's interface towards the first coordinator whose name resolves;
-    127.0.0.1 without coordinators. Sends nothing. Raises Unavailable if there is no route to any of
-    them for `within_s`."""
+    """Address of this machine's interface towards the first coordinator to which there is a route;
+    127.0.0.1 without coordinators. Sends nothing to them. Raises Unavailable if for `within_s` no
+    name resolves, or no route exists."""
     if not coordinators:
         return "127.0.0.1"
     give_up_s, back_off = time.monotonic() + within_s, BackOff()

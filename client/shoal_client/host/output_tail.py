@@ -6,7 +6,7 @@ from shoal_proto.v1 import outputs_pb2 as pb
 
 TAIL_BYTES = 1 << 20
 SLACK_BYTES = 1 << 17
-"""Excess before old lines are dropped, which moves all newer lines."""
+"""Excess at which old lines are dropped: not at each line, because a drop moves all newer lines."""
 
 
 class OutputTail:

@@ -54,8 +54,9 @@ MAX_REPORTS = 1000
 
 def check_reachable(coordinators: Sequence[str], timeout_s: float) -> None:
     """Return as soon as a coordinator leads, or knows the leader. Raises Unavailable with the error
-    at every address: at once without a listener, after SILENT_S at most without an answer, else
-    after `timeout_s`. Raises CertificateRefused if one side refuses the other's certificate.
+    of every address: at once if no process listens, after at most SILENT_S if none answers, after
+    `timeout_s` if coordinators answer and none leads. Raises CertificateRefused if one side refuses
+    the other's certificate.
     """
     give_up_s, back_off = time.monotonic() + timeout_s, BackOff()
     while True:
@@ -99,7 +100,7 @@ def _ask_all(addresses: Sequence[str], timeout_s: float) -> dict[str, ShoalError
         for address in dict.fromkeys(addresses):
             options = (USER_AGENT_OPTION,)
             channel = stack.enter_context(open_channel(address, COORDINATOR_NAME, options))
-            # For a call about a job, the coordinator would log that there is no such job.
+            # Not a call about a job: the coordinator would log that there is no such job.
             calls[address] = MembershipStub(channel).GetCluster.future(
                 GetClusterRequest(), timeout=timeout_s, wait_for_ready=False
             )

@@ -33,8 +33,8 @@ def next_of(entries: "queue.SimpleQueue[T]", within_s: float = math.inf) -> T:
 
 
 class StopOrders:
-    """Tells the first signal of an order to stop from its repetitions. Takes no lock: signal
-    handlers may use it."""
+    """Distinguishes the first signal of an order to stop from its repetitions. Takes no lock, so
+    signal handlers may use it."""
 
     def __init__(self) -> None:
         self._first = 0

@@ -87,7 +87,7 @@ class MembershipEnding(enum.IntEnum):
 
     @classmethod
     def of(cls, error: ShoalError) -> "MembershipEnding":
-        """Ending for an error: what a new process of the member would get."""
+        """Ending for an error. It shows if a new process of the member could join."""
         if isinstance(error, JobFinished):
             return cls.FINISHED
         if isinstance(error, MemberDrained):
@@ -177,10 +177,12 @@ class BeatSlot:
         self._put_head(_HEAD_FORM.pack(0, 0))
 
     def end(self, ending: MembershipEnding, *, by_script: bool = False) -> None:
-        """Set how the membership ended. COMPLETED replaces any ending, and may be replaced: the
-        next job of the script may refuse the process. Else an ending that is more specific than
-        FENCED is kept; an error of the script replaces FINISHED, too: the job is over, but not what
-        this process had to do after it."""
+        """Set how the membership ended.
+
+        COMPLETED replaces any ending. Other endings replace UNKNOWN, FENCED and COMPLETED: after a
+        completed job, the next job of the script may refuse the process. With `by_script`, for an
+        error of the script, they replace FINISHED, too: the job is over, but the script's work
+        after it has failed."""
         replaced = {MembershipEnding.UNKNOWN, MembershipEnding.FENCED, MembershipEnding.COMPLETED}
         if by_script:
             replaced.add(MembershipEnding.FINISHED)
@@ -190,7 +192,7 @@ class BeatSlot:
             self._put(_ENDING, ending)
 
     def record_running(self) -> None:
-        """Record that threads of this process run: none keeps the GIL."""
+        """Record that a thread of this process has run, so that no other one keeps the GIL."""
         self._put(_RAN, time.monotonic_ns())
 
     def progress(self, step: int) -> None:
@@ -322,7 +324,7 @@ class BeatBoard:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # Unmapped with its last reference: the watch of a process that hangs still has one.
+        # The memory is unmapped with its last reference. The ExitWatch of a hung process has one.
         os.close(self._descriptor)
 
     def address(self, index: int) -> str:

@@ -33,7 +33,7 @@ class Lifeline:
     def __init__(self, memory: mmap.mmap, offset: int) -> None:
         self._memory, self._offset = memory, offset
         start = ctypes.c_char.from_buffer(memory, offset)
-        # A buffer that is referenced cannot be closed.
+        # Only the address is kept: memory with a live buffer could not be closed.
         self._mutex = ctypes.c_void_p(ctypes.addressof(start) + _MUTEX)
 
     # --- the worker ---

@@ -78,7 +78,8 @@ class LocalAccess:
 
     def announce(self, addresses: Sequence[str], pages: Sequence[str], etcd: Sequence[str]) -> None:
         """Let this user's commands find the cluster and its certificates. Raises InvalidSpec or
-        OSError, unless the cluster has no certificates, without which it can be used."""
+        OSError if that fails and the cluster has certificates. A cluster without certificates can
+        still be used by its addresses."""
         if not self._is_found:
             return
         record = LocalClusterRecord(

@@ -1,7 +1,7 @@
 """A whole cluster on this machine.
 
-The cluster does not survive its `with` block, or a crash of this process. With `restart` a part
-that ends is started again, a parameter server without shards: backups have taken them over.
+The cluster does not survive its `with` block, or a crash of this process. With `restart`, a part
+that ends is started again. A parameter server starts without shards: backups have taken them over.
 """
 
 import json
@@ -71,7 +71,7 @@ class LocalClusterConfig:
     grace_s: float = 5.0
     """Time for the parts to end before they are killed."""
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
-    """Environment of coordinators and servers, without its variables for TLS."""
+    """Environment of coordinators and servers. Its variables for TLS are left out."""
     tls: LocalTls | None = None
     """None: plain text on loopback, unless `certificates` is set."""
     certificates: Path | None = None

@@ -1,5 +1,5 @@
-"""The temporary directory of a local cluster, a launcher or a demo. The next command removes what a
-killed one left. After a failure, logs are kept for a day.
+"""The temporary directory of a local cluster, a launcher or a demo. If a command is killed, the
+next command removes its directory. After a failure, logs are kept for a day.
 """
 
 import fcntl
@@ -15,8 +15,8 @@ from pathlib import Path
 from shoal_proto.errors import RefusedError, Unavailable
 
 TEMPORARY = "removed-once-unlocked"
-"""An empty file of this name, with the id of the machine's boot behind it, marks a directory that
-was made here: on a shared file system, other machines do not see its lock."""
+"""An empty file of this name, followed by the id of the machine's boot, marks a temporary directory
+of this machine: on a shared file system, other machines do not see its lock."""
 KEPT_LOGS = "only-logs-are-kept"
 """An empty file of this name marks the directory of a command that has failed."""
 KEPT_S = 86400.0
@@ -30,7 +30,8 @@ def temporary_directory(prefix: str) -> Iterator[Path]:
     directory = Path(tempfile.mkdtemp(prefix=prefix))
     lock = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
     fcntl.flock(lock, fcntl.LOCK_EX)
-    _mark(directory).touch(0o600)  # once locked: without a lock, its command has ended
+    # Mark it once it is locked: a marked directory without a lock is removed by other commands.
+    _mark(directory).touch(0o600)
     try:
         yield directory
     except (Unavailable, RefusedError):
@@ -45,8 +46,8 @@ def temporary_directory(prefix: str) -> Iterator[Path]:
 
 
 def given_directory(directory: Path) -> Path:
-    """Return a directory that the user has named. One that a killed command left is not temporary
-    any more."""
+    """Return a directory that the user has named. If it was a killed command's temporary directory,
+    it is not removed any more."""
     with suppress(OSError):  # the cluster refuses the directory
         for mark in (*directory.glob(f"{TEMPORARY}-*"), directory / KEPT_LOGS):
             mark.unlink(missing_ok=True)
@@ -56,7 +57,7 @@ def given_directory(directory: Path) -> Path:
 def remove_left_over(parent: Path, now_s: float) -> None:
     """Remove this user's temporary directories whose commands have ended on this machine since its
     boot; kept logs after KEPT_S."""
-    # By their marks: a directory that the user has named may have a name like theirs.
+    # Found by their marks: a directory that the user has named may have such a name, too.
     for mark in parent.glob(f"shoal-*/{_mark(parent).name}"):
         with suppress(OSError), _locked(mark.parent) as directory:
             if (directory / KEPT_LOGS).exists():

@@ -116,7 +116,7 @@ class Keeper:
             seen, code = self._await_end()
 
     def _report(self, text: str) -> None:
-        # A part is started again though the disk of the messages is full.
+        # A full disk of the messages must not prevent a restart.
         with suppress(OSError):
             self._say(text)
 

@@ -45,7 +45,8 @@ def remove_old(root: Path, now_s: float) -> None:
 
 
 def _remove_if_old(path: Path, now_s: float) -> None:
-    file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)  # NFS locks what may be written
+    # NFS locks only files that are open for writing.
+    file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         if now_s - os.fstat(file).st_mtime > KEPT_S:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

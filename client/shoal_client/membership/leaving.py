@@ -66,8 +66,8 @@ class LeaveState:
 
     @staticmethod
     def not_recorded(error: ShoalError, failure: ShoalError | None) -> ShoalError:
-        """Error of a leave with the work done that was refused or given up. `failure`: the
-        membership's."""
+        """Error of a member whose work is done, and whose call to leave was refused or given up.
+        `failure`: the error that ended the membership, if any."""
         return Unavailable(
             "no coordinator has recorded that this member's work is done",
             seen="; ".join(str(each) for each in (failure, error) if each is not None),

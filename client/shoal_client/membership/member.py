@@ -92,7 +92,7 @@ class OwnJob:
 
     @property
     def is_launchers(self) -> bool:
-        """True if the process's launcher was started for this job, or none started it."""
+        """True if the process's launcher was started for this job, or no launcher is known."""
         return not self._differs_from_launcher
 
     def completed(self) -> None:

@@ -582,8 +582,8 @@ class MemberCore:
     def judge_break(
         self, generation: int, since_s: float, limit_s: float, now_s: float
     ) -> ev.GenerationOver | ev.WaitUntil:
-        """Decide if a generation with a failed collective, or the membership, is over. The limit
-        does not run while no coordinator is reached.
+        """Decide if a generation with a failed collective, or the membership, is over. `limit_s`
+        runs on the `WaitClock`.
         """
         if self.track.is_broken(generation) or self.failure is not None:
             return ev.GenerationOver(over=True)

@@ -230,8 +230,7 @@ class MemberSession:
 
     def await_break(self, generation: int, limit_s: float) -> bool:
         """Wait for the break of a generation in which a collective failed. True if the generation
-        or the membership is over, False after `limit_s`, which does not run while no coordinator is
-        reached.
+        or the membership is over, False after `limit_s`, by the `WaitClock`.
         """
         since_s = time.monotonic()
         return self._decided(

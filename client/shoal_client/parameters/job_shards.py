@@ -42,7 +42,7 @@ from shoal_proto.v1.shards_pb2_grpc import ShardsStub
 log = structlog.get_logger(__name__)
 
 MAP_TIMEOUT_S = 2.0
-"""A call in progress spends this time on a newer map: there may be no coordinator."""
+"""Longest time that a call in progress waits for a newer map: there may be no coordinator."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,7 +232,7 @@ class JobShards:
         try:
             self.fetch_map(timeout_s=MAP_TIMEOUT_S)
         except OUTLASTED as error:
-            # Servers refuse calls if the known map is out of date.
+            # Go on with the known map: servers refuse calls if it is out of date.
             self._log.info("shard_map_not_fetched", reason=str(error))
 
     def cached_map(self) -> ShardMap:

@@ -145,7 +145,7 @@ class ShardServers(Generic[Stub]):
             self._closed.wait(pause_s)
             if any(isinstance(error, WrongEpoch | Unavailable | StateLost) for error in errors):
                 refetch()
-                # To other servers gRPC would try to reconnect for ever.
+                # Close the other connections: gRPC would try to open them again for ever.
                 self._keep_only({shard.address for shard in shard_map().shards})
 
     def _check_process(self) -> None:

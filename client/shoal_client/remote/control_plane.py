@@ -135,7 +135,7 @@ class ControlPlaneConfig:
 
     hosts: ControlPlaneHosts
     base_port: int = 0
-    """First of four; 0: any free ones."""
+    """First of four ports on each host; 0: any free ones."""
     num_parameter_servers: int = 0
     snapshot_roots: Sequence[str] = ()
     prefix: str = ""
@@ -230,8 +230,8 @@ def stop(hosts: ControlPlaneHosts, say: Say) -> Sequence[str]:
 
 
 def recorded(directory: str = "", *, damaged_counts: bool = True) -> ControlPlaneHosts | None:
-    """Return the hosts of the recorded control plane, if any. `directory`: as at the start. Raises
-    InvalidSpec for a damaged record, or returns None if it does not count."""
+    """Return the hosts of the recorded control plane, if any. `directory`: as at the start. For a
+    damaged record, raises InvalidSpec, or returns None if `damaged_counts` is False."""
     path = ControlPlaneHosts(names=(), directory=directory).here / RECORD
     try:
         return ControlPlaneHosts(**json.loads(path.read_text()))

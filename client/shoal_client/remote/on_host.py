@@ -182,7 +182,7 @@ def start(directory: Path, order: HostOrder) -> None:
                 file.write(text)
         with (directory / LOG).open("ab") as log:
             serving = subprocess.Popen(
-                # With the lock's descriptor, there is no time without the lock.
+                # The child inherits the lock's descriptor, so the lock is held all the time.
                 [sys.executable, "-P", "-m", __spec__.name, "serve", str(directory)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,

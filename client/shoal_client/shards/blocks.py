@@ -49,7 +49,7 @@ class ShardBlocks:
         self, buffers: Buffers, piece_bytes: int
     ) -> Iterator[tuple[int, Sequence[memoryview]]]:
         """Yield (offset, parts) of pieces that together contain every block with a buffer, in
-        order. The parts are consecutive in the shard, and the caller's memory."""
+        order. The parts of a piece are consecutive in the shard. They are views of `buffers`."""
         parts: list[memoryview] = []
         held = start = 0
         for run in self._runs:

@@ -19,7 +19,7 @@ class GradientPart:
     shard_id: int
     """Id of the shard; in a lookup of rows, the item's number."""
     num_bytes: int
-    """Maximum, for sent and for returned bytes."""
+    """Maximum number of bytes sent for the shard, and of bytes returned for it."""
     pieces: Callable[[int], Pieces]
     """Returns the pieces in order, of at most the given size."""
 

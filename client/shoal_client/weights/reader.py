@@ -61,7 +61,7 @@ class _Wanted:
     index: int
     chunks: Sequence[range]
     new_writer: Callable[[int], SegmentWriter]
-    """Allocates the segment's memory, of this size in bytes."""
+    """Allocates the segment's memory, given its size in bytes."""
 
     @property
     def may_be_reused(self) -> bool:

@@ -205,8 +205,8 @@ class Relay(WeightStoreServicer):
         with self._changed:
             entry = self._announce(digest)
             entry.staged = staged
-            # Weak: the memory of a dropped segment would stay in use until the next garbage
-            # collection.
+            # Weak: a cycle of references would keep the memory of a dropped segment in use until
+            # the next garbage collection.
             announced = weakref.ref(entry)
         return staged
 

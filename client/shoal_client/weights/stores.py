@@ -227,7 +227,7 @@ class RelaySource:
         try:
             return self._stores.fetch([self._relay], staged, timeout_s)
         except ShoalError as error:
-            # The relay may have another base.
+            # A relay that lacks a difference has not failed: it may have another base.
             self._has_failed = not (is_difference and "digest" in error.details)
             log.info("segment_not_relayed", relay=self._relay.address, reason=str(error))
             return None

@@ -15,11 +15,11 @@ _LACKED_BY = "descriptors_lacked_by"
 
 
 def receive_into(connected: socket.socket, space: memoryview) -> tuple[int, list[int]]:
-    """Receive bytes into `space`; return their number, 0 at the end, and their descriptors, usually
-    one.
+    """Receive bytes into `space`; return their number (0 at the end of the stream), and the
+    descriptors that came with them.
 
     The caller must close the descriptors. Raises OSError, and Overloaded if the kernel has dropped
-    the descriptor, as this process can open no further file.
+    the descriptor because this process can open no further file.
     """
     count, ancillary, flags, _ = connected.recvmsg_into([space], _ONE, socket.MSG_CMSG_CLOEXEC)
     found = array.array("i")
@@ -38,7 +38,7 @@ def duplicate(descriptor: int) -> int:
     except OSError as error:
         if error.errno == errno.EBADF:
             raise
-        # EINVAL: the limit is below the descriptors that are open.
+        # EMFILE, or EINVAL if the limit is 0.
         raise no_descriptor(error.errno) from error
 
 
@@ -48,8 +48,8 @@ def is_out_of_descriptors(error: Exception) -> TypeGuard[OSError]:
 
 
 def no_descriptor(number: int | None = errno.EMFILE) -> Overloaded:
-    """Return the error of this process, or of its host (errno ENFILE), which can open no further
-    file. It names the process: a server's error is read at the publisher."""
+    """Return the error for: this process, or its host (errno ENFILE), can open no further file. The
+    text names the process, because the publisher shows the errors of servers, too."""
     seen = f"{os.strerror(errno.EMFILE)}: the limit is {limit()}"
     fix = "Raise the limit, with `ulimit -n` or LimitNOFILE of systemd."
     if number == errno.ENFILE:
@@ -65,7 +65,7 @@ def no_descriptor(number: int | None = errno.EMFILE) -> Overloaded:
 
 
 def lacks_descriptor(error: ShoalError) -> bool:
-    """True if this process could open no further file."""
+    """True if the error is from `no_descriptor` in this process, not in the peer."""
     return error.details.get(_LACKED_BY) == _this_process()
 
 

@@ -269,7 +269,8 @@ class SegmentWriter:
 
 
 def _seal(descriptor: int) -> None:
-    """Set the seals; retry briefly on EBUSY, as while another thread forwards a page."""
+    """Set the seals; retry briefly on EBUSY: another thread may be reading a page, to pass it
+    on."""
     for attempt in range(SEAL_ATTEMPTS):
         try:
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS | fcntl.F_SEAL_SEAL)

@@ -181,8 +181,8 @@ class SegmentConnection:
 
         `address`: host:port of its gRPC service. `name`: the name that its TLS certificate must
         have. `may_be_local`: False to use TCP on this host too. `chunk_within_s`: for a relay, the
-        longest time until the next frame, BEAT included; None for a server. A relay's digests are
-        recomputed, a server's are trusted.
+        longest time until the next frame, BEAT included; None for a server. If a relay passes a
+        descriptor, the chunk digests are computed here; those of a server are trusted.
         """
         try:
             if not offer.port:
@@ -302,7 +302,7 @@ class SegmentConnection:
             else:
                 raise self._malformed(f"transfer {reply.transfer}", "DESCRIPTOR or CHUNKS")
             self._end(give_up_s)
-            # Sealed last: after a failure before the end, the next connection seals the segment.
+            # Sealed last: if this connection fails before, another can still complete the segment.
             return segment if segment is not None else staged.seal()
         except OSError as error:
             raise self._broken(repr(error)) from error

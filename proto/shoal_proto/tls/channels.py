@@ -1,6 +1,6 @@
 """gRPC channels and ports that use the certificate of this process, if it has one.
 
-Every channel between parts of Shoal, and to its etcd, is made here. None uses a proxy, since
+Every channel between parts of Shoal, and to its etcd, is made here. No channel uses a proxy, since
 proxies are for the internet.
 """
 
@@ -94,7 +94,7 @@ class _ServerCertificate:
         self._material = own.material
 
     def credentials(self) -> grpc.ServerCredentials:
-        # gRPC's types lack None, which means no change.
+        # `_fetch` returns None if nothing has changed, which gRPC's types do not allow.
         fetch: Any = self._fetch
         return grpc.dynamic_ssl_server_credentials(
             _configuration(self._material), fetch, require_client_authentication=True

@@ -17,7 +17,8 @@ log = structlog.get_logger(__name__)
 
 LOOK_EVERY_S = 1.0
 LOOK_WITHIN_S = 0.2
-"""Limit of a caller's wait for the disk, which may be a network's. Heartbeats wait for it, too."""
+"""Longest time that `material` waits for the files, which may be on a network. Heartbeats wait for
+it, too."""
 RENEWAL_S = 0.1
 """Time in which a renewal replaces a key and its certificate, one after the other."""
 
@@ -72,7 +73,7 @@ class TlsIdentity:
         try:
             self._material = _read(files)
         except InvalidSpec:
-            # A renewal may have replaced only one of the two so far.
+            # A renewal may have replaced only the key, or only the certificate, so far.
             time.sleep(RENEWAL_S)
             self._material = _read(files)
         self._looked_s = time.monotonic()
@@ -88,7 +89,8 @@ class TlsIdentity:
 
     def _start_look(self) -> threading.Thread | None:
         """Look at the files on a thread of its own, at most once a second and one at a time."""
-        # Within NO_FORK: a child has no half-started thread, and there `is_alive` is False.
+        # NO_FORK: no child is forked while the thread is being started. So in a child, `is_alive`
+        # is False.
         with NO_FORK:
             now_s = time.monotonic()
             if self._looking.is_alive() or now_s - self._looked_s < LOOK_EVERY_S:

@@ -117,6 +117,6 @@ def from_environment(
 
 
 def without_tls(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment for processes that do not use TLS."""
+    """Return the environment without the variables of TLS."""
     names = {*VARIABLES, FOLDER_VARIABLE}
     return {name: value for name, value in environment.items() if name not in names}

@@ -84,7 +84,7 @@ def child_span(name: str) -> Iterator[None]:
 
 
 class OngoingSpan:
-    """A span over several threads or a generator, which the blocks of `within` belong to."""
+    """A span over several threads or a generator. The code in its `within` blocks belongs to it."""
 
     def __init__(self, name: str, token: Carrier | None = None) -> None:
         tracer = _Tracing.tracer

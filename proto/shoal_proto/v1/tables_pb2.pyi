@@ -230,8 +230,8 @@ class Eviction(_message.Message):
     MAX_IDLE_S_FIELD_NUMBER: _builtins.int
     OLDEST_WHEN_FULL_FIELD_NUMBER: _builtins.int
     max_idle_s: _builtins.float
-    """Rows that were not pushed for this long are evicted by pushes to their shard, at the latest by
-    the first one after another eighth of it; 0: never.
+    """Rows that were not pushed for this long are evicted by a push to their shard: at the latest by
+    the first push after nine eighths of this time. 0: never.
     """
     oldest_when_full: _builtins.bool
     """True: a full shard evicts the rows that were pushed longest ago to make new ones. False: it

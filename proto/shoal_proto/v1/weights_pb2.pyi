@@ -122,7 +122,9 @@ class Slice(_message.Message):
     tensor: _builtins.int
     """Index into Layout.tensors."""
     segment: _builtins.int
-    """Index into the segments of the version, in bytes from the start of the segment."""
+    """Index into the segments of the version; and where the part begins, in bytes from the start of
+    that segment.
+    """
     at: _builtins.int
     @_builtins.property
     def offsets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
