@@ -131,6 +131,7 @@ def clean(case: Case) -> None:
     code = case.await_end()
     assert code == 0, f"{code}: {case.output}"
     assert f"{SILENT} is left out: ssh: connect to host {SILENT} port 22" in case.output
+    assert "health_report_failed" not in case.output
     assert max(case.steps(3)) == LAST_STEP
     assert sorted(case.members().values()) == ["a", "b", "b"]
     lines = case.output.splitlines()

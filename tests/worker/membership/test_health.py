@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +185,29 @@ def test_a_refusal_is_logged_with_the_servers_reason(board: Board) -> None:
         health.close()
     assert not board.reports
     assert any("another process by now" in str(line.get("reason")) for line in lines)
+
+
+def test_a_coordinator_that_does_not_lead_yet_is_no_warning(board: Board) -> None:
+    """Members of a new cluster may report while its coordinator still reads the jobs."""
+    world = World(board=board)
+    world.put(status_world.job())
+    world.ready = replace(status_world.READY, ready=False)
+    with (
+        structlog.testing.capture_logs() as lines,
+        status_world.endpoint(world, 0) as server,
+        reporter(server.url, 0.01) as health,
+    ):
+        deadline_s = time.monotonic() + 10
+        while not report_events(lines):
+            assert time.monotonic() < deadline_s
+            health.update(HealthFigures(step=1))
+            time.sleep(0.01)
+        world.ready = status_world.READY
+        health.update(HealthFigures(step=2))
+        board.wait_for(1)
+    assert {(line["event"], line["log_level"]) for line in lines if "report" in line["event"]} == {
+        ("health_report_unread", "debug")
+    }
 
 
 @pytest.mark.usefixtures("patient")

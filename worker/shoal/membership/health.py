@@ -23,6 +23,8 @@ log = structlog.get_logger(__name__)
 
 REQUEST_WITHIN_S = 2.0
 NOT_FOUND = 404
+UNAVAILABLE = 503
+"""Status of a coordinator that does not lead, or not yet."""
 LIMITS = dict.fromkeys(("connect", "read", "write", "pool"), REQUEST_WITHIN_S)
 _MAX_LENGTHS = max_lengths()
 _NOT_SENT = (
@@ -127,6 +129,9 @@ class HealthReporter:
             return
         try:
             response = self._posted(connections, url, report)
+            if response.status == UNAVAILABLE:
+                log.debug("health_report_unread", url=url)
+                return
             body = response.content.decode("utf-8", "replace")
             problem = "" if response.status < 300 else f"HTTP {response.status} {body}"
             # A report may arrive after the member has left.
