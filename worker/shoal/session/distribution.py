@@ -28,7 +28,7 @@ from shoal.membership.validators import ValidatorSet
 from shoal.model.devices import device_of, devices_of
 from shoal.model.digests import listings_of
 from shoal.model.frameworks import as_torch
-from shoal.model.initialisation import initialise, refuse_reused
+from shoal.model.initialisation import initialise, refuse_lazy, refuse_reused
 from shoal.model.other_parameters import references
 from shoal.model.several import (
     Training,
@@ -171,6 +171,7 @@ class Distribution:
     ) -> tuple[nn.Module, Optimizer]:
         """Distribute one model; `held` collects the calls that undo its changes."""
         refuse_wrapped(model)
+        refuse_lazy(model)
         refuse_reused(model)
         give_own_memory(model)
         if options.keyed_dropout and chosen.synchronous:
