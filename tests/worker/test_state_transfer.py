@@ -69,6 +69,59 @@ def test_a_fresh_member_goes_on_exactly_where_the_other_stands(name: str) -> Non
         assert torch.equal(value, other.state_dict()[key]), key
 
 
+FUSED: dict[str, Make] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, fused=True),
+}
+
+
+class Strided(nn.Module):
+    """A model with channels_last weights and a transposed parameter."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.conv = nn.Conv2d(3, 4, 2).to(
+            memory_format=torch.channels_last  # type: ignore[call-overload]
+        )
+        self.turned = nn.Parameter(torch.randn(3, 2).t())
+
+    def forward(self, images: Tensor) -> Tensor:
+        pooled: Tensor = self.conv(images).mean((2, 3))[:, :3]
+        return pooled @ self.turned.t()
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_a_fused_optimizer_goes_on_exactly_with_weights_in_another_order(name: str) -> None:
+    """Received tensors are contiguous, and the model's parameters are not: fused kernels pair both
+    by their position in memory."""
+    images = torch.arange(48.0).reshape(1, 3, 4, 4).sin()
+
+    def take(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        model(images).square().mean().backward()
+        optimizer.step()
+
+    model, other = Strided(0), Strided(1)
+    optimizer = FUSED[name](list(model.parameters()))
+    other_optimizer = FUSED[name](list(other.parameters()))
+    for _ in range(3):
+        take(model, optimizer)
+    state = ReplicatedState(model, optimizer).collect(3)
+    shards = {
+        path: TensorShard.whole(each.tensor.contiguous()) for path, each in state.shards.items()
+    }
+    ReplicatedState(other, other_optimizer).restore(
+        StateShard(step=3, shards=shards, values=state.values)
+    )
+    for _ in range(2):
+        take(model, optimizer)
+        take(other, other_optimizer)
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, other.state_dict()[key]), key
+
+
 Form = Callable[[ReplicatedState, int], StateShard]
 FORMS: list[Form] = [ReplicatedState.collect, ReplicatedState.state_shard]
 """The state as a member sends it, and as a checkpoint contains it."""

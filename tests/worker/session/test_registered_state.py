@@ -9,17 +9,18 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 from support.members.elastic_schedule import Schedule, lose_all
-from support.members.thread_members import ThreadJob, lone
+from support.members.thread_members import ThreadJob, lone, train_alone
 from support.processes.ranks import Ranks
 from support.training import registered_bodies
 from support.training.elastic_bodies import build
 from support.training.elastic_bodies import numbers as data
 from support.training.registered_bodies import Registering
 from torch.nn.functional import cross_entropy
-from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, LinearLR, SequentialLR
+from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, LinearLR, SequentialLR, StepLR
 from torch.optim.swa_utils import AveragedModel
 
 import shoal
+from shoal.session.session import Session
 from shoal.state.registered.objects import RegisteredState
 from shoal_client.local.cluster import LocalCluster
 from shoal_proto.errors import InvalidSpec, RegisteredStateDiffers
@@ -297,3 +298,20 @@ def test_a_schedule_that_counts_own_steps_is_warned_of_under_async_sgd(
     assert len(logged) == (0 if given else 1)
     assert all("AsyncSGD(schedule=...)" in each["fix"] for each in logged)
     assert schedule.last_epoch == (2 if given else 3)
+
+
+@pytest.mark.parametrize("strategy", ["local-sgd", "diloco"])
+def test_a_schedule_that_a_script_steps_is_refused_under_local_sgd(
+    cluster: LocalCluster, strategy: str
+) -> None:
+    """The schedule would count a round that is taken again twice, and the members' rates would
+    differ after a join."""
+
+    def body(session: Session, model: Any, optimizer: Any, batch: shoal.Batch) -> None:
+        schedule = StepLR(optimizer, 1)
+        with session.step():
+            session.backward(cross_entropy(model(batch.inputs), batch.targets))
+        schedule.step()
+
+    with pytest.raises(InvalidSpec, match=rf"a StepLR is stepped under.* {strategy}.*batch\.step"):
+        train_alone(cluster, strategy, body)

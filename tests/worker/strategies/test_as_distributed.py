@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -159,6 +160,20 @@ def test_a_parameter_without_elements_cannot_be_cut() -> None:
     model = Odd()
     with pytest.raises(InvalidSpec, match="cannot cut the parameter none"):
         shoal.FSDP().distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize("distribute", [shoal.distribute, None], ids=["torchrun", "session"])
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [(lambda: nn.LazyLinear(2), "weight"), (lambda: nn.LazyBatchNorm1d(affine=False), "mean")],
+)
+def test_a_lazy_layer_without_a_shape_is_refused_by_name(
+    make: Callable[[], nn.Module], name: str, distribute: Any
+) -> None:
+    model = nn.Sequential(nn.Linear(2, 3), make())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with shoal.join() as session, pytest.raises(InvalidSpec, match=rf"1\..*{name}.*run one batch"):
+        (distribute or session.distribute)(model, optimizer, strategy="ddp")
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "zero2", "hsdp", "fsdp-tensor", "zero1"])

@@ -38,6 +38,18 @@ def mark_taken(parameter: nn.Parameter) -> nn.Parameter:
     return parameter
 
 
+def refuse_lazy(model: nn.Module) -> None:
+    """Raise InvalidSpec for a model with a lazy layer that has not seen its first batch."""
+    lazy = next((name for name, tensor in _named(model) if is_lazy(tensor)), None)
+    if lazy is not None:
+        raise InvalidSpec(
+            "the model has a lazy layer whose shape is not known yet",
+            seen=f"{lazy}, which the first forward pass will make",
+            expected="a model whose parameters all have a shape: run one batch through it before it"
+            " is distributed",
+        )
+
+
 def refuse_reused(model: nn.Module) -> None:
     """Raise InvalidSpec for a model with weights that an earlier session has taken: its modules
     would draw new initial values."""
@@ -134,7 +146,7 @@ def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _is_empty(tensor: Tensor | None) -> bool:
-    return tensor is not None and not is_lazy(tensor) and tensor.is_meta
+    return tensor is not None and tensor.is_meta
 
 
 def _lacks_memory(part: nn.Module) -> bool:

@@ -9,7 +9,6 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from shoal.torch_private.modules import buffer_table, transient_buffers
 from shoal_proto.errors import InvalidSpec
@@ -96,14 +95,14 @@ def give_own_memory(model: nn.Module) -> None:
 
 
 def _is_expanded(tensor: Tensor) -> bool:
-    if tensor.layout is not torch.strided or is_lazy(tensor):
+    if tensor.layout is not torch.strided:
         return False
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     return any(size > 1 and not stride for size, stride in steps)
 
 
 def _has_memory(tensor: Tensor) -> bool:
-    if is_lazy(tensor) or tensor.is_meta or tensor.layout is not torch.strided:
+    if tensor.is_meta or tensor.layout is not torch.strided:
         return False
     return bool(tensor.numel() and tensor.data_ptr())
 

@@ -80,10 +80,10 @@ def splitmix64(state: int) -> int:
     return mixed ^ (mixed >> 31)
 
 
-def seed_torch(seed: int, step: int, share: int) -> None:
-    """Seed torch's generators for a step on one share of the batch: a repeated step draws the same,
-    on the same number of members."""
-    number = mix(seed, step, share)
+def seed_torch(seed: int, step: int, *part: int) -> None:
+    """Seed torch's generators for a part of a step, such as one share of the batch: a repeated step
+    draws the same, on the same number of members."""
+    number = mix(seed, step, *part)
     # torch.manual_seed records the caller's stack before CUDA is initialised, which is slow.
     torch.default_generator.manual_seed(number)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]

@@ -9,6 +9,7 @@ from typing import cast
 
 import structlog
 
+from shoal import randomness
 from shoal.data.batches import Batch, Loader
 from shoal.data.order import Order
 from shoal.membership.draining import Drained
@@ -187,6 +188,10 @@ class SynchronousBatches(BatchSource):
     def _offer(self, batch: Batch) -> Iterator[Batch]:
         self._controller.call.end_step = 0
         self._generation = self._controller.generation
+        if self.batch is not None and self._controller.strategy.updates_alike:
+            # The update left the same generators on all members: a script that draws before it
+            # opens the step would draw the same noise for each share.
+            randomness.seed_torch(int(self._fields["seed"]), batch.step, batch.first, 0)
         return super()._offer(batch)
 
     def attempted(self) -> None:

@@ -28,7 +28,7 @@ from shoal.membership.validators import ValidatorSet
 from shoal.model.devices import device_of, devices_of
 from shoal.model.digests import listings_of
 from shoal.model.frameworks import as_torch
-from shoal.model.initialisation import initialise, refuse_reused
+from shoal.model.initialisation import initialise, refuse_lazy, refuse_reused
 from shoal.model.other_parameters import references
 from shoal.model.several import (
     Training,
@@ -42,7 +42,7 @@ from shoal.model.tied_tensors import give_own_memory
 from shoal.model.trained_parameters import TrainedParameters
 from shoal.randomness.dropout import key_dropout, unkey_dropout, with_dropout_within
 from shoal.session.elastic_controller import ElasticController
-from shoal.session.script_calls import SchedulerWarnings, ScriptCalls
+from shoal.session.script_calls import SchedulerWatch, ScriptCalls
 from shoal.session.step_guard import StepGuard
 from shoal.state.registered.objects import RegisteredState, Stateful, enabled_scaler
 from shoal.strategies.base import Strategy
@@ -171,6 +171,7 @@ class Distribution:
     ) -> tuple[nn.Module, Optimizer]:
         """Distribute one model; `held` collects the calls that undo its changes."""
         refuse_wrapped(model)
+        refuse_lazy(model)
         refuse_reused(model)
         give_own_memory(model)
         if options.keyed_dropout and chosen.synchronous:
@@ -227,13 +228,12 @@ class Distribution:
         models: Sequence[nn.Module],
         chosen: Strategy,
         options: DistributeOptions,
-    ) -> ScriptCalls | SchedulerWarnings | None:
+    ) -> ScriptCalls | SchedulerWatch | None:
         """Return the watch on calls of schedulers and averages; None if the strategy needs none."""
         if chosen.carries:
             return ScriptCalls([*optimizers, *models], self.registered, options.in_step)
-        if chosen.schedule_option:
-            fix = f"Pass it as {chosen.schedule_option}, and leave out its step()."
-            return SchedulerWarnings(optimizers, chosen.given_schedule, fix)
+        if chosen.schedule_option or chosen.synchronous:
+            return SchedulerWatch(optimizers, chosen)
         return None
 
     def _choose_backend(

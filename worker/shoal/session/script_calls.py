@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
 from shoal.state.registered.objects import RegisteredState
+from shoal.strategies.base import Strategy
 from shoal.torch_private.schedulers import is_in_constructor
 from shoal_proto.errors import InvalidSpec
 
@@ -28,17 +29,16 @@ _MARK = "_shoal_watched"
 log = structlog.get_logger(__name__)
 
 
-class SchedulerWarnings:
-    """Warns of a scheduler that a script steps under an asynchronous strategy: such a scheduler
-    counts only its member's steps, and from 0 after a restart."""
+class SchedulerWatch:
+    """Watch on schedulers that a script steps under a strategy that carries no registered state.
 
-    def __init__(
-        self, optimizers: Sequence[Optimizer], given: LRScheduler | None, fix: str
-    ) -> None:
-        """`given`: the strategy's schedule, for which no warning is logged; `fix`: the advice."""
+    Such a scheduler counts only its member's steps, and from 0 after a restart: a synchronous
+    strategy, whose members compare their rates, refuses it; an asynchronous one warns of it.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer], strategy: Strategy) -> None:
         self._optimizers = optimizers
-        self._given = given
-        self._fix = fix
+        self._strategy = strategy
         self._is_warned = False
 
     def watch(self) -> None:
@@ -51,14 +51,25 @@ class SchedulerWarnings:
         _forget(self._optimizers, self)
 
     def make_call(self, stateful: Any, arguments: tuple[Any, ...], call: Callable[[], Any]) -> Any:
-        """Make the script's call on its scheduler; log a warning the first time."""
-        if stateful is not self._given and not self._is_warned:
+        """Make the script's call on its scheduler. Logs a warning the first time, or raises
+        InvalidSpec, unless it is the strategy's own schedule."""
+        strategy = self._strategy
+        if strategy.synchronous:
+            raise InvalidSpec(
+                f"a {type(stateful).__name__} is stepped under strategy {strategy.name}",
+                seen="a schedule that counts its own steps: it would count a repeated round twice,"
+                " and begin at 0 on a member that joins",
+                expected="a rate that follows from batch.step",
+                fix="Set it before each step: group['lr'] = rate(batch.step) for each group of"
+                " optimizer.param_groups.",
+            )
+        if stateful is not strategy.given_schedule and not self._is_warned:
             self._is_warned = True
             log.warning(
                 "schedule_counts_own_steps",
                 schedule=type(stateful).__name__,
                 seen="a schedule that the script steps, and that counts this member's own steps",
-                fix=self._fix,
+                fix=f"Pass it as {strategy.schedule_option}, and leave out its step().",
             )
         return call()
 
@@ -106,10 +117,10 @@ class ScriptCalls:
         return None
 
 
-_watching: WeakKeyDictionary[Any, ScriptCalls | SchedulerWarnings] = WeakKeyDictionary()
+_watching: WeakKeyDictionary[Any, ScriptCalls | SchedulerWatch] = WeakKeyDictionary()
 
 
-def _forget(owners: Sequence[Any], calls: ScriptCalls | SchedulerWarnings) -> None:
+def _forget(owners: Sequence[Any], calls: ScriptCalls | SchedulerWatch) -> None:
     for owner in owners:
         if _watching.get(owner) is calls:
             del _watching[owner]

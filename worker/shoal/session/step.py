@@ -3,8 +3,8 @@
 import math
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, Self
 
@@ -75,6 +75,7 @@ class Step:
         self.loss: Tensor | None = None
         """Mean of this member's losses so far; None before the first, NaN without samples."""
         self._weight = 0.0
+        self._num_updates = 0
         self._rows: RowGathers | None = None
         self._opened = ExitStack()
 
@@ -217,6 +218,25 @@ class Step:
         count = max(batch.num_samples, 1)
         return PresentSamples(seed=seed, step=batch.step, first=first, count=count)
 
+    @contextmanager
+    def drawing_alike(self, *, restores: bool) -> Iterator[None]:
+        """Return a context for an optimizer's update. If every member makes the same update, torch
+        draws the same numbers for it on all members. `restores`: the generators continue after it
+        as if nothing was drawn."""
+        strategy = self._controller.strategy
+        if not strategy.updates_alike:
+            yield
+            return
+        states = randomness.generator_states() if restores else ()
+        self._num_updates += 1
+        seed = int(self._fields.get("seed", 0))
+        randomness.seed_torch(seed, strategy.step, -self._num_updates)
+        try:
+            yield
+        finally:
+            if states:
+                randomness.restore_generators(states)
+
     def _batchnorm(self, strategy: Strategy, batch: Batch | None) -> BatchNormMembers | None:
         if "sync_batchnorm" not in self._fields or not isinstance(strategy, SynchronousStrategy):
             return None
@@ -227,7 +247,8 @@ class Step:
         self.check_batch()
         self.micro_batches.check_complete()
         self.guard.check_gradients()
-        with self.guard.committing():
+        # What the script draws after the step is the same on all members, too.
+        with self.drawing_alike(restores=source is None), self.guard.committing():
             controller.strategy.end_step(source.acknowledged() if source is not None else _nothing)
         if source is not None:
             source.trained()
@@ -380,7 +401,7 @@ class Steps:
                 "session.update of the session's only optimizer",
                 expected="session.step() alone, which steps the optimizer when its block ends",
             )
-        with step.guard.committing():
+        with step.drawing_alike(restores=True), step.guard.committing():
             strategy.update()
 
     def forward_backward(self, batch: Batch, loss_function: LossFunction) -> Tensor:

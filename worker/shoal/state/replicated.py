@@ -190,12 +190,15 @@ def _settings_of(state_shard: StateShard) -> list[dict[str, Any]]:
 def place_state(parameter: Tensor, key: str, tensor: Tensor, optimizer: Optimizer) -> Tensor:
     """Return a copy of a tensor of the optimizer's state, on the device to which the optimizer's
     `load_state_dict` moves it, or where a new optimizer has it: the parameter's, except for what
-    is read on the host."""
+    is read on the host. A tensor of the parameter's shape gets its strides."""
     own = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
     by_kernels = own.get("fused") or own.get("capturable")
     # NAdam, too, reads `mu_product` on the host in each step.
     if key in {"step", "mu_product"} and not by_kernels:
         return tensor.clone()
+    if tensor.shape and tensor.shape == parameter.shape:
+        # Fused kernels pair the elements of state and parameter by their position in memory.
+        return torch.empty_like(parameter, dtype=tensor.dtype).copy_(tensor)
     return tensor.to(parameter.device, copy=True)
 
 

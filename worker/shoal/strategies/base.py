@@ -55,6 +55,8 @@ class Strategy(ABC):
     """True if several members work on the same samples."""
     cuts_batches: ClassVar[bool] = False
     """True if members have shares of one batch, with one gradient of all shares."""
+    updates_alike: ClassVar[bool] = False
+    """True if every member's optimizer makes the same update, of the whole model."""
     state_is_spread: ClassVar[bool] = False
     """True if only all members together hold the whole model."""
     carries: ClassVar[bool] = False

@@ -22,6 +22,7 @@ from shoal.layouts.clipping import clip
 from shoal.layouts.optimizer_binding import MetaModel, OptimizerBinding
 from shoal.model.devices import device_of
 from shoal.model.frameworks import adapter_of, as_torch, is_trained_by_fit
+from shoal.model.initialisation import refuse_lazy
 from shoal.model.module_proxy import copy_modes, proxy_of, retarget
 from shoal.model.tied_tensors import give_own_memory
 from shoal.state.resharding import reshard
@@ -176,6 +177,7 @@ def distribute(
         return adapter_of(model).distribute_static(model, strategy, backend), optimizer
     chosen = find_strategy(strategy)
     model = as_torch(in_place(model))
+    refuse_lazy(model)
     give_own_memory(model)
     init_static_world(backend)
     return FixedRanksTraining(model, optimizer, chosen).model, optimizer

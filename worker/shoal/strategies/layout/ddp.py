@@ -50,6 +50,7 @@ class DDP(LayoutStrategy):
     name = "ddp"
     trains_several = True
     syncs_batchnorm = True
+    updates_alike = True
 
     def __init__(
         self,

@@ -291,8 +291,9 @@ def _differ(what: str, **parts: Any) -> HyperparametersDiffer:
     return HyperparametersDiffer(
         what,
         expected="the same on every member in every step, also when a step is taken again",
-        fix="Give session.register the object that sets them, such as one of torch's schedulers, or"
-        " set them from batch.step before each step. An object that counts its own calls starts"
-        " over on a member that joins, and counts a repeated step twice (docs/loop.md).",
+        fix="Set them from batch.step before each step; or, except under local-sgd and diloco, give"
+        " session.register the object that sets them, such as one of torch's schedulers. An object"
+        " that counts its own calls starts over on a member that joins, and counts a repeated step"
+        " twice (docs/loop.md).",
         **parts,
     )
