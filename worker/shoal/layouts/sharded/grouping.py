@@ -53,8 +53,8 @@ class Grouping:
 
 
 def group_modules(model: nn.Module, min_group_bytes: int | None = None) -> Grouping:
-    """Partition the model into groups of at least `min_group_bytes` bytes; the last group under a
-    parent may have half as many.
+    """Partition the model into groups of at least `min_group_bytes` bytes, or of at least half as
+    many if there is no further small module beside the group.
 
     Small modules are joined with their neighbours under the same parent. A large module is divided
     further, unless it is one of several blocks of the same class in a list.

@@ -437,7 +437,8 @@ def _policy(options: ShardedOptions, output_dtype: torch.dtype | None) -> MixedP
 
 
 def _refuse_to_pass_by(ours: Callable[[], bool], name: str, _: Tensor) -> None:
-    """Raise if a gradient reaches this rank's part of a parameter without a reduction."""
+    """Raise if a gradient of the session's own pass (`ours()`) reaches this rank's part of a
+    parameter without a reduction."""
     if ours():
         raise InvalidSpec(
             "a loss computed with parameters that are sharded over the members",

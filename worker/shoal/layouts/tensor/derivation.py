@@ -185,7 +185,8 @@ class _Derivation:
                 yield [each for each in self._modules if each in group]
 
     def _cutter(self, name: str) -> str:
-        """Return the module with the split that decides: the attention, for its `out_proj`."""
+        """Return the module whose split decides how this module is cut: for an attention's
+        `out_proj` the attention, else the module itself."""
         parent, _, own = name.rpartition(".")
         above = self._modules.get(parent) if own == "out_proj" else None
         return parent if isinstance(above, nn.MultiheadAttention) else name
