@@ -39,7 +39,8 @@ class Strategy(ABC):
 
     name: ClassVar[str]
     synchronous: ClassVar[bool]
-    """True: all members take each step together. False: members train on through every change."""
+    """True: all members take each step, or each round of local steps, together. False: members
+    train on through every change."""
 
     passes_meet: ClassVar[bool] = True
     """Synchronous strategies: True if members communicate in the passes of a step."""

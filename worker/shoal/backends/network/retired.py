@@ -16,7 +16,7 @@ import structlog
 log = structlog.get_logger(__name__)
 
 RETIRED_S = 1.0
-"""Delay before a group is freed: its peers do not need it then."""
+"""Delay before a group is freed, so that its peers do not need the group any more."""
 EXIT_S = 2.0
 """Time for which the process' exit waits for operations."""
 

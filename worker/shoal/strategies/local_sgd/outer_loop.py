@@ -219,7 +219,8 @@ class OuterLoop:
         }
 
     def _share_counters(self, group: dist.ProcessGroup) -> None:
-        """Broadcast integer buffers, which have no mean, from rank 0, which had most samples."""
+        """Broadcast integer buffers, which have no mean, from rank 0: no share is larger than its
+        share."""
         for buffer in self._model.buffers():
             if not has_mean(buffer):
                 self.waiter.wait(
@@ -259,8 +260,8 @@ class OuterLoop:
         others: Mapping[str, Tensor],
         means: dict[str, Tensor],
     ) -> dict[str, Tensor]:
-        """Move the model by the mean changes, which are removed from `means`; return the new
-        velocity.
+        """Move the model by the mean changes; return the new velocity. The changes of `parameters`
+        are removed from `means`.
         """
         velocity = {}
         for name, parameter in parameters.items():
