@@ -49,7 +49,8 @@ class World:
     kept_regions: KeptRegions | None = None
     """Memory shared in the previous generation."""
     completes_passes: bool = False
-    """True if each pass reduces gradients; else only `Layout.reduce` does."""
+    """True if gradients have to be those of the whole batch after each pass; else after
+    `Layout.reduce`."""
     makes_passes: bool = False
     """True if `Layout.backward` makes all backward passes, as in a session."""
     exchanges: LayerExchanges = field(default_factory=LayerExchanges, repr=False, compare=False)
@@ -309,7 +310,8 @@ class Layout(ABC):
 
 LayOut = Callable[[nn.Module, World], Layout]
 """Lay a model over a world. The model's parameters are on the meta device, its buffers are real.
-The layout's parameters are uninitialised."""
+The layout's parameters are uninitialised. (Only `ReplicatedLayout` also takes real parameters, and
+keeps their values.)"""
 
 
 def shard_of(tensor: Tensor) -> TensorShard:

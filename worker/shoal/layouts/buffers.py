@@ -65,8 +65,8 @@ class BuffersBySamples:
 class RunningBuffers:
     """The persistent buffers of a replicated model.
 
-    DDP broadcasts the first rank's buffers only in the next forward pass: if that rank were lost,
-    the job would continue with other values.
+    DDP broadcasts the first rank's buffers only in the next forward pass: if that rank were lost
+    before, the job would continue with other values.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -5,8 +5,8 @@ have the gradients of one process: a loss over all rows, the same on every membe
 the member's own rows, each compared with all rows.
 
 Members first exchange descriptions of a call. Descriptions, and rows on the host, are messages with
-their own tags, so none is mixed up with another collective's message. Rows on a GPU are sent by a
-collective, once the descriptions agree.
+their own tags, so that no message is mixed up with one of another collective. Rows on a GPU are
+sent by a collective, once the descriptions agree.
 """
 
 import json

@@ -113,8 +113,8 @@ class LayerExchanges:
         return ExchangeSite(self, len(self._names) - 1)
 
     def add_whole_parameters(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Add the parameters that each rank has whole. The same ones must lack a gradient on all
-        ranks, as gradients are broadcast."""
+        """Add the parameters that each rank has whole. The same parameters must lack a gradient on
+        all ranks, as gradients are broadcast."""
         for name, parameter in parameters.items():
             if parameter.requires_grad and not isinstance(parameter, DTensor):
                 self._names.append(name)

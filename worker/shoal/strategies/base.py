@@ -390,7 +390,7 @@ class Strategy(ABC):
     def finish(self) -> None:  # noqa: B027 - members at their own pace have nothing to wait for
         """Wait until every member has committed the steps that this member has committed.
 
-        If a member is lost before that, the others need this member to take steps again.
+        If a member is lost before that, the others cannot take steps again without this member.
         Asynchronous strategies get the final values instead. Raises what `between_steps` raises.
         """
 

@@ -197,7 +197,7 @@ def _in_words(op: Any) -> str:
 
 
 def open_world(hub: Hub, rank: int) -> None:
-    """Make this thread a rank of the hub's job, and initialise torch.distributed in it."""
+    """Make this thread a rank of the hub's world, and initialise torch.distributed in it."""
     bind(
         RankWorld(hub, rank),
         lambda: dist.init_process_group(

@@ -113,7 +113,7 @@ def bind(world: RankWorld, initialise: Callable[[], None]) -> None:
 
 
 def unbind() -> None:
-    """Destroy the groups of this thread's world, if any, and leave it."""
+    """Destroy the groups of this thread's world, if there is one, and leave the world."""
     if _current.world is None:
         return
     try:

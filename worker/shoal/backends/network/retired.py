@@ -1,6 +1,6 @@
 """Gloo groups of past generations, freed once no operation runs in them.
 
-Freeing a group waits for its operations, of which one that was cut in the middle of a write may
+Freeing a group waits for its operations, and an operation that was cut in the middle of a write may
 never end. So a separate thread frees groups, without holding the GIL.
 """
 

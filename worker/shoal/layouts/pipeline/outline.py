@@ -243,7 +243,7 @@ class ChangeInPlace:
     node: fx.Node
     target: fx.Node
     sharing: frozenset[fx.Node]
-    """Nodes up to the change, this included, that may share the target's memory."""
+    """Nodes up to the change, the change included, that may share the target's memory."""
 
 
 def _changes_in_place(
@@ -253,7 +253,8 @@ def _changes_in_place(
 
     An input of the model that is changed becomes a value that the first stage sends. Nodes after
     the change of a tensor of the model, which cannot be sent, get the result of the change instead.
-    Raises InvalidSpec if an operation changes an input or tensor of the model through a view.
+    Raises InvalidSpec if the pass changes a view of a tensor of the model, and uses the tensor
+    afterwards. The same holds for an input, unless `_is_view` recognises the view.
     """
     if not any(_changed_by(node, model) for node in graph.nodes):
         return [], ()

@@ -58,7 +58,7 @@ class Stage:
             for stage in range(self.num_stages)
         ]
         self.holders = _holders(model, uses)
-        """Stages that hold a parameter or persistent buffer, by its name."""
+        """Stages that hold a parameter or buffer, by its name."""
         if is_trained:
             _refuse_shared_buffers(model, uses)
         own = uses[index] | (_unused(model, uses) if index == 0 else set())

@@ -48,8 +48,9 @@ def derive(
     computes only its positions. `all_have_parts`: leave modules whole if a rank would get nothing
     of them.
 
-    Raises InvalidSpec if a pattern matches nothing, if a style does not fit its module or leaves a
-    rank without elements or whole heads, and if tied weights would be cut in two ways.
+    Raises InvalidSpec if a pattern matches nothing, if a style does not fit its module, if an
+    override splits fewer elements than there are ranks, or heads that do not divide by `degree`,
+    and if tied weights would be cut in two ways.
     """
     if degree < 1:
         raise InvalidSpec("a model cannot be split", seen=f"degree {degree}", expected="1 or more")
