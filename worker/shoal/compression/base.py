@@ -1,7 +1,7 @@
 """Interface of every compression, and its guarantees.
 
-A `Compression` has a name and options, the same on all members. A member's
-`Compressor`, which it makes, holds the state that is kept between steps.
+A `Compression` has a name and options, the same on all members. It makes each member's
+`Compressor`, which holds the state that is kept between steps.
 
 Every compressor promises:
 
@@ -94,7 +94,7 @@ class Compressor(ABC):
         """Replace the values in `packed` by their mean over the ranks of `wire`.
 
         All ranks must call this for the same names and shapes in the same order. A single rank
-        compresses nothing, and adds the residuals of earlier steps.
+        compresses nothing, and adds the residuals of earlier steps to its values.
         """
         wire.traffic.count_plain(packed.flat, wire.world_size)
         if wire.world_size == 1:
@@ -119,7 +119,7 @@ class Compressor(ABC):
         """Average over two ranks or more."""
 
     def _release(self, packed: PackedTensors) -> None:  # noqa: B027 - not all keep residuals
-        """Add the residuals to the values, and clear them."""
+        """Add the residuals to the values, and clear the residuals."""
 
     def begin(self, step: int) -> None:  # noqa: B027 - not all keep state between steps
         """Begin the next step; `step` steps are committed.

@@ -1,6 +1,7 @@
 """Codes for values in blocks: a scale for each block, and a byte or a bit for each value.
 
-P: parts, one for each rank. N: values of a part. B: bytes of a coded part, its fp32 scales first.
+P: parts, one for each rank or a single one. N: values of a part. B: bytes of a coded part: its
+scales in fp32, then its bytes or bits. The first of eight bits is the highest of its byte.
 """
 
 from typing import Protocol
@@ -19,7 +20,7 @@ class Code(Protocol):
     """Encodes blocks of values approximately as bytes."""
 
     def num_bytes(self, num_values: int, block: int) -> int:
-        """Return B for `num_values` values: a multiple of `block`, which is a multiple of eight."""
+        """Return B for `num_values` values. `num_values`: a multiple of `block`; `block`: of 8."""
 
     def encode(self, values: Tensor, block: int) -> Tensor:
         """Encode P x N fp32 values as P x B bytes. A NaN or an infinity makes its whole block NaN

@@ -23,8 +23,9 @@ class BucketAverage:
 class CompressedExchange(GradientExchange):
     """Exchange in which `compressor` compresses each bucket.
 
-    A bucket's first collective begins during backward. All ranks must begin the later ones in the
-    same order. So these begin when backward has reached the last bucket, in the order of buckets.
+    A bucket's first collective begins during backward. All ranks must begin the later collectives
+    in the same order: they begin when backward has reached the last bucket, in the order of
+    buckets.
     """
 
     aborts_for_good = True
@@ -37,7 +38,7 @@ class CompressedExchange(GradientExchange):
         compressor: Compressor,
     ) -> None:
         super().__init__(group, name_of, traffic)
-        # The compressor adds residuals of earlier steps.
+        # A single rank calls the compressor too, which adds residuals of earlier steps.
         self._alone = False
         compressor.regroup()
         self._compressor = compressor
@@ -77,7 +78,8 @@ class CompressedExchange(GradientExchange):
             self._works[index] = self.waiter.begin(work)
 
     def _finish(self) -> None:
-        """Each round waits for one collective of each bucket, and begins the bucket's next one."""
+        """Finish all averages in rounds. Each waits for one collective of each bucket, and begins
+        the bucket's next one."""
         while self._works:
             for index in sorted(self._works):
                 try:

@@ -22,11 +22,12 @@ class GradientExchange:
     """Averages the gradients of one generation; `average` is its hook in DDP.
 
     DDP waits for completions made here, so that an abort of `waiter` frees the trainer. With NCCL a
-    completion is set early: so the backward pass ends with a wait for the works themselves.
+    completion is set before the result is computed, so the backward pass ends with a wait for the
+    works themselves.
     """
 
     aborts_for_good: ClassVar[bool] = False
-    """True if another thread may begin collectives after an abort, which then must last."""
+    """True if another thread may begin collectives after an abort: their waits must end too."""
 
     def __init__(
         self,
@@ -44,10 +45,10 @@ class GradientExchange:
         self._averaged: list[Tensor] = []
         self._in_progress: list[OngoingCollective] = []
         self.losses = PendingLosses()
-        """Losses of this member. If one is not finite, no average is."""
+        """Losses of this member on a GPU. If one is not finite, no average is finite."""
         self._fault = ""
         self._norms: list[tuple[Tensor, Tensor]] = []
-        """Parameters on a GPU, each with its own gradient's largest magnitude."""
+        """Parameters on a GPU, each with the largest magnitude of this member's own gradient."""
         self._complete = False
 
     def average(self, state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -99,8 +100,8 @@ class GradientExchange:
         return self._complete
 
     def begin_pass(self) -> None:
-        """Begin a further backward pass of the step, which must produce all gradients again. DDP
-        reduces only in the first backward pass after a forward pass."""
+        """Begin a backward pass. `complete` is true again only if this pass itself reduces all
+        gradients: DDP reduces only in the first backward pass after a forward pass."""
         self._complete = False
 
     def begin(self, step: int) -> None:
@@ -115,8 +116,8 @@ class GradientExchange:
         self._complete = False
 
     def has_finite_averages(self) -> bool:
-        """True if all averages are finite; the same on all ranks. For a GradScaler, which skips a
-        step otherwise."""
+        """True if all averages are finite; the same on all ranks. A GradScaler skips a step for
+        which this is False."""
         self._traffic.end_step()
         return are_finite(self._averaged) and not (self._alone and self._own_fault())
 
@@ -142,8 +143,8 @@ class GradientExchange:
         raise others_not_finite(faults.tolist(), step)
 
     def _own_fault(self) -> str:
-        """Return the parameter whose own gradient is not finite, or "the loss"; empty if all are
-        finite."""
+        """Return the name of a parameter whose gradient on this member, before it was averaged, is
+        not finite, or "the loss"; empty if all are finite."""
         if self._norms:
             norms, self._norms = self._norms, []
             if not self._fault and not are_finite([norm for _, norm in norms]):

@@ -92,7 +92,7 @@ class PowerSgdCompressor(Compressor):
             mean[span] = average
             values[span] = 0
         if not bool(torch.isfinite(first).all()):
-            # The sums are the same on all ranks, so none begins the second all-reduce.
+            # The sums are the same on all ranks, so no rank begins the second all-reduce.
             packed.flat.fill_(float("nan"))
             return
 
@@ -139,7 +139,8 @@ class PowerSgdCompressor(Compressor):
 
 
 class LowRankEncoder(PushEncoder):
-    """Encodes a parameter's rows that are whole in the shard as one matrix, if that is smaller."""
+    """Encodes a parameter's rows that are whole in a block of the shard: as one matrix over all
+    blocks, if that is smaller. All other values are sent as they are."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -208,7 +209,7 @@ def low_rank_matrices(blocks: Sequence[PushBlock], rank: int) -> list[list[int]]
     def shrinks(members: list[int]) -> bool:
         columns = blocks[members[0]].columns
         rows = sum(rows_of(blocks[i], 0).rows for i in members)
-        # The left factor has `rank` orthonormal columns.
+        # The left factor has `rank` orthonormal columns, so it needs at least as many rows.
         return rank <= rows and rank * (rows + columns) < rows * columns
 
     return [members for members in by_parameter.values() if shrinks(members)]

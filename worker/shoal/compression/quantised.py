@@ -77,8 +77,8 @@ class MeanError:
 class QuantisedCompressor(Compressor):
     """An all-to-all and an all-gather of coded parts.
 
-    S values on n ranks take 2 (n-1) B bytes, where B is the size of a coded part: ceil(S / n)
-    values, in whole blocks.
+    A rank sends 2 (n-1) B bytes for S values on n ranks. B is the size of a coded part, of
+    ceil(S / n) values in whole blocks.
     """
 
     def __init__(self, code: Code, block: int) -> None:
@@ -126,8 +126,8 @@ class QuantisedCompressor(Compressor):
     ) -> Tensor:
         """Return the kept mean errors of the values that this rank now serves, and clear them.
 
-        Other errors are added to this rank's own values, multiplied by the number of ranks, by
-        which the mean will divide them.
+        Errors of values that another rank now serves are added to this rank's own values. They are
+        multiplied by the number of ranks, because the mean divides by it.
         """
         sums = torch.zeros(served.stop - served.start, dtype=torch.float32, device=values.device)
         for name, span in packed.slots():

@@ -22,8 +22,9 @@ class StepValues(Generic[Kept]):
         self._step = 0
 
     def begin(self, step: int) -> None:
-        """Begin the next step; `step` steps are committed. A member that received the state after a
-        failure keeps its values too: it took part in that step."""
+        """Begin the next step; `step` steps are committed. If the number has risen, the values of
+        the previous step count as committed, even if this member received the state of that step
+        from another member: it took part in the exchange."""
         if self._step < step:
             self._committed |= self._pending
         self._pending = {}
@@ -69,7 +70,7 @@ class Residuals:
             self._carry.put(name, errors[span])
 
     def release(self, packed: PackedTensors) -> None:
-        """Add the residuals to the values, and clear them."""
+        """Add the residuals to the values, and clear the residuals."""
         for name, span in packed.slots():
             errors = self._carry.get(name)
             if errors is not None:

@@ -1,4 +1,5 @@
-"""Top-k sparsification: only the largest values are sent; the others accumulate as residuals.
+"""Top-k sparsification: only the values of largest magnitude are sent; the other values accumulate
+as residuals.
 
 Lin et al., Deep Gradient Compression, arXiv:1712.01887, without its momentum.
 """
@@ -66,7 +67,7 @@ class TopKCompressor(Compressor):
         yield wire.all_gather(received, sent)
 
         mean = torch.zeros_like(values)
-        # The same order on all ranks. An index occurs once in each row.
+        # Rows are added in the same order on all ranks. An index occurs once in each row.
         for row in received:
             numbers, at = row.chunk(2)
             mean[at.to(torch.int64)] += numbers.view(torch.float32) / wire.world_size

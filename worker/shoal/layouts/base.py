@@ -49,7 +49,8 @@ class World:
     kept_regions: KeptRegions | None = None
     """Memory shared in the previous generation."""
     completes_passes: bool = False
-    """True if each pass reduces gradients; else only `Layout.reduce` does."""
+    """True if gradients have to be those of the whole batch after each pass; else after
+    `Layout.reduce`."""
     makes_passes: bool = False
     """True if `Layout.backward` makes all backward passes, as in a session."""
     exchanges: LayerExchanges = field(default_factory=LayerExchanges, repr=False, compare=False)
@@ -103,7 +104,7 @@ class Layout(ABC):
 
     faults_are_own: bool = False
     """True if `reduce` cannot make finite gradients infinite: `non_finite_check` then finds every
-    fault before it."""
+    fault before `reduce`."""
 
     @property
     def plain(self) -> nn.Module:
@@ -154,18 +155,18 @@ class Layout(ABC):
         return name in self.parameters or self.world.rank == 0
 
     def replicas(self, name: str) -> Sequence[int]:
-        """Ranks with the same bits of this rank's chunk, each of which publishes a part. By default
-        this rank if it counts the tensor, else none."""
+        """Return the ranks with the same bits as this rank's chunk; each of them publishes a part.
+        By default only this rank, if it counts the tensor, else none."""
         return (self.world.rank,) if self.is_counted_here(name) else ()
 
     def is_lost_with_rank(self, name: str) -> bool:
-        """True if the shard of this name, which begins with `model.` or `optim.`, is lost with this
-        rank, as by default: peers need a copy."""
+        """True if this rank's shard of this name is lost with the rank, so that peers need a copy;
+        by default always. `name` begins with `model.` or `optim.`."""
         return True
 
     @property
     def shared_memory(self) -> SharedMemory | None:
-        """Memory that all ranks share, if they do, for use before a step."""
+        """Memory that all ranks share, for use before a step; None if they share none."""
         return None
 
     @property
@@ -175,7 +176,7 @@ class Layout(ABC):
 
     def failure_domains(self, hosts: Sequence[str]) -> Sequence[str]:
         """Name each rank's failure domain, by default its host. Ranks of one domain may be lost
-        together, so copies are placed in others."""
+        together, so copies are placed in other domains."""
         return hosts
 
     @property
@@ -251,10 +252,11 @@ class Layout(ABC):
         """Make the gradients of `parameters` those of the global batch."""
 
     def check(self) -> None:
-        """Raise on every rank if any rank's gradients are not finite.
+        """Raise on every rank if any rank's own gradients are not finite.
 
-        NonFiniteGradient is raised on the ranks at fault (if only a sum is not finite: on the ranks
-        that see it), GenerationBroken on the others. Called after `reduce`; may communicate.
+        NonFiniteGradient is raised on the ranks at fault, GenerationBroken on the other ranks. If
+        only a sum over ranks is not finite, at least the ranks that see it raise NonFiniteGradient.
+        Called after `reduce`; may communicate.
         """
         if self.non_finite_check is not None:
             self.non_finite_check.check(self.parameters, self.step)
@@ -272,7 +274,7 @@ class Layout(ABC):
 
     def finish_passes(self) -> None:
         """End forward passes of all ranks outside of a step. Raises InvalidSpec on all ranks if
-        ranks that split layers computed with different ones."""
+        ranks that split layers computed with different layers."""
         self.world.exchanges.check_outside_step(self.world.group)
 
     def names_without_gradient(self) -> Sequence[str]:
@@ -308,7 +310,8 @@ class Layout(ABC):
 
 LayOut = Callable[[nn.Module, World], Layout]
 """Lay a model over a world. The model's parameters are on the meta device, its buffers are real.
-The layout's parameters are uninitialised."""
+The layout's parameters are uninitialised. (Only `ReplicatedLayout` also takes real parameters, and
+keeps their values.)"""
 
 
 def shard_of(tensor: Tensor) -> TensorShard:

@@ -15,14 +15,14 @@ from shoal.torch_private.tensors import foreach_copy_
 log = structlog.get_logger(__name__)
 
 FIRST_STEPS = 3
-"""Number of steps in which buffers are compared: in the first one they may have their initial
-values."""
+"""Number of steps in which buffers are compared: more than one, as buffers may still have their
+initial values in the first step."""
 
 
 class BuffersBySamples:
     """Detector of buffers that members compute from their own samples.
 
-    The first member's buffers replace them, so the model depends on the number of members.
+    All members take the first member's values, so the model depends on the number of members.
     BatchNorm's buffers are left out: see docs/strategies.md.
     """
 
@@ -65,8 +65,8 @@ class BuffersBySamples:
 class RunningBuffers:
     """The persistent buffers of a replicated model.
 
-    DDP broadcasts the first rank's buffers only in the next forward pass: if that rank were lost,
-    the job would continue with other values.
+    DDP broadcasts the first rank's buffers only in the next forward pass: if that rank were lost
+    before, the job would continue with other values.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -106,7 +106,7 @@ def broadcast_packed(
     look: Callable[[Sequence[Tensor], Sequence[Tensor]], None] | None = None,
 ) -> None:
     """Overwrite the tensors with those of the group's first rank, in one broadcast. Calls
-    `look(own, first)` before."""
+    `look(own, first)` before it overwrites them."""
     packed = torch.cat([as_bytes(tensor.contiguous()) for tensor in tensors])
     wait_abortable(dist.broadcast(packed, group=group, group_src=0, async_op=True), group)
     parts = torch.split(packed, [tensor.nbytes for tensor in tensors])

@@ -34,10 +34,10 @@ def clip(layout: Layout, max_norm: float, among: Collection[str] | None = None) 
     if non_finite_check is not None:
         non_finite_check.set_flags(message[1:])
     total = message[0].sqrt()
-    # torch's own constant and order: clipped runs equal one process.
+    # torch's own constant and order, so that the result equals that of one process.
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     held = list(gradients.values())
-    # Gradients may lie on the host beside a GPU.
+    # Gradients may be on the host although the layout's device is a GPU.
     foreach_mul_(held, factor.to(held[0].device) if held else factor)
     return total
 

@@ -5,8 +5,8 @@ have the gradients of one process: a loss over all rows, the same on every membe
 the member's own rows, each compared with all rows.
 
 Members first exchange descriptions of a call. Descriptions, and rows on the host, are messages with
-their own tags, so none is mixed up with another collective's message. Rows on a GPU are sent by a
-collective, once the descriptions agree.
+their own tags, so that no message is mixed up with one of another collective. Rows on a GPU are
+sent by a collective, once the descriptions agree.
 """
 
 import json
@@ -56,6 +56,8 @@ class Share:
 
 @dataclass(frozen=True, kw_only=True)
 class _CallMessage:
+    """Description of a call. Sent as JSON, padded with spaces to `_MESSAGE_BYTES`."""
+
     call: str
     index: int
     num_samples: int
@@ -84,7 +86,7 @@ class RowGathers:
         wait for others.
 
         `by_messages`: send rows from rank to rank over the host, not by a collective; must be the
-        same on all members. None: only rows on the host, and all rows of a Gloo group.
+        same on all members. None: send only rows on the host so, and all rows of a Gloo group.
         """
         self._by_messages = True if by_messages is None and is_gloo(group) else by_messages
         self._p2p: AbortableP2P | None = AbortableP2P(group, torch.device("cpu"))
@@ -240,8 +242,8 @@ class _RowRoutes:
         by_index: dict[int, list[int]] = {}
         for each, message in enumerate(messages):
             by_index.setdefault(message.index, []).append(each)
-        # Rank n of each share exchanges rows with rank n of the others, so all ranks of a share
-        # send and receive the same.
+        # The n-th rank of each share exchanges rows with the n-th ranks of the other shares, so all
+        # ranks of a share send and receive the same.
         column = by_index[messages[rank].index].index(rank)
         self._ranks = [ranks[column] for _, ranks in sorted(by_index.items())]
         self._index = self._ranks.index(rank)
@@ -266,7 +268,7 @@ class _RowRoutes:
         received = [own if index == self._index else torch.empty_like(own) for index in self._all()]
         sends = [(parts[index], self._ranks[index]) for index in self._others]
         self._exchange(sends, received, _GRADIENTS, gradient)
-        # The same order on every rank; rounded to half precision once.
+        # Added in the same order on every rank, and rounded to half precision once.
         wide = torch.float32 if own.dtype in _HALVES else own.dtype
         total = own.new_zeros((num_rows, *own.shape[1:]), dtype=wide)
         for each in received:

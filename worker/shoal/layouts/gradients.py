@@ -59,7 +59,7 @@ def name_of_fault(parameters: Mapping[str, nn.Parameter]) -> str:
 
 
 def local_gradients(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    """Return this rank's parts of the gradients, in their own memory, without empty ones. A sharded
+    """Return this rank's parts of the gradients, not copied, without empty ones. A sharded
     parameter's replicated gradient is replaced by this rank's part."""
     gradients = {}
     for name, parameter in parameters.items():

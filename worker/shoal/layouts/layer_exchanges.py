@@ -22,7 +22,7 @@ from shoal_proto.errors import InvalidSpec
 PASSES_END = -1
 """Entry for the end of a rank's passes."""
 _SIZES, _SIZES_END = -2, -(1 << 31)
-"""An entry `_SIZES - n` records that a value had n elements, `_SIZES_END` that many or more."""
+"""An entry `_SIZES - n` records that a value had n elements, `_SIZES_END` 2**31 - 2 or more."""
 MAX_KEPT = 4096
 """Limit of exchanges kept one by one; above it a digest replaces the older half."""
 MAX_RECORDED = 64
@@ -90,12 +90,12 @@ class LayerExchanges:
         self._whole: dict[int, nn.Parameter] = {}
         """Parameters that each rank has whole, by the exchange that records a missing gradient."""
         self._without: set[int] | None = None
-        """Keys of `_whole` without a gradient from this rank's passes; None until
+        """Keys of `_whole` for parameters without a gradient from this rank's passes; None until
         `note_missing_gradients`."""
         self.peers: Sequence[int] = ()
         """The ranks that split layers with this one, itself included, if there are any."""
         self.is_compared = False
-        """True if ranks outside of this tensor group may report a difference to this rank."""
+        """True if ranks that are not `peers` may report a refusal to this rank."""
         self.report_refusal: Callable[[InvalidSpec], None] = lambda refusal: None
         """Called before this rank raises a refusal that not all ranks know of."""
 
@@ -113,8 +113,8 @@ class LayerExchanges:
         return ExchangeSite(self, len(self._names) - 1)
 
     def add_whole_parameters(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Add the parameters that each rank has whole. The same ones must lack a gradient on all
-        ranks, as gradients are broadcast."""
+        """Add the parameters that each rank has whole. The same parameters must lack a gradient on
+        all ranks, as gradients are broadcast."""
         for name, parameter in parameters.items():
             if parameter.requires_grad and not isinstance(parameter, DTensor):
                 self._names.append(name)

@@ -15,8 +15,8 @@ from shoal.torch_private.dtensor import cut_as, local_of
 
 
 def step(optimizer: Optimizer) -> None:
-    """Step the optimizer, on local parts if that is equivalent; of `SeveralOptimizers`, those that
-    are due. Parameters and state stay DTensors, even if the step raises."""
+    """Step the optimizer, on local parts if that is equivalent. Of several optimizers, only those
+    that are due step. Parameters and state stay DTensors, even if the step raises."""
     for each in parts_due(optimizer):
         _step(each)
 

@@ -18,7 +18,7 @@ _LOSS = "the loss"
 
 class NonFiniteCheck:
     """Exchange of one flag for each rank, in one small message a step over all ranks. Messages that
-    reduce gradients go along one dimension of the mesh only."""
+    reduce gradients cannot carry the flags: they go along one dimension of the mesh only."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class NonFiniteCheck:
         own gradients that were not finite; empty if there is none."""
         self._group, self._device, self._own_fault = group, device, own_fault
         self.losses = PendingLosses()
-        """Losses of this rank; one that is not finite counts as its own fault."""
+        """Losses of this rank. A loss that is not finite counts as the rank's own fault."""
         self.begin()
 
     def begin(self) -> None:

@@ -302,8 +302,8 @@ class OptimizerBinding:
 
     def target_of(self, name: str, chunk: Chunk) -> Tensor | None:
         """Return memory into which a chunk from `needed_chunk` can be received, so that `fill` need
-        not copy it. None for a scalar, for a shape other than the parameter's, unless this chunk is
-        this rank's whole part, and for a part that is not on the host."""
+        not copy it. None for a scalar, for a shape other than the parameter's, for a chunk other
+        than this rank's whole part, and for a part that is not on the host."""
         shape, dtype = self._known[name]
         if name.startswith(MODEL):
             key = name.removeprefix(MODEL)

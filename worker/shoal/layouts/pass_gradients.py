@@ -1,5 +1,5 @@
-"""Completion of a rank's own gradients to those of the whole batch, after each backward pass: a
-script may read them then."""
+"""Completion of a rank's own gradients to those of the whole batch, after each backward pass, so
+that a script may read them."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager

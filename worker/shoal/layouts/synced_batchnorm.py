@@ -24,8 +24,8 @@ from shoal_proto.errors import InvalidSpec
 def sync_batchnorm(model: nn.Module, *, every: bool) -> int:
     """Make the model's SyncBatchNorm modules, or `every` BatchNorm, normalise over the samples of
     all members; returns their number. The modules stay the same objects, and evaluate as before.
-    Raises InvalidSpec, before any change, for such layers of another framework, or of a class of
-    their own."""
+    Raises InvalidSpec, before any change, for such layers of another framework, or of a class that
+    is not torch's own."""
     if every:
         _refuse_foreign(model)
     _refuse_classes(model, every=every)

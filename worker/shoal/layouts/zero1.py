@@ -10,7 +10,7 @@ from shoal.backends.abortable.waiter import wait_abortable
 from shoal.layouts.replicated import ReplicatedLayout
 from shoal.state.shards import OPTIM
 
-# Offsets in an owner's memory are multiples, aligned for any dtype.
+# Offsets of parameters in an owner's memory are multiples of this, aligned for any dtype.
 ALIGNMENT_BYTES = 16
 MAX_MESSAGE_BYTES = 1 << 28
 """Limit of a broadcast: Gloo copies a message before it sends it to another host."""
@@ -103,8 +103,8 @@ class Zero1Layout(ReplicatedLayout):
 
 
 def partition(sizes: Sequence[int], n: int) -> list[int]:
-    """Assign each item to one of `n` ranks, such that all own about the same size: at most 4/3 of
-    the best partition (Graham 1969)."""
+    """Assign each item to one of `n` ranks, such that all own about the same size: the largest
+    total is at most 4/3 of that in the best partition (Graham 1969)."""
     owned = [0] * n
     owners = [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):

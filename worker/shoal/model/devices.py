@@ -16,8 +16,8 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def devices_of(model: nn.Module, backend: str) -> dict[str, str]:
-    """Return the properties that collectives depend on: the kinds of the model's devices, and for
-    CUDA NCCL's version, if members use it or that is not known (`backend` "")."""
+    """Return the properties that collectives depend on: the kinds of the model's devices. For a
+    model on CUDA also the version of NCCL, if `backend` is "nccl" or "" (not known)."""
     kinds = sorted({parameter.device.type for parameter in model.parameters()} - {"meta"})
     kinds = kinds or [device_of(model).type]
     fields = {"device": ",".join(kinds)}

@@ -1,7 +1,8 @@
 """Kinds of optimizers: those that update each element separately (parameters can be sharded), those
-that update each parameter separately (each member can have some), and LBFGS.
+that update each parameter separately (each member can step some of them), and LBFGS.
 
-Only an optimizer's source shows its kind: these classes were read, and users may vouch for others.
+Only an optimizer's source shows its kind: the sources of the classes listed here were read, and
+users may vouch for other classes.
 """
 
 from torch import optim

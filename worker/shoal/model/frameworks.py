@@ -33,7 +33,7 @@ def as_torch(model: nn.Module) -> nn.Module:
 
 
 def is_trained_by_fit(model: nn.Module, optimizer: Any) -> bool:
-    """True if this is a Keras model, and `optimizer` is none of torch: `fit` trains it."""
+    """True if this is a Keras model without an optimizer of torch: `fit` then trains the model."""
     return _is_keras(model) and not isinstance(optimizer, Optimizer)
 
 

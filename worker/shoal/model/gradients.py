@@ -55,8 +55,8 @@ def refuse_sparse(strategy: str, model: nn.Module) -> None:
 
 
 def refuse_layers(strategy: str, model: nn.Module) -> None:
-    """Raise InvalidSpec for layers with which several members would train another model than one
-    process: with sparse gradients, `max_norm` or `scale_grad_by_freq`."""
+    """Raise InvalidSpec for layers with sparse gradients, and for layers whose result depends on
+    the samples that a member has (`max_norm`, `scale_grad_by_freq`)."""
     refuse_sparse(strategy, model)
     embeddings = [
         (name, part)
@@ -121,8 +121,8 @@ def refuse_parameter_hooks(model: nn.Module) -> None:
 
 
 class StepGradients:
-    """Gradients of all parameters of a model, dropped when a step begins; also of parameters that
-    the optimizer does not hold, as they count in the norm for clipping."""
+    """Gradients of all parameters of a model, dropped when a step begins. Gradients of parameters
+    that the optimizer does not hold are dropped too: they count in the norm for clipping."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], optimizer: Optimizer) -> None:
         self._optimizer = optimizer
@@ -174,8 +174,8 @@ def _refuse_create_graph(why: str, fix: str = _DIFFERENTIATES_AGAIN) -> None:
 
 def first_order(why: str, fix: str = _DIFFERENTIATES_AGAIN) -> Callable[[_Backward], _Backward]:
     """Decorate the backward of a torch.autograd.Function that exchanges values with other ranks:
-    with `create_graph=True` it raises InvalidSpec. As torch's `once_differentiable`, which raises
-    only in the second backward pass, and names no alternative."""
+    with `create_graph=True` it raises InvalidSpec. (torch's `once_differentiable` raises only in
+    the second backward pass, and names no alternative.)"""
 
     def decorate(backward: _Backward) -> _Backward:
         @wraps(backward)

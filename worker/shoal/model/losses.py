@@ -25,7 +25,7 @@ class PendingLosses:
         """Tensor on the losses' device: 0 if all are finite, else NaN. None: no losses yet."""
 
     def begin(self) -> None:
-        """Begin a step without losses."""
+        """Begin a step: drop the losses of the previous one."""
         self.excess = None
 
     def note(self, loss: Tensor) -> None:

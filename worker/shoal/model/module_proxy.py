@@ -22,8 +22,9 @@ from shoal_proto.errors import InvalidSpec
 class ModuleProxy(nn.Module):
     """Proxy of the user's model, which runs the module that `route` returns.
 
-    Names, `state_dict` keys, optimizers and attributes are the model's, as are copies and pickles.
-    If a member has only a part of the model, state dicts, copies and pickles are refused.
+    Parameters, names, `state_dict` keys and attributes are the model's. A copy or pickle of the
+    proxy is one of the model. If a member has only a part of the model, state dicts, copies and
+    pickles are refused.
     """
 
     def __init__(self, module: nn.Module, route: Callable[[], nn.Module]) -> None:
@@ -84,7 +85,8 @@ def proxy_of(module: nn.Module, route: Callable[[], nn.Module]) -> nn.Module:
         return ModuleProxy(module, route)
 
     def make(self: nn.Module, *arguments: Any, **options: Any) -> None:
-        # `type(model)(...)`, as in a slice of an nn.Sequential, makes a plain module of its class.
+        # `type(model)(...)`, as in a slice of an nn.Sequential, makes a plain module of the model's
+        # class.
         self.__class__ = kind
         kind.__init__(self, *arguments, **options)
 

@@ -1,7 +1,7 @@
 """Parameters that an optimizer of the script's own must not step while a session trains.
 
-Gradients of parameters outside the model, such as a loss function's, are not reduced. The model's
-own parameters may not be the objects that the layout trains.
+Gradients of parameters outside the model, such as a loss function's, are not reduced. And a layout
+may train other objects than the script's own parameters of the model.
 """
 
 import weakref
@@ -38,7 +38,7 @@ class OtherParameters:
         """`own` returns the distributed model's present parameters. `given`: the script's
         parameters of the model. `optimizers`: distributed with the model. While `commits()` is
         true, other optimizers may step the model too. `begins` is called when another optimizer
-        takes its first step."""
+        takes its first step while `commits()` is false."""
         self._own = own
         self._given = given
         self._optimizers = optimizers

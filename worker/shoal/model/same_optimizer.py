@@ -1,5 +1,5 @@
-"""Check that a state belongs to an optimizer like the script's own: its settings replace the
-script's."""
+"""Check that a state belongs to an optimizer like the script's own: the state's settings replace
+those of the script."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -47,7 +47,7 @@ def check_same_optimizer(
 
 def replaced_settings(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> list[str]:
     """Describe the settings of a state, by group, that differ from the script's own. Leaves out
-    those that the script's scheduler changes, if both began with the same rate."""
+    settings that the script's scheduler changes, if script and state began with the same rate."""
     texts: list[str] = []
     for index, (group, settings) in enumerate(zip(optimizer.param_groups, groups, strict=False)):
         began = group.get(_INITIAL_RATE)

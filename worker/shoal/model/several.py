@@ -185,7 +185,7 @@ def joined(
     """Combine the models into one, and the optimizers into one.
 
     Raises InvalidSpec if models share a parameter or buffer, if optimizers share a parameter, for
-    an invalid name, and for none or more than MAX_NAMES.
+    an invalid name, and if there is no model or no optimizer, or more than MAX_NAMES of them.
     """
     for kind, objects in (("model", models), ("optimizer", optimizers)):
         if not 1 <= len(objects) <= MAX_NAMES:
@@ -244,8 +244,9 @@ class Training:
         }
 
     def chosen(self, given: Optimizer | Sequence[Optimizer] | None, call: str) -> frozenset[str]:
-        """Return the names of the given optimizers; of the only one, if none is given. Raises
-        InvalidSpec if none of several is given, or one is not the session's."""
+        """Return the names of the given optimizers. `given` may be None if the session has only one
+        optimizer. `call`: the script's call, for the error. Raises InvalidSpec if `given` is None
+        with several optimizers, is empty, or has an optimizer that is not the session's."""
         optimizer_names = ", ".join(self._optimizers)
         if given is None and len(self._optimizers) == 1:
             return frozenset(self._optimizers)
@@ -266,8 +267,8 @@ class Training:
         return frozenset(names[id(each)] for each in listed)
 
     def models_of(self, optimizers: frozenset[str]) -> frozenset[str]:
-        """Return the models that these optimizers train. Raises InvalidSpec if another optimizer
-        trains a part of one of them."""
+        """Return the names of the models that these optimizers train. Raises InvalidSpec if another
+        optimizer trains a part of one of these models."""
         trained = {name for name, trainers in self._trainers.items() if trainers & optimizers}
         for name in sorted(trained):
             if others := self._trainers[name] - optimizers:

@@ -29,8 +29,8 @@ def tied(model: nn.Module) -> dict[str, str]:
 
 
 def with_tied_names(values: Mapping[str, _Value], further: Mapping[str, str]) -> dict[str, _Value]:
-    """Return `values`, by first names, with the further names of the same objects. `further`: from
-    `tied`."""
+    """Return `values` with the further names of the same objects added. `values`: by first names.
+    `further`: from `tied`."""
     added = {name: values[first] for name, first in further.items() if first in values}
     return {**values, **added}
 

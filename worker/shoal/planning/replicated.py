@@ -31,7 +31,7 @@ class ReplicatedFigures:
         self._n = subject.world_size
         self._trained = {n: p for n, p in subject.parameters.items() if p.requires_grad}
         self._finds_unused = find_unused_parameters
-        # Without this search, torch builds buckets in the order of gradients.
+        # Without the search for unused parameters, torch builds buckets in the order of gradients.
         names = list(self._trained) if find_unused_parameters else list(reversed(self._trained))
         buckets = _buckets([self._trained[name] for name in names], bucket_mb)
         self._buckets = [[names[index] for index in bucket] for bucket in buckets]

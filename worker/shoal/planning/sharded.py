@@ -27,7 +27,7 @@ OFFLOADED = (
 
 
 def rows_of(num_rows: int, rank: int, world_size: int) -> int:
-    """Return the number of a parameter's rows on this rank; no rank has more than the first."""
+    """Return the number of a parameter's rows on this rank; rank 0 has the most rows."""
     most = -(-num_rows // world_size)
     return max(0, min(num_rows - rank * most, most))
 

@@ -127,7 +127,7 @@ def _collectives(
         kind="broadcast", when=UPDATE, calls=len(aligned), num_bytes=sum(aligned.values())
     )
     summed = _summed(subject, tensor_plan)
-    # Else members report non-finite gradients when they agree on the step.
+    # Without sequence parallelism, members report non-finite gradients in their votes.
     sums = summed_parameters(subject.model, tensor_plan.sequence)
     flag = (non_finite_message(subject.world_size),) if sums else ()
     return (*moved, *summed, copied, *flag) if aligned else (*moved, *summed, *flag)

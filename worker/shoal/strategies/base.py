@@ -39,7 +39,8 @@ class Strategy(ABC):
 
     name: ClassVar[str]
     synchronous: ClassVar[bool]
-    """True: all members take each step together. False: members train on through every change."""
+    """True: all members take each step, or each round of local steps, together. False: members
+    train on through every change."""
 
     passes_meet: ClassVar[bool] = True
     """Synchronous strategies: True if members communicate in the passes of a step."""
@@ -391,7 +392,7 @@ class Strategy(ABC):
     def finish(self) -> None:  # noqa: B027 - members at their own pace have nothing to wait for
         """Wait until every member has committed the steps that this member has committed.
 
-        If a member is lost before that, the others need this member to take steps again.
+        If a member is lost before that, the others cannot take steps again without this member.
         Asynchronous strategies get the final values instead. Raises what `between_steps` raises.
         """
 

@@ -54,7 +54,8 @@ def load_scaler_state(scaler: torch.amp.GradScaler, state: Mapping[str, Any]) ->
 
 
 def _marks_of(scaler: torch.amp.GradScaler) -> _Marks | None:
-    """None before the first scaled loss, if disabled, and for a class with its own `state_dict`."""
+    """Return the scaler's tensors with their numbers of writes, which change with each write. None
+    before the first scaled loss, if disabled, and for a class with its own `state_dict`."""
     if type(scaler).state_dict is not torch.amp.GradScaler.state_dict or not scaler.is_enabled():
         return None
     scale, tracker = scaler._scale, scaler._growth_tracker

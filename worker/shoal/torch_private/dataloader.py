@@ -45,7 +45,8 @@ def kill_processes(iterator: Any) -> None:
 
 
 def has_timed_out(error: BaseException) -> bool:
-    """True if `next` of an iterator waited for its DataLoader's timeout; it may be called again."""
+    """True if `next` of an iterator exceeded its DataLoader's timeout. `next` may be called
+    again."""
     return isinstance(error, RuntimeError) and str(error).startswith("DataLoader timed out")
 
 

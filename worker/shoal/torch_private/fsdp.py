@@ -137,7 +137,8 @@ def gathered_parameters(module: nn.Module) -> Iterator[tuple[Any, Any]]:
 
 
 def mesh_of_rows(part: Any) -> Any:
-    """Return the mesh that a parameter is sharded over: 1-D, or 2-D if it is also split."""
+    """Return the mesh that a parameter is sharded over: 1-D, or 2-D if the parameter is also split
+    over a tensor group."""
     return part.sharded_param.device_mesh
 
 

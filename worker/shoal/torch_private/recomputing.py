@@ -29,13 +29,14 @@ _passes: ContextVar[tuple[_Pass, ...]] = ContextVar("shoal_checkpointed_passes",
 
 
 def same_again(make: Callable[[], T]) -> T:
-    """Return `make()`; where torch recomputes a checkpointed function, return the result that the
+    """Return `make()`; while torch recomputes a checkpointed function, return the result that the
     same call had in the forward pass.
 
-    Autograd recomputes the last function first, perhaps on another thread, and each perhaps only in
-    part. So results belong to one call of a checkpointed function, and are found by their order in
-    it. `make` is called, too, in a recomputation that torch's checkpointing does not control, or
-    that makes more calls than the forward pass. Valid after `watch_checkpointing`.
+    Autograd recomputes the last function first, perhaps on another thread, and each function
+    perhaps only in part. So results belong to one call of a checkpointed function, and are found by
+    their order in that call. `make` is also called in a recomputation that torch's checkpointing
+    does not control, and for calls beyond those of the forward pass. Valid after
+    `watch_checkpointing`.
     """
     passes = _passes.get()
     # A function within a recomputed one has a new call, which records results again.

@@ -100,7 +100,7 @@ class ReplicatedModule(DistributedDataParallel):
     def release(self) -> None:
         """Drop the reducer and `unfinished`. May be called twice.
 
-        The last reference to a reducer joins Gloo's threads.
+        Dropping the last reference to a reducer joins Gloo's threads.
         """
         if hasattr(self, "reducer"):
             del self.logger, self.reducer, self._unfinished

@@ -101,7 +101,8 @@ _MEAN, _SUM = 1, 2
 _ADDING = frozenset(
     {"AddBackward0", "SubBackward0", "NegBackward0", "ToCopyBackward0", "MulBackward1"}
 )
-"""Nodes that add terms without scaling them."""
+"""Nodes that add terms without scaling them, and `MulBackward1`: `cross_entropy` makes it to weight
+its two terms if labels are smoothed. A factor of the script makes another node."""
 
 
 def counted_targets(node: Any) -> Tensor | None:
@@ -160,7 +161,7 @@ def node_in_progress() -> int:
 def after_backward(call: Callable[[], None]) -> None:
     """Call `call` at the end of the backward pass in progress, on the streams of the pass's caller.
 
-    `backward` raises its errors. Valid only within a pass.
+    `backward` raises the errors of `call`. Valid only within a pass.
     """
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(call)
@@ -174,7 +175,8 @@ def returns_new_memory(operator: str) -> bool:
 
 
 def returns_tensor(operator: str) -> bool:
-    """True if torch has an operator of this name, and returns one tensor, if any."""
+    """True if torch has an operator of this name whose overloads, as far as they return tensors,
+    return a single tensor."""
     schemas = torch._C._jit_get_schemas_for_operator(f"aten::{operator}")
     returned = [[str(each.type) for each in schema.returns] for schema in schemas]
     returned = [types for types in returned if any("Tensor" in each for each in types)]
@@ -182,7 +184,8 @@ def returns_tensor(operator: str) -> bool:
 
 
 def takes_tensor(operator: str) -> bool:
-    """True if torch has an operator of this name, and its first argument is a tensor, no list."""
+    """True if torch has an operator of this name, and its first argument is a tensor, not a list of
+    tensors."""
     schemas = torch._C._jit_get_schemas_for_operator(f"aten::{operator}")
     first = {str(schema.arguments[0].type) for schema in schemas if schema.arguments}
     return "Tensor" in first and "Tensor[]" not in first

@@ -34,7 +34,7 @@ def add_subgroups(
 
 def connect(group: dist.ProcessGroup, device: torch.device, waiter: AbortableWaiter) -> None:
     """Create the group's communicator on this device. Collective. Raises RuntimeError if that fails
-    or the waiter is aborted; the creating thread then stays blocked."""
+    or the waiter is aborted. After an abort the creating thread may stay blocked."""
     _connect_in_thread(lambda: group.allreduce([torch.zeros(1, device=device)]), device, waiter)
 
 

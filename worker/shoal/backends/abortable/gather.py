@@ -18,7 +18,8 @@ from shoal_proto.errors import MalformedMessage
 log = structlog.get_logger(__name__)
 
 FIRST_BYTES = 16 * 1024
-"""Size of the first collective's message, including 8 bytes for the length."""
+"""Size of the first collective's message. It begins with the length of the whole message (8 bytes,
+big-endian). A second collective sends what does not fit."""
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 _Record = TypeVar("_Record")
 _LENGTH_BYTES = 8

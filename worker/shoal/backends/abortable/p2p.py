@@ -114,7 +114,7 @@ class AbortableP2P:
 
 
 def _wait_for_orders(orders: "_Orders") -> None:
-    """Drops each message, which would keep the group alive."""
+    """Wait for each message. A message is dropped afterwards, as it would keep the group alive."""
     while (order := orders.get()) is not None:
         work, end = order
         try:

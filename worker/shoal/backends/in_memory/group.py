@@ -1,5 +1,6 @@
 """Ranks that are threads of one process: torch.distributed without processes or sockets, for tests
-and notebooks. `run` starts such ranks; `seat` is for sessions."""
+and notebooks. `run_in_memory` (run.py) starts such ranks; seat.py makes the backend "in-memory" of
+sessions from them."""
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -20,8 +21,9 @@ PLUGIN = "shoal_in_memory"
 
 
 class InMemoryGroup(CollectiveGroup):
-    """A rank's view of a group. The last rank that calls an operation carries it out for all, on
-    its thread. Until then the operation owns the tensors."""
+    """A rank's view of a group. The last rank that calls a collective computes the result for all,
+    on its thread. Before the work is complete, callers must not use the tensors. A send copies its
+    tensor at once."""
 
     def __init__(self, shared_group: SharedGroup, rank: int, name: str, timeout_s: float) -> None:
         super().__init__(rank, len(shared_group.ranks), name, timeout_s)
@@ -195,7 +197,7 @@ def _in_words(op: Any) -> str:
 
 
 def open_world(hub: Hub, rank: int) -> None:
-    """Make this thread a rank of the hub's job, and initialise torch.distributed in it."""
+    """Make this thread a rank of the hub's world, and initialise torch.distributed in it."""
     bind(
         RankWorld(hub, rank),
         lambda: dist.init_process_group(

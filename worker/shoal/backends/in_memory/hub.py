@@ -18,7 +18,7 @@ Complete = Callable[[list[Any]], None]
 
 
 class Hub:
-    """The ranks of one job. Thread-safe."""
+    """State that the ranks of one world share. Thread-safe."""
 
     def __init__(self, world_size: int, timeout_s: float) -> None:
         self.world_size = world_size
@@ -65,8 +65,8 @@ class Hub:
         what: str,
         timeout_s: float,
     ) -> None:
-        """Return once `done()` is True. Fails the job after `timeout_s`, or if a rank in `needed()`
-        has ended. Raises DistBackendError if the job has failed."""
+        """Return once `done()` is True. Calls `fail` after `timeout_s`, or if a rank in `needed()`
+        has ended. Raises DistBackendError once `fail` was called."""
         deadline_s = time.monotonic() + timeout_s
         with self.changed:
             while not done():
@@ -107,7 +107,7 @@ class SharedGroup:
 
     def post(self, rank: int, kind: str, given: Any, complete: Complete) -> _Call:
         """Add a rank's input to its next collective. The last rank computes the result. Raises
-        DistBackendError if the job has failed."""
+        DistBackendError once `Hub.fail` was called."""
         with self.hub.changed:
             if self.hub.failure:
                 raise dist.DistBackendError(f"{kind} failed: {self.hub.failure}")
@@ -153,8 +153,8 @@ class SharedGroup:
             raise ValueError(f"the ranks of a group called different operations ({calls})")
 
     def send(self, source: int, to: int, tag: int, tensor: Tensor) -> None:
-        """Store a copy of the tensor for the receiver, once fewer than MAX_UNDELIVERED are stored
-        for it. Raises what `Hub.wait` raises."""
+        """Store a copy of the tensor for the receiver, once fewer than MAX_UNDELIVERED messages of
+        this sender to that receiver are stored. Raises what `Hub.wait` raises."""
         route = (source, to, tag)
         self.hub.wait(
             lambda: self._undelivered[source, to] < MAX_UNDELIVERED,

@@ -19,7 +19,7 @@ from shoal.torch_private.c10d import Store
 
 _TOKEN = "in-memory"
 _hubs: MutableMapping[str, Hub] = WeakValueDictionary()
-"""Hubs by token. The seat of rank 0 keeps its hub alive until it retires."""
+"""Hubs by token. Seats keep their hub alive until they retire."""
 
 
 class InMemoryBackend:

@@ -1,10 +1,10 @@
 """torch.distributed's registries of groups, one set for each thread, while any thread is a rank of
 an in-memory job.
 
-torch's table in Python is a proxy: a rank's thread sees its own table, and every other thread sees
-torch's table and the groups of all ranks. The table in C++ is switched to torch's mode of one per
-thread. DTensor's caches for a mesh must not be shared by ranks, so meshes of different worlds
-compare unequal.
+torch's table in Python is replaced by a proxy: a rank's thread sees its own table, and every other
+thread sees torch's table and the groups of all ranks. In C++ torch is switched to its mode of one
+table for each thread. DTensor's caches for a mesh must not be shared by ranks, so meshes of
+different worlds compare unequal.
 """
 
 import itertools
@@ -87,8 +87,8 @@ def own_world() -> RankWorld | None:
 
 
 def bind(world: RankWorld, initialise: Callable[[], None]) -> None:
-    """Make this thread a rank of the world; `initialise` makes torch's default group. Raises
-    InvalidSpec if there is one already."""
+    """Let this thread use `world` as its tables of groups, and call `initialise`, which makes
+    torch's default group. Raises InvalidSpec if the thread has a default group already."""
     if dist.is_initialized():
         raise InvalidSpec(
             "torch.distributed has a default process group already",
@@ -113,7 +113,7 @@ def bind(world: RankWorld, initialise: Callable[[], None]) -> None:
 
 
 def unbind() -> None:
-    """Destroy the groups of this thread's world, if any, and leave it."""
+    """Destroy the groups of this thread's world, if there is one, and leave the world."""
     if _current.world is None:
         return
     try:

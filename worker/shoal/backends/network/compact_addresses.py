@@ -2,6 +2,9 @@
 
 A rank announces its listener and, for each peer, the number of the connection to that peer. Runs of
 numbers with equal differences are stored together.
+
+The first byte of an encoded address is 0 or 1. After 0 comes the address itself; after 1 the number
+of bytes before the first word (one byte), these bytes, and the runs (`_RUNS`).
 """
 
 import struct

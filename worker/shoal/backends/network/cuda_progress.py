@@ -58,7 +58,7 @@ class DeviceProgress:
 
 
 class _CaptureLock:
-    """Mutual exclusion of captures of CUDA graphs, and calls that invalidate one."""
+    """Mutual exclusion of captures of CUDA graphs, and of calls that invalidate a capture."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -129,8 +129,8 @@ class GlooGroup:
         self, forget: Callable[[], None], also: Iterable[dist.ProcessGroup] = ()
     ) -> None:
         """Retire the group. `forget` removes groups from torch. `also`: groups to free too."""
-        # Without these, DDP's reducer may have the last reference, and wait for Gloo's threads with
-        # the GIL.
+        # Without these references, DDP's reducer may have the last one, and wait for Gloo's threads
+        # with the GIL.
         groups, self._groups = [*self._groups, *also], []
         if self._is_default:
             self._is_default = False
@@ -144,7 +144,7 @@ class GlooGroup:
     def _connect(self, rank: int, world_size: int, store: Store) -> Any:
         seat = self._seat
         make: Any = ProcessGroupGloo
-        # Not the limit for connecting: the group keeps it for later operations.
+        # The limit of operations, not of connecting: the group keeps the limit that it is given.
         options = gloo_options(seat.address, timeout_s=seat.collective_s)
         addresses = AddressStore(store, rank, world_size, limit_s=seat.bring_up_s)
         with self._within_limit():

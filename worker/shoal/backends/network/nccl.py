@@ -29,9 +29,10 @@ from shoal_proto.errors import GenerationBroken, InvalidSpec
 log = structlog.get_logger(__name__)
 
 ABORTED_S = 10.0
-"""Limit of the next bring-up's wait for these aborts."""
+"""Limit of the wait for the aborts of a generation's groups, in `retire`."""
 _IDENTITY = struct.Struct("<64q")
-"""A GPU's id as ranks exchange it. Must not change between releases."""
+"""A GPU's id as ranks exchange it: an int64 for each byte of the id, padded with zeros to 64. Must
+not change between releases."""
 _FAILURE_MARKS = ("nccl", "communicator was aborted", "watchdog")
 
 

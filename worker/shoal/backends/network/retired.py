@@ -1,6 +1,6 @@
 """Gloo groups of past generations, freed once no operation runs in them.
 
-Freeing a group waits for its operations, of which one that was cut in the middle of a write may
+Freeing a group waits for its operations, and an operation that was cut in the middle of a write may
 never end. So a separate thread frees groups, without holding the GIL.
 """
 
@@ -16,7 +16,7 @@ import structlog
 log = structlog.get_logger(__name__)
 
 RETIRED_S = 1.0
-"""Delay before a group is freed: its peers do not need it then."""
+"""Delay before a group is freed, so that its peers do not need the group any more."""
 EXIT_S = 2.0
 """Time for which the process' exit waits for operations."""
 

@@ -1,4 +1,4 @@
-"""torch's reductions over ranks, computed in the order of ranks."""
+"""torch's reductions over ranks, computed in the order of ranks (large sums: see `add_up`)."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

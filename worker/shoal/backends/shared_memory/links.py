@@ -1,4 +1,4 @@
-"""Connections between ranks that share memory: they notify a rank when another is lost.
+"""Connections between ranks that share memory: they notify a rank when another rank is lost.
 
 Each rank has a connection to rank 0, and sends `LEAVING` when it leaves in order. A connection's
 end without that message means a loss. Rank 0 then ends all its connections.

@@ -25,7 +25,8 @@ _STORES_IN_ORDER = platform.machine() == "x86_64"
 
 
 def head_bytes(world_size: int) -> int:
-    """Return the number of bytes that barriers need, in whole pages."""
+    """Return the number of bytes that barriers need, in whole pages: for semaphores by round and
+    rank, two sets of a word for each rank, and a note of `Processors` for each rank."""
     semaphores = _num_rounds(world_size) * world_size * SEMAPHORE_BYTES
     return whole_pages(semaphores + world_size * (2 * _WORD_BYTES + NOTE_BYTES))
 
@@ -101,9 +102,9 @@ class SharedMemory:
         """Complete the barrier that `arrive` began.
 
         `sign`: the word that every rank writes in this barrier; it differs from the sign two
-        barriers earlier. A rank that leaves cuts the barrier for ranks still asleep. Such a rank
-        completes the barrier if it reads the sign from every rank and the processor keeps stores in
-        order.
+        barriers earlier. A rank that leaves cuts the barrier for ranks that still sleep in it. A
+        rank that was woken by the cut completes the barrier if it reads the sign from every rank
+        and the processor keeps stores in order.
         """
         words = self._words[self._num_barriers % 2]
         self._num_barriers += 1

@@ -87,8 +87,8 @@ class SharedMessages:
     def receive_values(self) -> list[list[int]]:
         """Wait for the words of all ranks; return them by rank.
 
-        Raises GenerationBroken or RuntimeError if a rank dies before it has sent its words. If it
-        dies later, every rank still reads them in memory (on x86-64).
+        Raises GenerationBroken or RuntimeError if a rank dies before it has sent its words. If a
+        rank dies later, every rank still reads its words in shared memory (on x86-64).
         """
         self.has_sent = False
         memory, count = self._memory, self._num_words
@@ -108,7 +108,8 @@ class SharedMessages:
         return by_rank
 
     def forget(self) -> None:
-        """Discard words that were sent and not received, on all ranks alike."""
+        """Discard words that were sent and not received. All ranks must call this. If such words
+        are in shared memory, the exchange fails: later waits raise on every rank."""
         if self.has_sent and self._memory is not None:
             # Other ranks cannot distinguish these words from the next ones.
             self._memory.cut("values were sent and not received")

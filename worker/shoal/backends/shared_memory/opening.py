@@ -1,9 +1,13 @@
 """Set-up of shared memory between the ranks of a group, if all of them are on one machine.
 
-Rank 0 announces the name of a Unix socket, which is also its key, in a collective. Over this socket
-it sends the memory's descriptors. Either all ranks share the memory or none does.
+Rank 0 announces the random name of a Unix socket in a collective. The name is also the key that
+each other rank has to send over the socket. Rank 0 then sends the memory's descriptors. Either all
+ranks share the memory or none does.
 
-The barriers' memory is always new: a late `cut` of a past generation posts to the old one.
+The barriers' memory is always new: a late `cut` of a past generation posts to the old memory.
+
+A rank's message in the collective: an id of its host, the socket's name (zeros except on rank 0),
+and the id of the region that it kept.
 """
 
 import hashlib
@@ -259,7 +263,7 @@ class _Greetings:
 
 
 def receive(name: bytes, rank: int, old: MemoryRegion | None) -> _Opened:
-    """Map the memory that rank 0 sends. All other ranks call this.
+    """Map the memory that rank 0 sends. All ranks except rank 0 call this.
 
     `old`: a region to reuse, if rank 0 sends it. Raises OSError or _Refused if no rank uses the
     memory, and RuntimeError if rank 0 does not decide within DECISION_S.

@@ -3,7 +3,8 @@
 New memory takes 22 ms of processor time for 38 MB, while all members wait.
 
 A stopped process of an old generation may continue to write later. So a process that may write
-holds a lock until it ends, and memory is reused only if no other process holds one.
+holds a lock until it leaves the memory or ends, and memory is reused only if no other process holds
+a lock.
 """
 
 import fcntl

@@ -9,7 +9,7 @@ from shoal_proto.numbers_given import convert_fields
 
 @dataclass(frozen=True, kw_only=True)
 class MeshShape:
-    """Sizes of a mesh of ranks, which are numbered along `tensor` first, along `pipeline` last."""
+    """Sizes of a mesh of ranks. Ranks are numbered along `tensor` first, along `pipeline` last."""
 
     pipeline: int
     data: int

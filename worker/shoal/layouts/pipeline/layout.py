@@ -138,8 +138,8 @@ class PipelineLayout(Layout):
         return loss
 
     def _broadcast_loss(self, loss: Tensor, runner: PipelineRunner) -> Tensor:
-        """Broadcast the last stage's loss; through shared memory, also a barrier at the end of a
-        pass."""
+        """Broadcast the last stage's loss. In shared memory this is also the barrier at the end of
+        a pass."""
         words, self._num_passes = self._words, self._num_passes + 1
         if self._num_passes > 1 and words.may_share:
             self._share(runner)

@@ -1,12 +1,13 @@
 """A model's forward pass as a chain of layers, cut into stages.
 
-The pass is traced with torch.fx down to the layers, once for every world size and without an
+The pass is traced with torch.fx down to the layers, once for all world sizes and without an
 example input.
 
 *Inputs* are known to every stage. *Repeatable* values follow from inputs, parameters and shapes
-alone: each stage computes those that it needs. Every other value, and each one that is changed in
-place, is computed by one stage and sent from stage to stage up to its last user. Views of a changed
-value are not sent: each stage makes them again, so that they share the memory that it received.
+alone: each stage computes those that it needs. Every other value, and every value that is changed
+in place, is computed by one stage and sent from stage to stage up to its last user. Views of a
+changed value are not sent: each stage makes them again, so that they share the memory that the
+stage received.
 """
 
 import operator
@@ -32,12 +33,13 @@ _LAYERS_WITH_NEW_MEMORY = frozenset(
     f"torch.nn.modules.{name}"
     for name in ("activation", "batchnorm", "instancenorm", "normalization", "pooling")
 )
-"""Modules of torch with layers that return new memory, unless they change their input in place."""
+"""Python modules of torch with layers that return new memory, unless they change their input in
+place."""
 _LAYERS_OF_TENSORS = frozenset(
     f"torch.nn.modules.{name}"
     for name in ("activation", "batchnorm", "conv", "dropout", "linear", "normalization")
 )
-"""Modules of torch with layers whose first input is a tensor."""
+"""Python modules of torch with layers whose first input is a tensor."""
 # fmt: off
 _VIEWS = frozenset({
     "view", "view_as", "transpose", "permute", "t", "unsqueeze", "squeeze", "expand", "expand_as",
@@ -54,7 +56,7 @@ _VIEW_ATTRIBUTES = frozenset({"T", "mT"})
 @dataclass(frozen=True, kw_only=True)
 class ModelSegment:
     """Smallest part of a stage: one call of a layer with parameters, and the operations up to the
-    next one."""
+    next such call."""
 
     name: str
     """Name of the layer in the model; "NAME@2" for its second call in a pass."""
@@ -204,7 +206,7 @@ def _copy(
         if node not in wanted and node not in copies:
             wanted.add(node)
             needed += node.all_input_nodes
-    # In the order of the pass: what a value is before and after a change in place stays apart.
+    # In the order of the pass: each use of a value stays before or after a change of it in place.
     for node in graph.nodes:
         if node in wanted:
             copies[node] = into.node_copy(node, lambda source: copies[source])
@@ -241,7 +243,7 @@ class ChangeInPlace:
     node: fx.Node
     target: fx.Node
     sharing: frozenset[fx.Node]
-    """Nodes so far, the change among them, that may share the target's memory."""
+    """Nodes up to the change, the change included, that may share the target's memory."""
 
 
 def _changes_in_place(
@@ -251,7 +253,8 @@ def _changes_in_place(
 
     An input of the model that is changed becomes a value that the first stage sends. Nodes after
     the change of a tensor of the model, which cannot be sent, get the result of the change instead.
-    Raises InvalidSpec if an operation changes an input or tensor of the model through a view.
+    Raises InvalidSpec if the pass changes a view of a tensor of the model, and uses the tensor
+    afterwards. The same holds for an input, unless `_is_view` recognises the view.
     """
     if not any(_changed_by(node, model) for node in graph.nodes):
         return [], ()
@@ -301,8 +304,8 @@ def _changes_in_place(
 
 
 def _take_inputs(graph: fx.Graph, model: nn.Module, numbers: Collection[fx.Node]) -> None:
-    """Replace each tensor that is an input, and that the pass changes, by a node: nodes can be sent
-    with their changes."""
+    """Put a node `_taken` behind each input tensor that the pass changes: inputs are not sent, but
+    the value of a computed node is sent with its changes."""
     roots = _roots(graph, model, numbers)
     targets = [_changed_by(node, model) for node in graph.nodes]
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
@@ -320,8 +323,8 @@ def _taken(value: Any) -> Any:
 
 
 def _use_targets(graph: fx.Graph, model: nn.Module, numbers: Collection[fx.Node]) -> None:
-    """Replace the results of changes in place by what they have changed, the same tensor, so that a
-    stage does not receive it as two."""
+    """Replace the result of each change in place by the value that was changed. Both are the same
+    tensor, which a stage must not receive as two."""
     roots = _roots(graph, model, numbers)
     for node in graph.nodes:
         target = _changed_by(node, model) if node not in numbers else None
@@ -343,7 +346,7 @@ def _numbers(graph: fx.Graph) -> set[fx.Node]:
 def _roots(
     graph: fx.Graph, model: nn.Module, numbers: Collection[fx.Node]
 ) -> dict[fx.Node, fx.Node]:
-    """Return the value of which each node is a view for certain: for most nodes their own."""
+    """Return for each node the node of which it is certainly a view: for most, the node itself."""
     roots: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         roots[node] = node
@@ -387,7 +390,7 @@ def _is_tensor(node: fx.Node, model: nn.Module) -> bool:
 
 
 def _is_torch(node: fx.Node) -> bool:
-    """True for an operation of torch, or a method that tensors have, but no lists and no dicts."""
+    """True for an operation of torch, or a method of tensors that lists and dicts do not have."""
     name = _name(node)
     if node.op == "call_method":
         return hasattr(Tensor, name) and not hasattr(list, name) and not hasattr(dict, name)
@@ -428,7 +431,7 @@ def _changed_by(node: fx.Node, model: nn.Module) -> fx.Node | None:
 
 
 def _returns_target(node: fx.Node, target: fx.Node, model: nn.Module) -> bool:
-    """True if a change in place returns for certain what it has changed."""
+    """True if a change in place certainly returns the value that it has changed."""
     if node.op == "call_module":
         return _is_layer_of(node, model, _LAYERS_OF_TENSORS)
     return _is_torch(node) or (_is_operator(node) and _is_tensor(target, model))

@@ -49,8 +49,8 @@ class PassBuffers:
         """Indices of buffers that passes change, even if no write was counted."""
         self._first_values: dict[str, _Values] = {}
         self._at: str | None = None
-        """Operation of the first micro-batch that left the present values; None: they are from
-        before the pass."""
+        """`FORWARD` or `BACKWARD`: the operation of the first micro-batch that left the present
+        values. None: they are from before the pass."""
 
     def begin(self) -> None:
         """Save the values of the buffers when a pass begins."""
@@ -91,8 +91,9 @@ class PassBuffers:
         self._at = FORWARD if first is self._first_values[FORWARD] else pass_kind
 
     def probe(self, run_one: Callable[[], _T], run_two: Callable[[], object]) -> _T:
-        """Find the buffers that a pass over one micro-batch changes; return its result. Raises
-        InvalidSpec if a pass over two micro-batches at once leaves other values. Changes stay."""
+        """Find the buffers that a pass over one micro-batch changes; return the result of the pass.
+        Raises InvalidSpec if a pass over two micro-batches at once leaves other values. Changes are
+        not undone."""
         self.begin()
         returned = run_one()
         values = self._changed(closely=True)

@@ -1,4 +1,5 @@
-"""Tensors sent from rank to rank with their shapes: a description in JSON, then the tensors.
+"""Tensors sent from rank to rank with their shapes: the number of bytes of a description (int64),
+the description in JSON, then the tensors.
 
 Nothing is unpickled, and the size of a description is bounded.
 """
@@ -66,7 +67,7 @@ class Neighbours:
     def broadcast(self, outputs: Any, *, source: int) -> Any:
         """Send a value of rank `source` to all ranks: tensors, numbers and text, in tuples, lists
         and dicts. Raises InvalidSpec on rank `source` for anything else, and the errors of
-        `receive` on the others."""
+        `receive` on the other ranks."""
         leaves: list[Any] = []
         if self.rank == source:
             leaves, spec = pytree.tree_flatten(outputs)

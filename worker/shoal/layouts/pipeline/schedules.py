@@ -55,8 +55,8 @@ class StepInputs:
         return part(tree) if isinstance(tree, Tensor) else pytree.tree_map(part, tree)
 
     def key(self) -> str:
-        """Return a key of the inputs' structure, shapes and dtypes, for which one schedule
-        serves."""
+        """Return a key of the inputs' structure, shapes and dtypes. One schedule serves all inputs
+        with the same key."""
         leaves, spec = pytree.tree_flatten(dict(self.inputs))
         kinds = [(str(x.dtype), tuple(x.shape)) if isinstance(x, Tensor) else x for x in leaves]
         return f"{spec} {kinds}"

@@ -1,5 +1,10 @@
 """Messages between the stages of a pipeline in a pass, through shared memory: quicker than Gloo. A
-barrier follows each pass: no message is overwritten before it is read."""
+barrier follows each pass: no message is overwritten before it is read.
+
+Memory: two semaphores for each rank, then for each pair of neighbours a lane forward and a lane
+back. A message has a head of 64 bytes, which begins with the content's size (int64), then its
+content, padded to 64 bytes.
+"""
 
 import ctypes
 from collections.abc import Iterable, Sequence

@@ -1,5 +1,5 @@
-"""Cut of a model into stages that cost nearly the same, by the model, the number of stages and the
-costs only: every rank computes it."""
+"""Cut of a model into stages that cost nearly the same. The cut follows from the model, the number
+of stages and the costs alone, so that every rank computes the same cut."""
 
 from bisect import bisect_right
 from collections.abc import Collection, Sequence
@@ -49,8 +49,8 @@ def _num_runs(costs: Sequence[int], at_most: int) -> int:
 class StageSplitter:
     """Splitter of a model into any number of stages; keeps the traces for all generations.
 
-    `split_at`: layers before which the model may be cut. None: before any layer; if these are too
-    few, the largest are traced into.
+    `split_at`: layers before which the model may be cut. None: before any layer; if these layers
+    are too few, the largest ones are traced into.
     """
 
     def __init__(self, split_at: Sequence[str] | None = None) -> None:

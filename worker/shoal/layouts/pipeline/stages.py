@@ -58,7 +58,7 @@ class Stage:
             for stage in range(self.num_stages)
         ]
         self.holders = _holders(model, uses)
-        """Stages that hold a parameter or persistent buffer, by its name."""
+        """Stages that hold a parameter or buffer, by its name."""
         if is_trained:
             _refuse_shared_buffers(model, uses)
         own = uses[index] | (_unused(model, uses) if index == 0 else set())
@@ -126,8 +126,8 @@ def _called(graph: fx.Graph) -> set[str]:
 
 
 def _compile_called(model: nn.Module, names: Collection[str]) -> None:
-    """Compile the modules within a compiled module that the trace enters: that module is never
-    called."""
+    """Compile the called modules within each compiled module that the trace enters: the compiled
+    module itself is never called."""
     for name in names:
         called = model.get_submodule(name)
         above = [model.get_submodule(path) for path in paths_of(name)][:-1]

@@ -21,7 +21,7 @@ _tracing = threading.Lock()
 _TRACER_ATTRIBUTES = re.compile(
     r"_(tensor_constant|torchbind_obj|opaque_obj|script_object|\w+_constant_)"
 )
-# torch does not dispatch these to a proxy among their arguments, which are sizes.
+# Functions that take sizes. torch does not dispatch a call to a proxy among these arguments.
 _CREATORS = ("arange", "empty", "full", "ones", "zeros")
 
 
@@ -122,8 +122,8 @@ def _positional(model: nn.Module) -> list[str]:
 
 @contextmanager
 def _creators_traced() -> Iterator[None]:
-    # At its first use in the process, `with torch.device(...)` collects these functions: not their
-    # replacements, if it is used now.
+    # The first `with torch.device(...)` of the process collects these functions. This one makes
+    # sure that the originals are collected, not their replacements.
     with torch.device("cpu"):
         torch.empty(0)
     originals = {name: getattr(torch, name) for name in _CREATORS}

@@ -29,7 +29,7 @@ class SharedMemoryAllGather(DefaultAllGather):
 
     def finish(self) -> None:
         """End the forward passes. Over Gloo, a collective call: raises InvalidSpec on all ranks if
-        one begins another layer instead."""
+        a rank begins another layer instead."""
         if self.order is not None:
             self.order.check(PASSES_END)
 

@@ -11,7 +11,8 @@ from shoal_proto.errors import InvalidSpec
 
 MIN_GROUP_BYTES = 1 << 20
 MOST_FULL_GROUPS = 24
-"""Number of groups of minimum size that would hold a model, up to `LARGE_BYTES` for each group."""
+"""By default the minimum size of a group is the model's size divided by this number, but at least
+`MIN_GROUP_BYTES` and at most `LARGE_BYTES`."""
 LARGE_BYTES = 32 << 20
 """Limit of the minimum size: a group of this size is always worth a collective."""
 
@@ -53,8 +54,8 @@ class Grouping:
 
 
 def group_modules(model: nn.Module, min_group_bytes: int | None = None) -> Grouping:
-    """Partition the model into groups of at least `min_group_bytes` bytes; the last group under a
-    parent may have half as many.
+    """Partition the model into groups of at least `min_group_bytes` bytes, or of at least half as
+    many if there is no further small module beside the group.
 
     Small modules are joined with their neighbours under the same parent. A large module is divided
     further, unless it is one of several blocks of the same class in a list.

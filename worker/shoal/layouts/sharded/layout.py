@@ -259,7 +259,7 @@ class ShardedLayout(Layout):
         return range(self.world.rank % num_rows, self.world.world_size, num_rows)
 
     def is_lost_with_rank(self, name: str) -> bool:
-        """True for all but buffers; never if there are copies."""
+        """True, except for buffers and if there are several copies of the model."""
         is_buffer = name.startswith(MODEL) and name.removeprefix(MODEL) not in self._parameters
         return self._num_copies == 1 and not is_buffer
 
@@ -437,7 +437,8 @@ def _policy(options: ShardedOptions, output_dtype: torch.dtype | None) -> MixedP
 
 
 def _refuse_to_pass_by(ours: Callable[[], bool], name: str, _: Tensor) -> None:
-    """Raise if a gradient reaches this rank's part of a parameter without a reduction."""
+    """Raise if a gradient of the session's own pass (`ours()`) reaches this rank's part of a
+    parameter without a reduction."""
     if ours():
         raise InvalidSpec(
             "a loss computed with parameters that are sharded over the members",

@@ -6,6 +6,9 @@ gathers too.
 
 At each barrier, ranks announce which slots they still use, and compare digests of what they have
 gathered and summed: no rank computes with rows of another layer.
+
+Memory: `NUM_GATHERED` slots for all-gathers, then `NUM_SUMMED` slots of each rank for sums. A
+barrier's word: digest (44 bits), last operation (16 bits), and a bit for each gather slot in use.
 """
 
 import weakref
@@ -31,7 +34,7 @@ from shoal.layouts.sharded.layer_order import (
 from shoal_proto.errors import GenerationBroken, InvalidSpec
 
 NUM_GATHERED = 3
-"""Slots for all-gathers: to copy from, for the next all-gather, and one that torch keeps."""
+"""Slots for all-gathers: one to copy from, one for the next all-gather, one that torch keeps."""
 NUM_SUMMED = 2
 _NO_SLOT = NUM_GATHERED
 _LAST_BITS = 16

@@ -15,8 +15,9 @@ from shoal.torch_private.compiling import eager
 class SplitAttention(nn.MultiheadAttention):
     """Attention in which a rank computes its own heads and its summand of the output projection.
 
-    Outputs of the packed input projection are gathered: its even runs of rows do not match the
-    heads. Shapes: B samples, T target and S source positions, H own heads of width D, E embedding.
+    Outputs of the packed input projection are gathered: each rank has an equal run of its rows, and
+    these runs do not match the heads. Shapes: B samples, T target and S source positions, H own
+    heads of width D, E embedding.
     """
 
     rows: Cut

@@ -48,8 +48,9 @@ def derive(
     computes only its positions. `all_have_parts`: leave modules whole if a rank would get nothing
     of them.
 
-    Raises InvalidSpec if a pattern matches nothing, if a style does not fit its module or leaves a
-    rank without elements or whole heads, and if tied weights would be cut in two ways.
+    Raises InvalidSpec if a pattern matches nothing, if a style does not fit its module, if an
+    override splits fewer elements than there are ranks, or heads that do not divide by `degree`,
+    and if tied weights would be cut in two ways.
     """
     if degree < 1:
         raise InvalidSpec("a model cannot be split", seen=f"degree {degree}", expected="1 or more")
@@ -185,7 +186,8 @@ class _Derivation:
                 yield [each for each in self._modules if each in group]
 
     def _cutter(self, name: str) -> str:
-        """Return the module with the split that decides: the attention, for its `out_proj`."""
+        """Return the module whose split decides how this module is cut: for an attention's
+        `out_proj` the attention, else the module itself."""
         parent, _, own = name.rpartition(".")
         above = self._modules.get(parent) if own == "out_proj" else None
         return parent if isinstance(above, nn.MultiheadAttention) else name

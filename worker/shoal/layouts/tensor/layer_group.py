@@ -1,7 +1,9 @@
 """Collectives of ranks that compute layers together: all-reduce, all-gather, broadcast and so on.
 
 Ranks of one machine write values into memory, pass one barrier (`_meet`), and read. Two sets of
-buffers, used in turn, are enough: while a rank reads, no other passes the next barrier.
+slots, used in turn, are enough: while a rank reads, no other rank passes the next barrier. A set
+has a slot of `SLOT_BYTES` for each rank. A barrier's word is the number of the exchange, then the
+number of the value's elements (40 bits).
 """
 
 from collections.abc import Sequence
@@ -54,8 +56,8 @@ class TensorGroup:
         return LayerGroup(ranks=self, site=self._exchanges.add_site(name))
 
     def begin(self) -> None:
-        """Begin a step. Collective in the second step, for shared memory: in the first step it
-        would delay a recovery."""
+        """Begin a step. The second step sets up shared memory, and is collective: in the first step
+        the set-up would delay a recovery."""
         if self._num_steps == 1 and self._may_share:
             self._share()
         self._num_steps += 1
@@ -82,7 +84,7 @@ class TensorGroup:
         self._exchange_number = exchange
 
     def all_reduce(self, value: Tensor) -> Tensor:
-        """Return the sum over the ranks; in shared memory it is added in the order of ranks."""
+        """Return the sum over the ranks. In shared memory every rank adds up all values itself."""
         rows = self._shared_rows(value)
         if rows is not None:
             return torch.sum(rows, 0, dtype=value.dtype).view(value.shape)

@@ -177,7 +177,7 @@ class _Block:
                 kinds[node] = self._of_function(node, kinds)
         around = {e.module for e in self._found.values() if e.role == SequenceRole.AROUND}
         users = [f"{self._path}.{user.target}".lstrip(".") for user in first.users]
-        # An embedding needs all positions, for example.
+        # No block: all that uses the input, such as an embedding, takes all positions.
         if all(user in around for user in users):
             raise _NoBlock
 
@@ -218,8 +218,8 @@ class _Block:
         return _Kind.OWN
 
     def _by_position(self, name: str, child: nn.Module) -> bool:
-        """Return True if the child takes this rank's positions; note its role then, or an inner
-        block's."""
+        """Return True if the child takes this rank's positions; then note its role, or the roles in
+        an inner block."""
         path = f"{self._path}.{name}" if self._path else name
         if type(child) in (nn.LayerNorm, nn.RMSNorm) and len(child.normalized_shape) == 1:  # type: ignore[arg-type]
             self._note(name, SequenceRole.NORM)

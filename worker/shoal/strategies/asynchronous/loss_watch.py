@@ -72,8 +72,8 @@ class LossWatch:
     ) -> Stagnation | None:
         """Judge the mean loss of a window that ended at `num_updates` of the job.
 
-        `first_loss`: the first loss in the window. None: the loss falls, or it is too early to
-        tell.
+        `first_loss`: the first loss in the window. Returns None if the loss falls, or if it is too
+        early to tell.
         """
         if self._first is None:
             is_finite = math.isfinite(mean_loss)

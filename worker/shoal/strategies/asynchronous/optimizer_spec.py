@@ -161,8 +161,8 @@ class FollowedSchedule:
         return any(type(part) not in _PHASES for part in parts)
 
     def step_to(self, num_updates: int) -> None:
-        """Step the schedule to this number of updates of all members. It is lower than before if a
-        restore has undone updates: the schedule then begins anew."""
+        """Step the schedule to this number of updates of all members. If a restore has undone
+        updates, the number is lower than before, and the schedule begins anew."""
         # There may be more updates than planned, as steps of a lost member are repeated. Beyond
         # `total_steps` OneCycleLR would raise an error.
         last = min(num_updates, getattr(self._schedule, "total_steps", num_updates + 1) - 1)

@@ -126,7 +126,7 @@ class Zero3(FSDP):
 class Zero2(FSDP):
     """Strategy "zero2": gathered parameters stay in memory until their gradients are reduced.
 
-    Each step saves one all-gather per group compared with "fsdp", but has whole parameters in
+    Each step needs one all-gather per group less than with "fsdp", but the whole parameters are in
     memory. Options as for `FSDP`.
     """
 

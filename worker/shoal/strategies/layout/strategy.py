@@ -1,7 +1,7 @@
 """The steps of the strategies whose members compute with a layout.
 
-These are all synchronous strategies except local SGD. `LayoutStrategy` has the order of passes,
-votes, reduction, checks, update and commit.
+All synchronous strategies do so, except `local-sgd` and `diloco`. `LayoutStrategy` has the order of
+passes, votes, reduction, checks, update and commit.
 """
 
 from abc import abstractmethod
@@ -117,7 +117,8 @@ class LayoutStrategy(SynchronousStrategy):
         return self._proxy, optimizer
 
     def check_layers(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Raise an error for what several ranks would not train alike. Needs no session."""
+        """Raise an error for optimizers, layers and hooks with which several ranks would train
+        another model than one process. Needs no session."""
         refuse_lbfgs(self.name, optimizer)
         refuse_layers(self.name, model)
         refuse_parameter_hooks(model)

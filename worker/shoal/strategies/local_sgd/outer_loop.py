@@ -202,7 +202,7 @@ class OuterLoop:
     ) -> dict[str, Tensor]:
         """Return parameters outside the optimizer that the script wrote to on any member.
 
-        Collective if there are any outside the optimizer.
+        Collective if any parameter is outside the optimizer.
         """
         named = ((MODEL + name, p.detach()) for name, p in self._model.named_parameters())
         others = {name: p for name, p in named if name not in stepped and has_mean(p)}
@@ -219,7 +219,8 @@ class OuterLoop:
         }
 
     def _share_counters(self, group: dist.ProcessGroup) -> None:
-        """Broadcast integer buffers, which have no mean, from rank 0, which had most samples."""
+        """Broadcast integer buffers, which have no mean, from rank 0: its shares of the batches are
+        never smaller than those of another rank."""
         for buffer in self._model.buffers():
             if not has_mean(buffer):
                 self.waiter.wait(
@@ -259,8 +260,8 @@ class OuterLoop:
         others: Mapping[str, Tensor],
         means: dict[str, Tensor],
     ) -> dict[str, Tensor]:
-        """Move the model by the mean changes, which are removed from `means`; return the new
-        velocity.
+        """Move the model by the mean changes; return the new velocity. The changes of `parameters`
+        are removed from `means`.
         """
         velocity = {}
         for name, parameter in parameters.items():

@@ -15,8 +15,8 @@ from shoal.strategies.rollback.parameter_watch import OwnParts, ParameterWatch, 
 from shoal.torch_private.tensors import all_writes, num_writes
 
 FIRST_STEPS = 3
-"""Number of steps in which each parameter is saved: a teacher that began as a copy may change only
-in the third.
+"""Number of steps in which each parameter is saved: a teacher model that began as a copy of its
+student may change only in the third step.
 """
 
 CopyOf = Callable[[object], Tensor | None]

@@ -1,1 +1,1 @@
-"""Strategies whose members take each step together."""
+"""Base of the strategies whose members take each step, or each round of local steps, together."""

@@ -24,7 +24,8 @@ log = structlog.get_logger(__name__)
 
 LOOPBACK = "127.0.0.1"
 STUCK_AFTER_S = 1.0
-"""Time after a cut at which a collective is stuck: some of Gloo's end only at their limit."""
+"""Time that a collective has to end after a cut. Later it counts as stuck: some of Gloo's
+collectives end only at their time limit."""
 WARNED_AFTER_S = 10.0
 
 

@@ -1,4 +1,5 @@
-"""Watch of the *trainer*, the thread that trains: checks twice a second if it waits for others.
+"""Watch of the *trainer*, the thread that trains: checks at least twice a second if the trainer
+waits for other ranks.
 
 Gloo's own time limits cannot be changed while a collective is in progress. So groups have
 practically no limits, and this watch finds a collective that does not end in time, not counting

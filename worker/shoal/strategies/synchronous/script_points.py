@@ -28,7 +28,8 @@ log = structlog.get_logger(__name__)
 
 LOOK_AFTER_S = 2.0
 LOOKS_WITHIN_LIMIT = 6
-"""Waits are examined early enough to notify members within a short limit."""
+"""A wait is examined after 1/`LOOKS_WITHIN_LIMIT` of a short limit, so that members are notified
+before the limit ends."""
 NEXT_LOOK = 1.25
 READ_WITHIN_S = 10.0
 """Time that members have to read the finding before the generation ends."""

@@ -1,8 +1,9 @@
 """A member's part in the agreement of all members on each step, before the step is committed.
 
-Each member casts a vote before any further pass, and before the step is applied. If votes differ,
-all members raise. Without votes, collectives of different passes would be matched, and a member
-with another learning rate would drift away.
+Each member casts a vote before a further pass, unless the members have agreed on the number of
+parts, and before the step is applied. If votes differ, all members raise. Without votes,
+collectives of different passes would be matched, and a member with another learning rate would
+drift away.
 """
 
 import math
@@ -181,7 +182,7 @@ class StepAgreement:
         """Send a vote on the parts as a forward pass begins, if one is due.
 
         Members that share samples wait for all votes here, and raise UnequalPasses if votes differ;
-        other members do in `vote_pass`.
+        other members do so in `vote_pass`.
         """
         if self._cut.is_voted_on_first and not self._words.has_sent:
             self._cast(StepVote(parts=self._cut.num_parts))
@@ -259,8 +260,8 @@ class StepAgreement:
     def settle(self) -> float | None:
         """Vote, unless this member has voted, and wait for all votes.
 
-        Returns the factor by which to multiply gradients; None if the step was settled before. A
-        vote that was reopened is confirmed.
+        Returns the factor by which to multiply gradients; None if the step was settled before.
+        After `reopen`, members vote on the hyperparameters once more.
         Raises on all members: UnequalPasses, HyperparametersDiffer or InvalidSpec if votes differ;
         a member's refusal; StepStopped if a script has stopped before the step.
         """

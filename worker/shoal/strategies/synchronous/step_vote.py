@@ -54,7 +54,13 @@ class Flag(enum.IntFlag):
 
 
 class Ballot(NamedTuple):
-    """The integers in which a vote is sent."""
+    """The integers in which a vote is sent, of 64 bits each.
+
+    `passes`: minus the number of parts; or twice the number of passes, plus 1 in the vote on the
+    step; or, from `_NAMED` on, an action and its optimizers. `flags_and_layers`: flags in the
+    lowest 8 bits, then `StepVote.layers`. `weight`: the bits of a float64; -1.0 if losses are
+    weighted by samples.
+    """
 
     passes: int
     digest: int
