@@ -127,8 +127,8 @@ class Checkpoints:
         writes nothing; the next call tries again. The error is CheckpointFailed, with path and
         errno. Before the first success it is InvalidSpec if the ranks together did not hold a whole
         state, or if later checkpoints exist. Raises CheckpointFailed, perhaps not on all ranks, if
-        the previous checkpoint exceeds its limit. If only some ranks then write one, that one and
-        the next fail.
+        the previous checkpoint exceeds its limit. If only some ranks then write a checkpoint, that
+        checkpoint and the next one fail.
 
         If a rank was lost meanwhile, no error is raised; the checkpoint may be complete or absent.
         """

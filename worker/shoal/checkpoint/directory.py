@@ -54,7 +54,7 @@ def complete(directory: Path, *, skip_unreadable: bool = False) -> dict[int, Pat
 
 
 def _is_complete(path: Path) -> bool:
-    # Not is_file: of some errors it says False, and a run would continue from an older checkpoint.
+    # Not is_file: on some errors it returns False, and a run would then use an older checkpoint.
     try:
         return stat.S_ISREG((path / METADATA).stat().st_mode)
     except (FileNotFoundError, NotADirectoryError):
@@ -93,7 +93,7 @@ def publish(partial: Path, path: Path) -> None:
     """Rename the complete `partial` to the checkpoint `path`, replacing an existing one.
 
     The caller must have synced the files. After an OSError `path` may hold the new checkpoint, or
-    none until `sweep` restores the existing one.
+    no checkpoint until `sweep` restores the replaced one.
     """
     synchronise(partial)
     replaced = _temporary_path(path, "replaced") if path.exists() else None

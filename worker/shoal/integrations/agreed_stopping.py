@@ -18,8 +18,9 @@ COUNTS = frozenset({"epoch", "step"})
 
 
 def agreed(session: Session, metrics: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the mean of each metric over the members that have it (a member that has just joined
-    may have None); its exact value if they have the same. Without those that no member has."""
+    """Return the mean of each metric over the members that have it; the exact value if these have
+    the same one. A member that has just joined may have None. Metrics that no member has are left
+    out."""
     if not metrics:
         return {}
     own = {name: float(value) for name, value in metrics.items() if value is not None}

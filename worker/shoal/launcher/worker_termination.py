@@ -44,7 +44,7 @@ class WorkerTermination:
         assert slot.process is not None
         if slot.asked is not slot.process:
             slot.asked = slot.process
-            # After a SIGINT each script would end within its step.
+            # Not a SIGINT: each script would end within its step.
             slot.process.terminate()
 
     def kill(self, slots: Sequence[WorkerSlot]) -> None:

@@ -66,7 +66,7 @@ class BatchSource(ABC):
             )
         self._num_attempts += 1
 
-    def check_batch(self) -> None:  # noqa: B027 - samples are leased in no generation
+    def check_batch(self) -> None:  # noqa: B027 - a leased batch is never stale
         """Raise StaleBatch if the step has to be repeated, on a new batch."""
 
     def trained(self) -> None:
@@ -291,7 +291,8 @@ class Batches(Iterator[Batch]):
 
     After a loop over the batches, a call between steps raises StateLost if the state was rolled
     back to an earlier step. A later loop continues from the job's present step, or raises
-    InvalidSpec if no step was taken on the last batch. After an error it raises the error again.
+    InvalidSpec if no step was taken on the last batch. After an error, `next` raises that error
+    again.
     """
 
     def __init__(self, source: BatchSource) -> None:

@@ -312,8 +312,8 @@ class ElasticController:
         that step.
 
         If the coordinator does not report the break in time, raises `error` again, or after a hang
-        GenerationBroken. Raises InvalidSpec if the members' scripts wait at different points, the
-        coordinator's refusal, and Drained as `ensure_generation`.
+        GenerationBroken. Raises InvalidSpec if the members' scripts wait at different points. Also
+        raises the coordinator's refusal, and Drained as `ensure_generation` does.
         """
         try:
             with drained():

@@ -1,4 +1,4 @@
-"""End of a session's block: the member leaves with a reason; the script's error stays raised."""
+"""End of a session's block: the member leaves and states a reason. The script's error is raised."""
 
 from collections.abc import Callable
 from types import TracebackType

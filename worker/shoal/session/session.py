@@ -347,11 +347,15 @@ class Session:
         """Return one optimizer step, a context: it zeroes gradients at its start; at its end it
         applies them and commits the step.
 
-        The step is rolled back without an error, and `committed` stays False, if a peer is lost in
-        the block, or in a call such as `evaluate` since the batch was handed out, if a script has
-        called `stop` before the step, or if servers have refused its gradients as stale. After any
-        other error in the block the member leaves, and the error, or an InvalidSpec that explains
-        it, is raised.
+        The step is rolled back without an error, and `committed` stays False:
+
+        - if a peer is lost in the block, or was lost in a call such as `evaluate` since the batch
+          was handed out;
+        - if a script has called `stop` before the step;
+        - if servers have refused the step's gradients as stale.
+
+        After any other error in the block the member leaves, and the error, or an InvalidSpec that
+        explains it, is raised.
         """
         return self._steps.new(
             source=self._source, reports=self._reports, leave=self._leaving.leave_on_error
@@ -590,8 +594,9 @@ class Session:
 
     @property
     def rank(self) -> int:
-        """Rank of this member in the present generation. Before the first generation, waits until
-        the others have joined; raises InvalidSpec before `session.batches` or the first step."""
+        """Rank of this member in the present generation. If there is none yet, waits until the
+        first generation is formed. Raises InvalidSpec, instead of waiting, if `session.batches` was
+        not called and no step has begun."""
         return self._present().rank
 
     @property

@@ -1,7 +1,8 @@
 """State that an optimizer keeps for its parameters, and the settings of its groups, by name.
 
-A tensor is a shard of the state, named `optim.<parameter>/<key>`. Everything else is a plain value
-in the `values` of a state, under `SLOTS`; a tensor within one is a shard of its own.
+A parameter's tensor is a shard of the state, named `optim.<parameter>/<key>`. Its other state is a
+plain value in the `values` of a state, under `SLOTS`; a tensor within a plain value is a shard of
+its own. The settings of groups are in `values` under "groups".
 
 Each rank reports the plain values of the parameters that it steps, with a mark (`mark_of`) for
 each, a shard of one byte: a missing mark shows that values are missing.

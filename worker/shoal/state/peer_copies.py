@@ -114,8 +114,9 @@ def _swap(hosts: Sequence[str], chosen: list[list[int]], rank: int) -> bool:
 
 
 def _distances(hosts: Sequence[str], copies: int) -> list[int]:
-    """Return all distances in a ring of these hosts. The distances of the copies come first: with
-    the fewest copies on a rank's own host, and then on a host that already has a copy."""
+    """Return all distances in a ring of these hosts. The distances of the copies come first. Each
+    is chosen for the fewest copies on a rank's own host; among equals, for the fewest copies on a
+    host that already has one."""
     world_size, sizes = len(hosts), Counter(hosts).values()
     holders = [{host} for host in hosts]
 
