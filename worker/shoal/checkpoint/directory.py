@@ -5,7 +5,8 @@
                                            has died
     .step-00000120.<token>.replaced        a checkpoint while a new one of its step replaces it
 
-A rename is atomic: there is always a complete checkpoint under the first or the third name.
+A rename is atomic: while a checkpoint is replaced, a complete one always has the first or the third
+name.
 """
 
 import os
@@ -28,7 +29,7 @@ _TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{16}\.(partial|replaced)")
 
 
 def name_of_step(step: int) -> str:
-    """Return the name of a step's checkpoint; names sort as steps do."""
+    """Return the name of a step's checkpoint; below step 10**8 names sort as steps do."""
     return f"step-{step:08d}"
 
 

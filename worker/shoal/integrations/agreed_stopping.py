@@ -109,7 +109,7 @@ class AgreedCheckpoints:
         self._save_last(trainer, metrics)
 
     def _agreed(self, metrics: dict[str, Tensor], names: set[str]) -> dict[str, Tensor]:
-        """Return the metrics, those of these names as members agree on them."""
+        """Return the metrics; those of these names have the values on which members agree."""
         if sys.exception() is not None:
             return metrics  # this member has raised: no collectives
         own = {name: metrics.get(name) for name in sorted(names - COUNTS)}

@@ -86,7 +86,7 @@ class _Sharded:
         return counts / total
 
     def _clip_gradients(self: Any, grads: Any) -> Any:
-        """Norms are over the parts of all ranks."""
+        """Clip by norms over the parts of all ranks."""
         bound = self.clipnorm or self.global_clipnorm
         if not bound:
             return super()._clip_gradients(grads)  # type: ignore[misc]

@@ -105,8 +105,8 @@ def _subscribed(series: str) -> Subscription:
 
 
 def _flattened(state: Any, *above: str) -> dict[str, Tensor]:
-    """Tensors by name: a path of keys, joined by "/". A list's index is "[0]", a tuple's "(0)", and
-    an integer key "{0}"; "/", "%" and a leading bracket of another key are escaped."""
+    """Return tensors by name: a path of keys, joined by "/". A list's index is "[0]", a tuple's
+    "(0)", and an integer key "{0}"; "/", "%" and a leading bracket of another key are escaped."""
     if isinstance(state, Tensor):
         return {"/".join(above): state}
     if isinstance(state, Mapping):

@@ -47,7 +47,7 @@ from shoal_proto.v1.membership_pb2 import ReportExitRequest, ReportHaltRequest
 from shoal_proto.v1.outputs_pb2 import OutputOwner, ServeOutputRequest
 
 KILLED_ANSWER_S = 0.5
-"""Limit of the wait for the coordinator, which may say that the job is over."""
+"""Limit of the wait for the coordinator's answer about a killed worker: the job may be over."""
 WORKER_ADMISSION_S = 24 * 3600
 """Time that a worker waits to be admitted: long, as the other members train on without a
 coordinator."""
@@ -427,7 +427,7 @@ class Launcher:
 
     def _exit_code(self) -> int:
         """Return the run's exit code: 0 for a completed job, even after a signal, unless a script
-        has failed."""
+        has failed, or a worker has failed or was killed after it had completed the job."""
         if self._completed:
             # A replacement that was refused after the end, and a worker that was fenced while the
             # others trained on, are not failures of the job.

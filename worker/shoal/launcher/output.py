@@ -21,7 +21,7 @@ from shoal_proto.terminal import printable
 OUTPUT_S = 2.0
 """Time for a worker's last lines before the next message of the launcher."""
 PAUSED_S = 5.0
-"""A reader that takes no line for this time pauses."""
+"""A reader that takes no line for this time counts as paused."""
 MAX_WAITING = 8 << 20
 """Limit of the characters that wait for the reader. Above it workers wait, too, until the reader
 counts as paused."""

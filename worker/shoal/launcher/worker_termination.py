@@ -60,7 +60,7 @@ class WorkerTermination:
             slot.process.kill()
 
     def kill_if_lost(self, status: WorkerStatus) -> None:
-        """Kill a worker that was declared lost and does not end."""
+        """Kill a worker that was declared lost, if it is halted or outlives the grace time."""
         slot = next((s for s in self.running if s.pid == status.pid), None)
         if slot is None or not status.is_lost or slot.killed_s is not None:
             return

@@ -402,8 +402,8 @@ class Session:
         return self._steps.gather(tensor)
 
     def update(self, optimizer: Optimizer | Sequence[Optimizer]) -> None:
-        """Step one of several optimizers now, before the end of the step: later passes of the step
-        use the changed weights.
+        """Step one or some of several optimizers now, before the end of the step: later passes of
+        the step use the changed weights.
 
         All members must call it at the same point. If the step fails, the update is undone: a copy
         of the changed tensors is kept until the step ends. Raises InvalidSpec outside a step, and

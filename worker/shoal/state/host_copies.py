@@ -1,5 +1,5 @@
-"""Copies of tensors in host memory. A GPU writes asynchronously, and as fast as the bus, only into
-page-locked memory."""
+"""Copies of tensors in host memory. Only into page-locked memory a GPU writes asynchronously, and
+as fast as the bus allows."""
 
 import copy
 import ctypes

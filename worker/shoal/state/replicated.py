@@ -125,10 +125,10 @@ class ReplicatedState:
 
     @torch.no_grad()
     def restore(self, state_shard: StateShard) -> None:
-        """Load a whole state. After an error nothing is changed.
+        """Load a whole state.
 
         Raises ShapeMismatch or DtypeMismatch if the state belongs to another model, and InvalidSpec
-        if it belongs to another optimizer.
+        if it belongs to another optimizer; then nothing is changed.
         """
         own, given = self._tensors(), state_shard.shards
         check_no_more(names_in(self._model), given)
