@@ -116,8 +116,8 @@ class AgreedCheckpoints:
         return {**metrics, **agreed(self._session, own)}
 
     def exists(self, path: Any, trainer: Any) -> bool:
-        """True if rank 0 found the file: another member may find what rank 0 has just written. A
-        member whose training has raised uses its own result."""
+        """True if rank 0 found the file: another member may find a file that rank 0 has just
+        written. A member whose training has raised uses its own result."""
         found = self._exists(path, trainer)
         if sys.exception() is not None:
             return found  # this member has raised: no collectives

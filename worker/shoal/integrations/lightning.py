@@ -285,9 +285,9 @@ class SessionStrategy(SingleDeviceStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        """Write the checkpoint on rank 0, while the others wait."""
+        """Write the checkpoint on rank 0, while the other members wait."""
         if self._session.is_first:
-            # A member that has raised leaves: the others must not wait for it.
+            # A member that has raised leaves: other members must not wait for it.
             has_raised = sys.exception() is not None
             pause = self._session.pause_for_library("saving a checkpoint")
             with nullcontext() if has_raised else pause:

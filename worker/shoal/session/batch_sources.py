@@ -50,7 +50,7 @@ class BatchSource(ABC):
     @property
     @abstractmethod
     def num_steps(self) -> int | None:
-        """Number of this member's batches in the whole job; None if it depends on others' pace."""
+        """Number of this member's batches in the job; None if it depends on other members' pace."""
 
     def attempted(self) -> None:
         """Note that a step on the present batch begins. Raises InvalidSpec if one is committed
@@ -126,7 +126,7 @@ class SynchronousBatches(BatchSource):
                 if self._finish():
                     break
             except JobFinished:
-                # The others committed the last step while this member recovered.
+                # The other members committed the last step while this member recovered.
                 if controller.strategy.step < self._end():
                     raise
                 break

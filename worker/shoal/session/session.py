@@ -189,7 +189,7 @@ class Session:
         reports, self._reports = self._reports, None
         # Each callback runs, from last to first, even if another one raises.
         with ExitStack() as releases:
-            # After a failure the others wait for this member to leave: reports come later.
+            # After a failure other members wait for this member to leave: reports come later.
             if reports is not None and not completed:
                 releases.callback(reports.close, completed=False)
             releases.callback(self._controller.leave, completed=completed, reason=reason)
@@ -412,8 +412,8 @@ class Session:
         self._steps.update(optimizer)
 
     def pause(self, reason: str, *, limit_s: float = PAUSE_S) -> AbstractContextManager[None]:
-        """Let the others wait while this member runs the `with` block, between two steps or before
-        the first batch:
+        """Let the other members wait while this member runs the `with` block, between two steps or
+        before the first batch:
 
             if session.rank == 0:
                 with session.pause("validation"):

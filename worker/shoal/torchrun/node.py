@@ -147,7 +147,7 @@ class Node:
     # --- the end of this node's work ---
 
     def finish(self) -> None:
-        """Report that this node's workers are done: the node's end then does not disturb others.
+        """Report that this node's workers are done: its end then does not disturb other nodes.
 
         Raises Unavailable if no coordinator answers for `close_timeout`.
         """

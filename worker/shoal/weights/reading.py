@@ -228,7 +228,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def write_common(tensors: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> list[str]:
-    """Write a version's tensors into those of the same names; return the names that the version
+    """Write a version's tensors into tensors of the same names; return the names that the version
     lacks.
 
     Of a DTensor, this rank's slice is written. Raises what `Installation` raises, before any tensor
