@@ -34,7 +34,8 @@ def __getattr__(name: str) -> Any:
 
 
 def _imported(module: str) -> Any:
-    """Raises InvalidSpec if numpy, which torch does not require, is missing."""
+    """Import a module of Shoal. Raises InvalidSpec if numpy, which torch does not require, is
+    missing."""
     try:
         return import_module(module)
     except ModuleNotFoundError as missing:

@@ -1,7 +1,7 @@
 """The step that is open on this thread.
 
-A new thread has no step, such as autograd's for backward passes on a GPU. So a module stores in its
-forward pass the values that its backward pass needs.
+A new thread, such as autograd's for backward passes on a GPU, has no step. So a module stores in
+its forward pass the values that its backward pass needs.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -124,11 +124,11 @@ class Checkpoints:
         must write it.
 
         If the previous checkpoint failed, raises its error, on every rank at the same step, and
-        writes nothing; the next call tries again. The error is CheckpointFailed, with path and
-        errno. Before the first success it is InvalidSpec if the ranks together did not hold a whole
-        state, or if later checkpoints exist. Raises CheckpointFailed, perhaps not on all ranks, if
-        the previous checkpoint exceeds its limit. If only some ranks then write one, that one and
-        the next fail.
+        writes nothing; the next call tries again. The error is CheckpointFailed, with the path, and
+        the errno if there is one. Before the first success the error is InvalidSpec if the ranks
+        together did not hold a whole state, or if later checkpoints exist. Raises CheckpointFailed,
+        perhaps not on all ranks, if the previous checkpoint exceeds its limit. If only some ranks
+        then write a checkpoint, that checkpoint and the next one fail.
 
         If a rank was lost meanwhile, no error is raised; the checkpoint may be complete or absent.
         """

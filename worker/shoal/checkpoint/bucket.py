@@ -143,7 +143,7 @@ class BucketDraft(Draft):
             _stop_writers(self._path)
             self._path.remove(set(self._path.names()) - _files_of(self._path))
         except (OSError, ShoalError) as error:
-            # They are removed with this checkpoint.
+            # The leftovers are removed with this checkpoint.
             log.warning("leftover_not_removed", path=str(self._path), error=str(error))
 
     def discard(self) -> None:

@@ -5,7 +5,8 @@
                                            has died
     .step-00000120.<token>.replaced        a checkpoint while a new one of its step replaces it
 
-A rename is atomic: there is always a complete checkpoint under the first or the third name.
+A rename is atomic: while a checkpoint is replaced, a complete one always has the first or the third
+name.
 """
 
 import os
@@ -28,7 +29,7 @@ _TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{16}\.(partial|replaced)")
 
 
 def name_of_step(step: int) -> str:
-    """Return the name of a step's checkpoint; names sort as steps do."""
+    """Return the name of a step's checkpoint; below step 10**8 names sort as steps do."""
     return f"step-{step:08d}"
 
 
@@ -54,7 +55,7 @@ def complete(directory: Path, *, skip_unreadable: bool = False) -> dict[int, Pat
 
 
 def _is_complete(path: Path) -> bool:
-    # Not is_file: of some errors it says False, and a run would continue from an older checkpoint.
+    # Not is_file: on some errors it returns False, and a run would then use an older checkpoint.
     try:
         return stat.S_ISREG((path / METADATA).stat().st_mode)
     except (FileNotFoundError, NotADirectoryError):
@@ -93,7 +94,7 @@ def publish(partial: Path, path: Path) -> None:
     """Rename the complete `partial` to the checkpoint `path`, replacing an existing one.
 
     The caller must have synced the files. After an OSError `path` may hold the new checkpoint, or
-    none until `sweep` restores the existing one.
+    no checkpoint until `sweep` restores the replaced one.
     """
     synchronise(partial)
     replaced = _temporary_path(path, "replaced") if path.exists() else None

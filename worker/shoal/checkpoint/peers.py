@@ -42,7 +42,8 @@ class SinglePeer:
 
 class GroupPeers:
     """Ranks of a process group that has no other use: a checkpoint's collectives run concurrently
-    with training's."""
+    with training's. The lengths of the messages (8 bytes, little-endian) are gathered first, then
+    the messages, padded to the longest."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group

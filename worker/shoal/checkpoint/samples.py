@@ -20,7 +20,7 @@ SAMPLES = "samples"
 ORIGIN = "origin"
 """Key of the position from which batches have their present size."""
 MUST_MATCH = ("dataset", "seed", "shuffle", "order")
-"""Fields that must match. The number of epochs does not change an epoch's order."""
+"""Fields that must match. The number of epochs may differ: it does not change an epoch's order."""
 BATCH_SIZE = ("global_batch", "drop_last")
 
 
@@ -28,8 +28,8 @@ class TrainedSamples:
     """The samples that a run trains on."""
 
     def __init__(self, samples: Mapping[str, str], order: Order | None, *, moves: bool) -> None:
-        """`samples`: the fields; empty if the script makes its own batches. `moves`: True if
-        the run is allowed another batch size than the checkpoint's."""
+        """`samples`: the proposal's fields about the samples; empty if the script makes its own
+        batches. `moves`: True if the run is allowed another batch size than the checkpoint's."""
         self._samples = samples
         self._order = order
         self._moves = moves

@@ -15,8 +15,8 @@ log = structlog.get_logger(__name__)
 def complete(
     location: CheckpointPath, *, skip_unreadable: bool = False
 ) -> Mapping[int, CheckpointPath]:
-    """Return complete checkpoints by step. Raises InvalidSpec if that fails; with
-    `skip_unreadable`, leaves out those in a directory that cannot be examined."""
+    """Return complete checkpoints by step. Raises InvalidSpec if that fails. `skip_unreadable`,
+    only for a directory: leave out checkpoints that cannot be examined."""
     if isinstance(location, BucketPath):
         return bucket.complete(location)
     return directory.complete(location, skip_unreadable=skip_unreadable)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 MAX_BYTES = 4096
-"""Limit of a text or bytes, of which the end is read."""
+"""Number of bytes that are read at the end of a text or of bytes."""
 MAX_ELEMENTS = 4
 MAX_DEPTH = 4
 _ROWS = "_indices"

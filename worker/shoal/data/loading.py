@@ -219,8 +219,8 @@ class BatchLoader:
         self._sockets: frozenset[str] = frozenset()
 
     def start(self) -> None:
-        """Start the processes before the first batch does. May be called twice. Raises
-        LoadingFailed if resources ran out, or TMPDIR is too long for sockets."""
+        """Start the processes now; otherwise the first batch starts them. May be called twice.
+        Raises LoadingFailed if resources ran out, or TMPDIR is too long for sockets."""
         if self._iterator is not None:
             return
         self._sockets = self._sockets or open_sockets()

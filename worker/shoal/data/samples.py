@@ -81,7 +81,7 @@ class FailedSample:
         return cls(index, text, trace, is_temporary, is_unsent=is_unsent, **fix)
 
     def raised(self) -> SampleFailed | LoadingFailed:
-        """Return the trainer's error."""
+        """Return the error that the trainer raises."""
         subject = "the samples of a batch" if self.index is None else f"sample {self.index}"
         done = "loaded and collated" if self.index is None else "loaded"
         if self.is_unsent:

@@ -1,7 +1,7 @@
 """A data set in shards that are read from the beginning: tar files, streams, iterable data sets.
 
-A shard is read up to the requested sample. `shoal.data.shard_order` reads each shard in sequence,
-with small steps back, for which samples are kept.
+A shard is read up to the requested sample. The order of `shoal.data.shard_order` goes through each
+shard in sequence, with small steps back; samples are kept for these steps.
 """
 
 import os

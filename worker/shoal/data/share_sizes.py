@@ -26,7 +26,7 @@ class ShareSizes:
 
     def __init__(self, order: Callable[[], Order], most_members: int) -> None:
         """`order` returns the present order, as its origin is known only later. `most_members`: the
-        job's limit of members."""
+        job's limit of members; if it has none, the desired number."""
         self._order = order
         self._most_members = most_members
         self._needs_two = self._is_warned = False
@@ -64,11 +64,11 @@ class ShareSizes:
             self._warn()
 
     def refuses(self, world_size: int) -> str:
-        """Describe what is expected instead of this number of members if some shares would be too
-        small.
+        """Describe the expected number of members if with `world_size` members some shares would be
+        too small.
 
-        Empty otherwise, if no layer is known to need two samples, or if even one member would have
-        too few.
+        Returns "" if none would be, if no layer is known to need two samples, and if even a single
+        member would have too few.
         """
         if not self._needs_two or not 0 < self._fitting < world_size:
             return ""

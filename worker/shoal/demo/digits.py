@@ -117,7 +117,7 @@ class Audit:
         self._write("begin", generation, step, epoch=epoch, positions=list(positions))
 
     def commit(self, generation: int, step: int) -> None:
-        """Record a step that cannot be undone."""
+        """Record a committed step."""
         self._write("commit", generation, step)
 
     def _write(self, event: str, generation: int, step: int, **more: object) -> None:

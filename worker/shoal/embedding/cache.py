@@ -40,8 +40,9 @@ class HotRows:
         self._values = torch.zeros((size, dim), dtype=dtype)
 
     def find(self, ids: Ids, oldest_step: int, oldest_versions: Ids, epochs: Ids) -> Ids:
-        """Return each row's slot; -1 unless it was looked up at `oldest_step` and `oldest_versions`
-        or later, in these epochs. Rows of an earlier epoch may be of training that was undone."""
+        """Return each row's slot; -1 unless the row was looked up at `oldest_step`,
+        `oldest_versions` and `epochs` or later. Rows of an earlier epoch may be of training that
+        was undone."""
         slots = self._slots(ids)
         is_fresh = (
             (self._ids[slots] == ids)

@@ -105,8 +105,8 @@ class TableExchange:
         return values, torch.from_numpy(positions)
 
     def prefetch(self, table: str, ids: Tensor) -> None:
-        """Begin to look rows up, unless too many lookups run. Errors are dropped: the step's own
-        lookup will raise them."""
+        """Begin to look rows up, unless MAX_PREFETCHES prefetches are in progress. Errors are
+        dropped: the step's own lookup raises them."""
         self._ahead = [lookup for lookup in self._ahead if not lookup.done()]
         if self._pool is None or len(self._ahead) >= MAX_PREFETCHES:
             return

@@ -88,7 +88,7 @@ class RowSGD:
 
 @dataclass(frozen=True, kw_only=True)
 class RowAdagrad:
-    """`torch.optim.Adagrad`."""
+    """`torch.optim.Adagrad`, applied only to rows with a gradient."""
 
     lr: float = 0.01
     eps: float = 1e-10

@@ -28,7 +28,8 @@ class RowCodec:
         return num_bytes < dim * dtype.itemsize
 
     def encode(self, gradient_rc: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the rows as R x B bytes, and True for each row that the codec can represent."""
+        """Return the rows as R x B bytes, and True for each row that the codec can represent. With
+        int8, a row's scale (float32) comes before its codes."""
         if self._kind != "int8":
             data = gradient_rc.to(_HALF[self._kind])
             return data.view(torch.uint8), torch.isfinite(data).all(dim=1)

@@ -143,8 +143,8 @@ class TableRows:
         return lookup.merged(received)
 
     def _note_version(self, shard: int, version: int, epoch: int) -> None:
-        """Note a shard's version. A later epoch may have begun with a lower version, so that what
-        was seen of earlier ones no longer counts."""
+        """Note a shard's version. In a later epoch the versions seen in earlier epochs no longer
+        count, as an epoch may begin with a lower version."""
         if epoch > self._seen_epochs[shard]:
             self._seen_versions[shard], self._seen_epochs[shard] = version, epoch
         elif epoch == self._seen_epochs[shard]:

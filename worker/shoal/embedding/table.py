@@ -96,7 +96,7 @@ class EmbeddingTable(nn.Module):
             max_shard_bytes=bounds.max_shard_bytes,
         )
         self._source: Source | None = None
-        # Follows the module's device.
+        # An empty buffer follows the module's device.
         self.register_buffer("_device", torch.empty(0), persistent=False)
         _check(self)
 

@@ -18,8 +18,9 @@ COUNTS = frozenset({"epoch", "step"})
 
 
 def agreed(session: Session, metrics: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the mean of each metric over the members that have it (a member that has just joined
-    may have None); its exact value if they have the same. Without those that no member has."""
+    """Return the mean of each metric over the members that have it; the exact value if these have
+    the same one. A member that has just joined may have None. Metrics that no member has are left
+    out."""
     if not metrics:
         return {}
     own = {name: float(value) for name, value in metrics.items() if value is not None}
@@ -108,15 +109,15 @@ class AgreedCheckpoints:
         self._save_last(trainer, metrics)
 
     def _agreed(self, metrics: dict[str, Tensor], names: set[str]) -> dict[str, Tensor]:
-        """Return the metrics, those of these names as members agree on them."""
+        """Return the metrics; those of these names have the values on which members agree."""
         if sys.exception() is not None:
             return metrics  # this member has raised: no collectives
         own = {name: metrics.get(name) for name in sorted(names - COUNTS)}
         return {**metrics, **agreed(self._session, own)}
 
     def exists(self, path: Any, trainer: Any) -> bool:
-        """True if rank 0 found the file: another member may find what rank 0 has just written. A
-        member whose training has raised uses its own result."""
+        """True if rank 0 found the file: another member may find a file that rank 0 has just
+        written. A member whose training has raised uses its own result."""
         found = self._exists(path, trainer)
         if sys.exception() is not None:
             return found  # this member has raised: no collectives

@@ -226,7 +226,7 @@ class KerasFit:
         return self.session.strategy.name in IN_PLACE
 
     def validating(self) -> AbstractContextManager[None]:
-        """Return a context in which the others wait for this member, if `fit` trains on."""
+        """Return a context in which other members wait for this member, if `fit` trains on."""
         if self.is_in_fit and not self._present_batches().ended:
             return self.session.pause_for_library("validation")
         return nullcontext()
@@ -299,7 +299,7 @@ def _watch_fit() -> None:
             ("on_train_batch_end", fitting.end_batch),
             ("on_epoch_end", fitting.end_epoch),
         ):
-            # Not getattr: the script's list may have those of an earlier fit.
+            # Not getattr: the script's list may have the methods that an earlier fit has set.
             run_callbacks = types.MethodType(getattr(type(callbacks), name), callbacks)
             setattr(callbacks, name, partial(end, run_callbacks))
         given["callbacks"] = callbacks

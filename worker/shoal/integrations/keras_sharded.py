@@ -86,7 +86,7 @@ class _Sharded:
         return counts / total
 
     def _clip_gradients(self: Any, grads: Any) -> Any:
-        """Norms are over the parts of all ranks."""
+        """Clip by norms over the parts of all ranks."""
         bound = self.clipnorm or self.global_clipnorm
         if not bound:
             return super()._clip_gradients(grads)  # type: ignore[misc]
@@ -103,8 +103,8 @@ class _Sharded:
 
 
 def shard_optimizer(optimizer: Any) -> None:
-    """Make each rank's optimizer, which must have no state, update its own parts. Raises
-    UnsupportedOptimizer for an optimizer that is not elementwise."""
+    """Shard an optimizer that is not built yet: each rank then updates only its own part of every
+    weight. Raises UnsupportedOptimizer for an optimizer that is not elementwise."""
     check_elementwise(optimizer)
     plain = type(optimizer)
     # The name is kept, so that a saved model loads with the plain optimizer.
@@ -112,7 +112,8 @@ def shard_optimizer(optimizer: Any) -> None:
 
 
 def check_elementwise(optimizer: Any) -> None:
-    """Raise UnsupportedOptimizer for an optimizer that is wrong on parts of weights."""
+    """Raise UnsupportedOptimizer unless the optimizer gives the same result on a part of a weight
+    as on the whole weight."""
     if not isinstance(optimizer, _ELEMENTWISE) or optimizer.use_ema:
         average = " with use_ema" if optimizer.use_ema else ""
         raise UnsupportedOptimizer(

@@ -78,8 +78,8 @@ class KerasSteps(Optimizer):
         return None
 
     def _update_rate(self) -> None:
-        """Use the rate of the parameter groups, which a member that joins gets, unless the script
-        has set another."""
+        """Use the rate of the parameter groups, which joining members receive, unless the script
+        has set another one on the Keras optimizer."""
         if self._rate is None:
             return
         now = _rate_of(self._keras_optimizer)

@@ -196,9 +196,9 @@ class SessionStrategy(SingleDeviceStrategy):
         return found
 
     def _take_checkpoints(self, trainer: Trainer) -> None:
-        """Make members agree on checkpoints, except those at times of a member's own clock. Those
-        of `OWN_REPLICAS` follow no metric; there, only rank 0 looks whether a file exists, as
-        another member may find what rank 0 has just written."""
+        """Make members agree on checkpoints, except those that follow a member's own clock. Under
+        strategies of `OWN_REPLICAS` no checkpoint follows a metric; there only rank 0 checks if a
+        file exists, as another member may find the file that rank 0 has just written."""
         if self._session.strategy.name in OWN_REPLICAS:
             for each in trainer.checkpoint_callbacks:
                 if isinstance(each, ModelCheckpoint):
@@ -285,9 +285,9 @@ class SessionStrategy(SingleDeviceStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        """Write the checkpoint on rank 0, while the others wait."""
+        """Write the checkpoint on rank 0, while the other members wait."""
         if self._session.is_first:
-            # A member that has raised leaves: the others must not wait for it.
+            # A member that has raised leaves: other members must not wait for it.
             has_raised = sys.exception() is not None
             pause = self._session.pause_for_library("saving a checkpoint")
             with nullcontext() if has_raised else pause:
@@ -428,7 +428,7 @@ def _refuse(trainer: Trainer, module: LightningModule) -> None:
 
 
 def _turn_off_gathering(module: LightningModule | None) -> None:
-    """The metrics' own gathering would fail on all members if one is lost."""
+    """Turn off the metrics' own gathering: it would fail on all members if one is lost."""
     assert module is not None, "Lightning connects it before it trains"
     for part in module.modules():
         if isinstance(part, Metric):

@@ -39,9 +39,9 @@ async def put_state_dict(
     """Publish a state dict, nested or not, as the key's next version; return once it is committed.
 
     The first call's `transfer_dtype` applies to floating point tensors of all puts of the key.
-    `direct_rdma` has no effect. Raises InvalidSpec for values that are not tensors, or empty lists,
-    and for keys that are neither str nor int; DeadlineExceeded after 600 s, or the error with which
-    the publication failed.
+    `direct_rdma` has no effect. Raises InvalidSpec for values that are not tensors, for empty
+    lists, and for keys that are neither str nor int; DeadlineExceeded after 600 s, or the error
+    with which the publication failed.
     """
     series = series_of(key, store_name)
     flat = _flattened(state_dict)
@@ -105,8 +105,8 @@ def _subscribed(series: str) -> Subscription:
 
 
 def _flattened(state: Any, *above: str) -> dict[str, Tensor]:
-    """Tensors by name: a path of keys, joined by "/". A list's index is "[0]", a tuple's "(0)", and
-    an integer key "{0}"; "/", "%" and a leading bracket of another key are escaped."""
+    """Return tensors by name: a path of keys, joined by "/". A list's index is "[0]", a tuple's
+    "(0)", and an integer key "{0}"; "/", "%" and a leading bracket of another key are escaped."""
     if isinstance(state, Tensor):
         return {"/".join(above): state}
     if isinstance(state, Mapping):

@@ -17,7 +17,7 @@ class AgreedEnd:
 
     Lightning leaves its loops at once, and the callbacks of an early end make shared calls. So the
     member continues until its batches end, as they do on all members. A stop by AgreedStopping
-    whose counters all members share needs no further batch.
+    needs no further batch, as all members share its counters.
     """
 
     def __init__(

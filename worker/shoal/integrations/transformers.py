@@ -74,7 +74,7 @@ class SessionTrainer(Trainer):
         self._counted: dict[int, Tensor] = {}
         """Sum of losses since the last log, before each step that may be repeated."""
         self._shares_stop = False
-        """True from the begin of a step until its callbacks have run."""
+        """True from the start of a step until its callbacks have run."""
         super().__init__(*arguments, **options)
         _refuse(self)
         self.add_callback(_Position(self))
@@ -189,7 +189,7 @@ class SessionTrainer(Trainer):
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any
     ) -> tuple[nn.Module, Any]:
-        """Return what `_init_training_state` prepared, which needs the job's step."""
+        """Return the model, which `_init_training_state` has distributed, and the given loader."""
         self.callback_handler.train_dataloader = train_dataloader
         return self.model_wrapped, train_dataloader
 

@@ -146,7 +146,7 @@ class ShoalWeightTransferEngine(WeightTransferEngine):
     def _check_whole(self, weights: Weights) -> None:
         """Raise InvalidSpec for a version of another model, or of a part of this one.
 
-        vLLM would serve old and new values together.
+        With a part of the model, vLLM would serve old and new values together.
         """
         if self._outline is None:
             self._outline = {name: tensor.shape for name, tensor in self._serves()}

@@ -44,8 +44,8 @@ def run(config: RunConfig) -> int:
     """Run the workers and return the exit code; 2 if the script is missing or does not compile.
 
     With a `finished_file`, waits for SIGTERM after exit code 0. Raises ShoalErrors, such as
-    Unavailable, JobFinished or InvalidSpec, only before workers start, and SystemExit for a SIGTERM
-    before or after the launcher's run.
+    Unavailable, JobFinished or InvalidSpec, only before all workers have started, and SystemExit
+    for a SIGTERM before or after the launcher's run.
     """
     if not config.module and not Path(config.script[0]).is_file():
         say(

@@ -110,7 +110,7 @@ def _host_of(text: str) -> RunHost:
 
 
 def check_reached(hosts: Sequence[RunHost], coordinators: Sequence[str]) -> None:
-    """Raise InvalidSpec if another machine cannot reach a coordinator's loopback address."""
+    """Raise InvalidSpec if a coordinator has a loopback address and a host is another machine."""
     loopback = ("127.0.0.1:", "localhost:", "[::1]:")
     unreachable = [each for each in coordinators if each.startswith(loopback)]
     if unreachable and any(host.name != LOCALHOST for host in hosts):

@@ -9,8 +9,8 @@ A worker that was declared lost while it was halted is killed and replaced. A wo
 end within the grace time after the job's end is killed, unless its script has left the finished
 job. It is abandoned if it hangs in the kernel.
 
-A worker writes how its membership ended to the beat board. Up to the number of restarts, a fenced
-worker, and one that hit a time limit, is restarted whatever its error code.
+A worker writes to the beat board how its membership ended. Up to the number of restarts, workers
+that were fenced or hit a time limit are restarted whatever their error code.
 """
 
 import math
@@ -47,9 +47,10 @@ from shoal_proto.v1.membership_pb2 import ReportExitRequest, ReportHaltRequest
 from shoal_proto.v1.outputs_pb2 import OutputOwner, ServeOutputRequest
 
 KILLED_ANSWER_S = 0.5
-"""Limit of the wait for the coordinator, which may say that the job is over."""
+"""Limit of the wait for the coordinator's answer about a killed worker: the job may be over."""
 WORKER_ADMISSION_S = 24 * 3600
-"""Time that a worker waits to be admitted. Other members train on without a coordinator."""
+"""Time that a worker waits to be admitted: long, as the other members train on without a
+coordinator."""
 NOT_JOINED_S = 120.0
 """Time after which a warning says that no worker has joined: imports and data may take a while."""
 _COLOURS = (36, 33, 32, 35, 34, 31)
@@ -426,7 +427,7 @@ class Launcher:
 
     def _exit_code(self) -> int:
         """Return the run's exit code: 0 for a completed job, even after a signal, unless a script
-        has failed."""
+        has failed, or a worker has failed or was killed after it had completed the job."""
         if self._completed:
             # A replacement that was refused after the end, and a worker that was fenced while the
             # others trained on, are not failures of the job.

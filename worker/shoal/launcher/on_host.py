@@ -86,7 +86,7 @@ def main(arguments: Sequence[str]) -> int:
     orders = FileIO(sys.stdin.fileno(), closefd=False)
     line = orders.readline(MAX_ORDER_BYTES)
     if not line.endswith(b"\n"):
-        return 0  # left out, or the other end has ended
+        return 0  # this host is left out, or the other end has ended
     order = LaunchOrder(**json.loads(line))
     os.environ.update(order.environment)
     signal.signal(signal.SIGTERM, _leave)

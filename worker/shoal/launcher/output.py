@@ -21,9 +21,10 @@ from shoal_proto.terminal import printable
 OUTPUT_S = 2.0
 """Time for a worker's last lines before the next message of the launcher."""
 PAUSED_S = 5.0
-"""A reader that takes no line for this time pauses."""
+"""A reader that takes no line for this time counts as paused."""
 MAX_WAITING = 8 << 20
-"""Characters that wait for the reader. Above it workers wait, too, until the reader pauses."""
+"""Limit of the characters that wait for the reader. Above it workers wait, too, until the reader
+counts as paused."""
 
 _saying = threading.Lock()
 
@@ -45,12 +46,12 @@ def say(text: str) -> None:
 
 
 class WorkerOutput:
-    """Prints the workers' lines on stdout, by a thread of its own within the `with` block, whose
-    end waits for the reader.
+    """Prints the workers' lines on stdout, by a thread of its own within the `with` block. The end
+    of the block waits for the reader.
 
-    Workers do not wait for a reader that pauses (Ctrl-S, `less`, a laptop that sleeps): lines are
-    lost until it has taken those that wait. After an error all further lines are lost; `note` is
-    called if the error is that the reader has gone.
+    Workers do not wait for a reader that pauses (Ctrl-S, `less`, a laptop that sleeps): new lines
+    are lost until the reader has taken the waiting ones. After an error all further lines are lost;
+    `note` is called if the error is that the reader has gone.
     """
 
     def __init__(self, note: Callable[[ReaderGone], object]) -> None:
@@ -60,7 +61,7 @@ class WorkerOutput:
         self._num_waiting = 0
         """Characters, including those of the line that is being printed."""
         self._num_accepted = self._num_printed = self._num_lost = 0
-        """Lines; those lost since the reader paused."""
+        """Numbers of lines; `_num_lost` counts since the reader paused."""
         self._stalled_at = -1
         """`_num_printed` when a flush ran into its limit."""
         self._has_failed = self._is_closed = False
@@ -101,8 +102,8 @@ class WorkerOutput:
             self._changed.notify_all()
 
     def flush(self) -> None:
-        """Wait until the present lines are printed: at most OUTPUT_S, and once for a reader that
-        pauses."""
+        """Wait until the present lines are printed: at most OUTPUT_S, and only once for a reader
+        that pauses."""
         with self._changed:
             last = self._num_accepted
             if self._num_printed != self._stalled_at and not self._changed.wait_for(

@@ -42,9 +42,9 @@ GREETING_S = 90.0
 SLOW_S = 10.0
 """Time after which hosts without a greeting are named."""
 KILLED_S = 15.0
-"""Time to end after a second Ctrl-C."""
+"""Time for the hosts to end after a second Ctrl-C."""
 END_S = 30.0
-"""Time to end after the workers' grace time."""
+"""Time for the hosts to end after the workers' grace time."""
 PHASE_S = 5.0
 """Time limit of a question about the job's phase once an order to end was given."""
 LAST_LINES = 3
@@ -78,7 +78,7 @@ class _Connection:
         """Exit code of the host's launcher; None if it runs, or the host was lost."""
         self.is_over = False
         self.last_lines: list[str] = []
-        """Newest lines before the greeting: without one, they say why."""
+        """Newest lines before the greeting: if there is no greeting, they say why."""
 
     def start(self, command: Sequence[str], supervisor: Supervisor, sink: Sink) -> None:
         stdin, self.orders = os.pipe()
@@ -432,8 +432,8 @@ def _is_useful(address: str) -> bool:
 
 
 def _files_for_hosts(config: RunConfig) -> Mapping[str, str]:
-    """Return the hosts' TLS files, by name: with the authority's key, a new certificate for this
-    job, else this machine's."""
+    """Return the hosts' TLS files, by name: a new certificate for this job if this machine has the
+    authority's key, else this machine's own certificate."""
     files = worker_files(config)
     if files is None:
         return {}

@@ -107,7 +107,7 @@ class WorkerSlot:
 
     @property
     def joined_too_late(self) -> bool:
-        """True if the newest process joined a completed job."""
+        """True if the newest process was not needed; see `Exit.joined_too_late`."""
         return bool(self.exits) and self.exits[-1].joined_too_late
 
     @property

@@ -44,7 +44,7 @@ class WorkerTermination:
         assert slot.process is not None
         if slot.asked is not slot.process:
             slot.asked = slot.process
-            # After a SIGINT each script would end within its step.
+            # Not a SIGINT: each script would end within its step.
             slot.process.terminate()
 
     def kill(self, slots: Sequence[WorkerSlot]) -> None:
@@ -60,7 +60,7 @@ class WorkerTermination:
             slot.process.kill()
 
     def kill_if_lost(self, status: WorkerStatus) -> None:
-        """Kill a worker that was declared lost and does not end."""
+        """Kill a worker that was declared lost, if it is halted or outlives the grace time."""
         slot = next((s for s in self.running if s.pid == status.pid), None)
         if slot is None or not status.is_lost or slot.killed_s is not None:
             return

@@ -36,8 +36,8 @@ _NOT_SENT = (
 
 
 class HealthReporter:
-    """Posts the newest health of one member every `interval_s`, on a thread of its own; the first
-    update at once, the last one by `close`."""
+    """Posts the newest health of one member after updates, at most once in `interval_s`, on a
+    thread of its own. The first update is posted at once, the last one by `close`."""
 
     def __init__(
         self,

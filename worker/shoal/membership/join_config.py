@@ -69,8 +69,8 @@ class JoinConfig:
     """IP address at which other members reach this one; empty: the address of the interface that
     leads to the coordinators."""
     check_peers: str = "auto"
-    """Members that check, before a generation starts, that they reach each other: "auto" (members
-    on different hosts), "always" (all members) or "never" (no members)."""
+    """Members that check, before a generation starts, that they reach each other, unless they have
+    trained together: "auto" (members on different hosts), "always" (on one host too) or "never"."""
     backend: str = ""
     """Transport of collectives: "gloo", "nccl" or "in-memory"; empty: NCCL for a model on CUDA,
     else Gloo."""

@@ -29,7 +29,7 @@ CALL_S = 300.0
 MIN_SHARED_KEYS = 64
 """Minimum number of keys in a read for which one rank reads on behalf of its whole host."""
 MAX_VALUES_BYTES = 128 * 1024 * 1024
-"""Limit of an answer: twice what a coordinator keeps for a generation."""
+"""Limit of an answer: twice what a coordinator keeps for a generation by default."""
 HOST_WAIT_S = 10.0
 """Limit of the wait for the rank that reads for its host. After that each rank reads itself."""
 

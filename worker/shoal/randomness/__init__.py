@@ -6,7 +6,7 @@ A value is then the same on any number of ranks, in micro-batches, and in a repe
     with at(seed=7, step=41, first=96, count=32):            # each step: samples 96 to 127 of it
         with part(0, 8): ...                                 # a micro-batch: samples 96 to 103
 
-Set the samples for both their forward and backward passes, for activation checkpointing.
+Set the samples in the backward pass, too: activation checkpointing repeats forward passes in it.
 
 `F.dropout` and `torch.rand` draw from torch's generators: `seed_torch` makes their draws the same
 if a step is repeated.

@@ -248,7 +248,7 @@ def _traced(
         others = shape.numel() // max(shape[dim], 1)
         along = torch.arange(shape[dim], dtype=torch.int32, device=device)
         rest = torch.arange(others, dtype=torch.int32, device=device)
-        # Rows of one sample. Used only if the rows are a multiple of the samples.
+        # Number of rows of each sample. Used only if the samples divide the rows evenly.
         size = shape[dim] // count.clamp(min=1)
         are_samples = (count > 0) & (size * count == shape[dim])
         size = size.clamp(min=1)

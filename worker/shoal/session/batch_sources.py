@@ -51,7 +51,7 @@ class BatchSource(ABC):
     @property
     @abstractmethod
     def num_steps(self) -> int | None:
-        """Number of this member's batches in the whole job; None if it depends on others' pace."""
+        """Number of this member's batches in the job; None if it depends on other members' pace."""
 
     def attempted(self) -> None:
         """Note that a step on the present batch begins. Raises InvalidSpec if one is committed
@@ -67,7 +67,7 @@ class BatchSource(ABC):
             )
         self._num_attempts += 1
 
-    def check_batch(self) -> None:  # noqa: B027 - samples are leased in no generation
+    def check_batch(self) -> None:  # noqa: B027 - a leased batch is never stale
         """Raise StaleBatch if the step has to be repeated, on a new batch."""
 
     def trained(self) -> None:
@@ -127,7 +127,7 @@ class SynchronousBatches(BatchSource):
                 if self._finish():
                     break
             except JobFinished:
-                # The others committed the last step while this member recovered.
+                # The other members committed the last step while this member recovered.
                 if controller.strategy.step < self._end():
                     raise
                 break
@@ -296,7 +296,8 @@ class Batches(Iterator[Batch]):
 
     After a loop over the batches, a call between steps raises StateLost if the state was rolled
     back to an earlier step. A later loop continues from the job's present step, or raises
-    InvalidSpec if no step was taken on the last batch. After an error it raises the error again.
+    InvalidSpec if no step was taken on the last batch. After an error, `next` raises that error
+    again.
     """
 
     def __init__(self, source: BatchSource) -> None:

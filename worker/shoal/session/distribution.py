@@ -81,8 +81,8 @@ class DistributeOptions:
 
 
 class LongLivedObjects:
-    """Objects of one session's process that Python's garbage collector skips: a full collection, of
-    0.2 s, would begin in a bring-up."""
+    """Objects of one session's process that Python's garbage collector skips. Otherwise a full
+    collection, which takes 0.2 s, would begin in a bring-up."""
 
     def __init__(self) -> None:
         self._is_frozen = False
@@ -347,7 +347,8 @@ class Distribution:
         return {**samples, **content}
 
     def _share_sizes(self, order: Callable[[], Order]) -> ShareSizes | None:
-        """Return the check of share sizes for BatchNorm; None if it is synced or cannot be."""
+        """Return the check of share sizes for BatchNorm; None if BatchNorm is synced, or if the
+        strategy cannot sync it."""
         if not self._controller.strategy.syncs_batchnorm or "sync_batchnorm" in self.fields:
             return None
         assert self._model is not None, "batches are made after `distribute`"

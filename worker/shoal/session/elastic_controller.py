@@ -264,7 +264,7 @@ class ElasticController:
             self._recover(error)
 
     def conclude(self, *, has_batches: bool) -> None:
-        """Finish the latest step, as the script takes no further one; changes made since belong to
+        """Finish the latest step, as the script takes no further step; its changes since belong to
         that step. Without batches of the session, the last steps are flushed. Raises the errors of
         the strategy's `between_steps` and `flush`, except those that mean a lost peer."""
         if self._left or not self._is_ready:
@@ -312,8 +312,8 @@ class ElasticController:
         that step.
 
         If the coordinator does not report the break in time, raises `error` again, or after a hang
-        GenerationBroken. Raises InvalidSpec if the members' scripts wait at different points, the
-        coordinator's refusal, and Drained as `ensure_generation`.
+        GenerationBroken. Raises InvalidSpec if the members' scripts wait at different points. Also
+        raises the coordinator's refusal, and Drained as `ensure_generation` does.
         """
         try:
             with drained():
@@ -453,7 +453,7 @@ class ElasticController:
             trace = {} if known else {"trace": "".join(traceback.format_exception(error))}
             log.error("bring_up_failed", generation=number, reason=text[:300], **trace)
         if is_own and strategy.synchronous:
-            # Report at once, so that the others need not detect this member's failure.
+            # Report at once, so that other members need not detect this member's failure.
             self.membership.report_broken(text, own=True, state_lost=lost)
             # The next attempt may need the memory of this one's objects.
             traceback.clear_frames(error.__traceback__)
@@ -516,7 +516,7 @@ class ElasticController:
         expected = self._strategy.refuses(world_size) if self._strategy is not None else ""
         shares = self.details.shares
         if not expected and prepare.roster.planned and shares is not None:
-            # A planned change may be refused: the others train on without the new member.
+            # A planned change may be refused: present members train on without the new member.
             expected = shares.refuses(world_size)
         if expected:
             return [Rejection(field="world_size", seen=str(world_size), expected=expected)]

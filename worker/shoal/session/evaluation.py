@@ -65,7 +65,7 @@ class Evaluation:
 
         def attempt(generation: Generation, group: dist.ProcessGroup) -> dict[str, Any]:
             index, count = strategy.data_share(generation)
-            # Shares take different times: the others wait for the slowest.
+            # Shares take different times: members wait for the slowest.
             with pausing():
                 sums = self._sums(index, count)
                 strategy.finish_passes()

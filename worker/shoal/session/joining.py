@@ -96,7 +96,7 @@ def _trackers(given: Iterable[Tracker]) -> tuple[Tracker, ...]:
 
 
 def _check_not_imported_by_a_child() -> None:
-    # multiprocessing sets this mark while such a process imports the main module.
+    # multiprocessing sets this mark while a new process imports the main module.
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise InvalidSpec(
             "a process that the script has started imports the script, which joins the job again",

@@ -1,4 +1,4 @@
-"""End of a session's block: the member leaves with a reason; the script's error stays raised."""
+"""End of a session's block: the member leaves and states a reason. The script's error is raised."""
 
 from collections.abc import Callable
 from types import TracebackType
@@ -87,7 +87,7 @@ class SessionEnd:
                 error.add_note(f"Leaving the session failed, too: {text}")
 
     def _has_ended(self) -> bool:
-        """True if the job is complete. Waits for the others if the script called `session.stop`.
+        """True if the job is complete. Waits for other members if the script called `session.stop`.
         Raises the error of the job's last checkpoint, and what `Strategy.check_result` raises."""
         source = self._source()
         ended = source is None or source.all_trained or source.stop()

@@ -25,7 +25,7 @@ from shoal_proto.errors import InvalidSpec
 from shoal_proto.numbers_given import as_index, as_number
 
 NEAR_NODES = 64
-"""Number of nodes, about, after which a search for means in the graph of a loss ends."""
+"""Approximate number of nodes after which the search for means in a loss's graph ends."""
 
 
 def scaled(loss_function: LossFunction, fraction: float) -> LossFunction:
@@ -261,8 +261,8 @@ class MicroBatches:
             self._refusal = refusal
 
     def check_samples(self) -> None:
-        """Raise InvalidSpec if the batch lacks some of its samples: in a loss without a weight, the
-        others would count for more."""
+        """Raise InvalidSpec if the batch lacks some of its samples: in a loss without a weight, its
+        remaining samples would count for more."""
         batch = self._batch
         if batch is None or not batch.indices or not self._strategy.cuts_batches:
             return

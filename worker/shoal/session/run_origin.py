@@ -1,5 +1,5 @@
-"""Command line and git commit of this process, for the status page, which others can read: likely
-secrets are masked."""
+"""Command line and git commit of this process, for the status page. Other people can read the page:
+likely secrets are masked."""
 
 import os
 import re

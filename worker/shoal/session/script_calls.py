@@ -1,7 +1,9 @@
 """Watch on a script's calls of learning rate schedulers and averaged models in a session.
 
-Calls within the `with session.step()` block are deferred to its end. Objects that are not
-registered are refused: their counts would differ on a joiner and after failed steps.
+If the strategy carries registered objects, calls within the `with session.step()` block are
+deferred to its end. Objects that are not registered are refused then: their counts would differ on
+a joiner and after failed steps. Under other strategies calls are made at once; strategies with a
+schedule option log a warning (`SchedulerWarnings`).
 """
 
 import functools

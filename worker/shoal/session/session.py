@@ -189,7 +189,7 @@ class Session:
         reports, self._reports = self._reports, None
         # Each callback runs, from last to first, even if another one raises.
         with ExitStack() as releases:
-            # After a failure the others wait for this member to leave: reports come later.
+            # After a failure other members wait for this member to leave: reports come later.
             if reports is not None and not completed:
                 releases.callback(reports.close, completed=False)
             releases.callback(self._controller.leave, completed=completed, reason=reason)
@@ -347,11 +347,15 @@ class Session:
         """Return one optimizer step, a context: it zeroes gradients at its start; at its end it
         applies them and commits the step.
 
-        The step is rolled back without an error, and `committed` stays False, if a peer is lost in
-        the block, or in a call such as `evaluate` since the batch was handed out, if a script has
-        called `stop` before the step, or if servers have refused its gradients as stale. After any
-        other error in the block the member leaves, and the error, or an InvalidSpec that explains
-        it, is raised.
+        The step is rolled back without an error, and `committed` stays False:
+
+        - if a peer is lost in the block, or was lost in a call such as `evaluate` since the batch
+          was handed out;
+        - if a script has called `stop` before the step;
+        - if servers have refused the step's gradients as stale.
+
+        After any other error in the block the member leaves, and the error, or an InvalidSpec that
+        explains it, is raised.
         """
         return self._steps.new(
             source=self._source, reports=self._reports, leave=self._leaving.leave_on_error
@@ -398,8 +402,8 @@ class Session:
         return self._steps.gather(tensor)
 
     def update(self, optimizer: Optimizer | Sequence[Optimizer]) -> None:
-        """Step one of several optimizers now, before the end of the step: later passes of the step
-        use the changed weights.
+        """Step one or some of several optimizers now, before the end of the step: later passes of
+        the step use the changed weights.
 
         All members must call it at the same point. If the step fails, the update is undone: a copy
         of the changed tensors is kept until the step ends. Raises InvalidSpec outside a step, and
@@ -408,8 +412,8 @@ class Session:
         self._steps.update(optimizer)
 
     def pause(self, reason: str, *, limit_s: float = PAUSE_S) -> AbstractContextManager[None]:
-        """Let the others wait while this member runs the `with` block, between two steps or before
-        the first batch:
+        """Let the other members wait while this member runs the `with` block, between two steps or
+        before the first batch:
 
             if session.rank == 0:
                 with session.pause("validation"):
@@ -590,8 +594,9 @@ class Session:
 
     @property
     def rank(self) -> int:
-        """Rank of this member in the present generation. Before the first generation, waits until
-        the others have joined; raises InvalidSpec before `session.batches` or the first step."""
+        """Rank of this member in the present generation. If there is none yet, waits until the
+        first generation is formed. Raises InvalidSpec, instead of waiting, if `session.batches` was
+        not called and no step has begun."""
         return self._present().rank
 
     @property

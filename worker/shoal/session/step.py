@@ -288,7 +288,7 @@ class Step:
                 raise
             return True
         refused = refusal_of(error, self._state())
-        # Leave at once, so that the others need not detect the failure.
+        # Leave at once, so that other members need not detect the failure.
         self._leave(refused or error)
         if refused is not None:
             raise refused from error

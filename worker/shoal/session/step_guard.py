@@ -46,7 +46,7 @@ _MARK = "_shoal_watched"
 
 class _Within:
     """Calls `set_active` with True and False around a block, and `after` if the block raised
-    nothing. A class: a generator takes ten times as long."""
+    nothing. A class, as a context made of a generator takes ten times as long."""
 
     def __init__(
         self, set_active: Callable[[bool], None], after: Callable[[], None] = lambda: None
@@ -153,9 +153,9 @@ class StepGuard:
         return _Within(self._set_computes, self._check_scaled)
 
     def check_loss_graph(self, loss: Tensor) -> None:
-        """Check the graph of a loss before its backward pass, in the first step of this member and
-        of each optimizer that was not distributed. Raises InvalidSpec for functions that train
-        differently on several members."""
+        """Check the graph of a loss before its backward pass: in this member's first step, and in
+        the step after the first one of each optimizer that was not distributed. Raises InvalidSpec
+        for functions that train differently on several members."""
         if self._step() <= self._last_checked:
             self._others.note_loss(loss)
             strategy = self._strategy

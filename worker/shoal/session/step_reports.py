@@ -176,7 +176,7 @@ class StepReports:
     def _read_origin(self) -> None:
         self._origin = run_origin()
         if self._strategy is None:
-            # Report before the first step is committed, which may take long.
+            # Report now: the first step may take long.
             self._health.update(HealthFigures(course=CourseFigures(run=self._origin)))
 
     def step_done(

@@ -54,8 +54,8 @@ class UsageMeter:
 
 
 def memory_bytes() -> int:
-    """Return the bytes that torch has reserved on this process's GPU, or the process' resident
-    memory if there are none."""
+    """Return the bytes that torch has reserved on this process's GPU; if none are reserved, the
+    bytes of the process's resident memory."""
     is_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     if is_used and (held := torch.cuda.memory_reserved()):
         return held

@@ -1,5 +1,5 @@
-"""Copies of tensors in host memory. A GPU writes asynchronously, and as fast as the bus, only into
-page-locked memory."""
+"""Copies of tensors in host memory. A GPU writes asynchronously, and as fast as the bus allows,
+only into page-locked memory."""
 
 import copy
 import ctypes

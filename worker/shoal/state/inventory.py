@@ -119,8 +119,9 @@ def malformed(rank: int, seen: str) -> MalformedMessage:
 
 
 def to_message(inventory: Inventory) -> bytes:
-    """Encode the inventory as a message. The table of names is compressed separately: ranks with
-    the same table send the same bytes, decoded once."""
+    """Encode the inventory as a message: the size of the compressed table (4 bytes, big-endian),
+    the compressed table, and the compressed listings (see `to_json`). The table is compressed
+    separately: ranks with the same table send the same bytes, which a receiver decodes once."""
     table, listings = _to_json(inventory)
     head = zlib.compress(table.encode(), 1)
     return len(head).to_bytes(_LENGTH_BYTES, "big") + head + pack(listings)
@@ -144,8 +145,9 @@ def _packed_table(head: bytes) -> "TensorTable":
 
 
 def to_json(inventory: Inventory) -> Json:
-    """Convert the inventory to lists that refer to tensors by number, and a table of their names, a
-    JSON text of its own."""
+    """Convert the inventory to [table, listings]. The table is a JSON text, with a row [name,
+    dtype, shape] for each tensor. Each listing is [step, values, chunks, names elsewhere]; its
+    chunks refer to tensors by row."""
     return list[Json](_to_json(inventory))
 
 
@@ -239,7 +241,8 @@ def _table(text: str) -> TensorTable:
 def chunks_to_json(
     chunks: Mapping[str, Chunk], names: Sequence[str], metas: Mapping[str, Meta]
 ) -> Json:
-    """Encode chunks, each with the indexes of its tensors in `names`; whole tensors come first."""
+    """Encode chunks as [indexes of whole tensors, [[offsets, sizes, indexes], ...]]. The indexes
+    are those of the tensors in `names`."""
     whole: list[Json] = []
     cut: dict[Chunk, list[Json]] = {}
     for index, name in enumerate(names):

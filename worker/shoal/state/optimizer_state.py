@@ -1,10 +1,12 @@
 """State that an optimizer keeps for its parameters, and the settings of its groups, by name.
 
-A tensor is a shard of the state, named `optim.<parameter>/<key>`. Everything else is a plain value
-in the `values` of a state, under `SLOTS`; a tensor within one is a shard of its own.
+A tensor that the optimizer keeps for a parameter is a shard of the state, named
+`optim.<parameter>/<key>`. All else that it keeps for a parameter is a plain value in the `values`
+of a state, under `SLOTS`; a tensor within a plain value is a shard of its own. The settings of
+groups are in `values` under "groups".
 
-Each rank reports the plain values of the parameters that it steps, with a mark (`mark_of`) for
-each, a shard of one byte: a missing mark shows that values are missing.
+A rank of a sharded model reports the plain values of the parameters that it steps, with a mark
+(`mark_of`) for each, a shard of one byte: a missing mark shows that values are missing.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -72,8 +72,9 @@ class PeerCheckpoints:
         travels: Callable[[str], bool],
         hosts: Sequence[str] = (),
     ) -> None:
-        """Begin a generation with this state shard, one of those of all `members`, which make up a
-        whole state. At step 0, waits for the first copy. `travels`, `hosts`: see `PeerCopies`."""
+        """Begin a generation with this member's state shard; the shards of all `members` make up
+        the whole state. At step 0, waits for the first copy. `travels`, `hosts`: see
+        `PeerCopies`."""
         if len(members) == 1:
             self._alone = None
         elif len(self._members) == 1 and self._live is not None and self._num_copies:
@@ -99,7 +100,7 @@ class PeerCheckpoints:
             else None
         )
         self._live = self._half = None
-        # The first copy follows the next step, which it would delay now.
+        # After step 0, the first copy is made after the next step: now it would delay that step.
         self._uncopied = bool(state_shard.step)
         if self._copies is not None and not self._uncopied:
             # At step 0 no earlier copy exists: a loss in the first step would end the job.

@@ -88,8 +88,8 @@ def _choose(
 
 
 def _swap(hosts: Sequence[str], chosen: list[list[int]], rank: int) -> bool:
-    """Swap a target of this rank with one of the first peer for which the sum of both costs falls;
-    True if there is such a peer."""
+    """Swap a target of this rank with a target of the first peer with which a swap lowers the sum
+    of both ranks' costs; True if there is such a peer."""
 
     def cost(sender: int, targets: Sequence[int]) -> int:
         """Return the number of repeated hosts, plus a weight for each copy on the sender's host."""
@@ -114,8 +114,9 @@ def _swap(hosts: Sequence[str], chosen: list[list[int]], rank: int) -> bool:
 
 
 def _distances(hosts: Sequence[str], copies: int) -> list[int]:
-    """Return all distances in a ring of these hosts. The distances of the copies come first: with
-    the fewest copies on a rank's own host, and then on a host that already has a copy."""
+    """Return all distances in a ring of these hosts. The distances of the copies come first. Each
+    is chosen for the fewest copies on a rank's own host; among equals, for the fewest copies on a
+    host that already has one."""
     world_size, sizes = len(hosts), Counter(hosts).values()
     holders = [{host} for host in hosts]
 
@@ -391,7 +392,7 @@ class PeerCopies:
         self, slot: StepCopies, leaving_ranks: Collection[int], group: dist.ProcessGroup
     ) -> float:
         """Send this rank's snapshot in the slot to peers, and receive theirs. Returns the seconds
-        that this took, without the wait for others to begin."""
+        that this took, without the wait for peers to begin."""
         began_s = self._clock()
         own = slot.own_copy
         assert own is not None

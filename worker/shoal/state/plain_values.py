@@ -24,7 +24,7 @@ MAX_PICKLED_BITS = 2032
 MAX_INLINE = 100_000
 MAX_DEPTH = 50
 _MARK = "$"
-"""First character of the only key of a dict that stands for a value that JSON lacks."""
+"""A dict whose only key begins with this character stands for a value that JSON lacks."""
 _CARRIED = (
     "tensors, numpy arrays, numbers, strings, bytes, None, and lists, tuples and dicts of these"
 )
@@ -62,10 +62,10 @@ def split_state_exactly(
 ) -> tuple[Json, dict[str, Tensor]]:
     """Split as `split_state` does, for a checkpoint that plain torch reads with the same types.
 
-    Raises the error of `refused` for values that `join_state` would rebuild with another type.
-    NumPy numbers and strings, enums, other subclasses of Python's scalars, and bytearrays become
-    plain values. `inline`: write tensors as numbers among the values. `taken`: dotted paths already
-    in use, to which those of this value are added.
+    Raises the error of `refused` for values that `join_state` would rebuild with another type,
+    except NumPy numbers and strings, enums, other subclasses of Python's scalars, and bytearrays:
+    these become plain values. `inline`: write tensors as numbers among the values. `taken`: dotted
+    paths already in use, to which those of this value are added.
     """
     converter = _PlainCopy(refused, is_exact=True, is_inline=inline, taken=taken)
     return converter.plain(value, path), converter.tensors

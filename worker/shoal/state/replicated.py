@@ -125,10 +125,10 @@ class ReplicatedState:
 
     @torch.no_grad()
     def restore(self, state_shard: StateShard) -> None:
-        """Load a whole state. After an error nothing is changed.
+        """Load a whole state.
 
         Raises ShapeMismatch or DtypeMismatch if the state belongs to another model, and InvalidSpec
-        if it belongs to another optimizer.
+        if it belongs to another optimizer; then nothing is changed.
         """
         own, given = self._tensors(), state_shard.shards
         check_no_more(names_in(self._model), given)
@@ -188,9 +188,9 @@ def _settings_of(state_shard: StateShard) -> list[dict[str, Any]]:
 
 
 def place_state(parameter: Tensor, key: str, tensor: Tensor, optimizer: Optimizer) -> Tensor:
-    """Return a copy of a tensor of the optimizer's state, on the device to which the optimizer's
-    `load_state_dict` moves it, or where a new optimizer has it: the parameter's, except for what
-    is read on the host. A tensor of the parameter's shape gets its strides."""
+    """Return a copy of a tensor of the optimizer's state, on the parameter's device. Exception:
+    `step` and `mu_product` stay on the given device, unless the group is fused or capturable, as
+    the optimizer reads them on the host. A tensor of the parameter's shape gets its strides."""
     own = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
     by_kernels = own.get("fused") or own.get("capturable")
     # NAdam, too, reads `mu_product` on the host in each step.

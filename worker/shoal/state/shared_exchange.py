@@ -2,7 +2,7 @@
 
 The memory is divided into boxes, one for each pair of ranks. In each round a rank fills its boxes,
 all ranks wait at a barrier, and each rank reads the boxes meant for it. A second set of boxes is
-filled while others still read the first.
+filled while other ranks still read the first.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,6 +1,8 @@
 """Transfer of a state from one member to others: a JSON manifest, then raw bytes.
 
-Nothing is unpickled. Members form a tree, and a receiver forwards each message as it arrives.
+Nothing is unpickled. Members form a tree, and a receiver forwards each message as it arrives. The
+messages are the manifest's size (int64), the manifest (step, values, and [name, dtype, shape] of
+each tensor), and the tensors in the manifest's order, each at a multiple of 16 bytes in its bucket.
 """
 
 import json

@@ -48,7 +48,7 @@ class NodeRank:
 
 
 class Node:
-    """Membership of one agent. All methods are for the agent's thread; `leave` is for any thread.
+    """Membership of one agent. Any thread may call `leave`; other methods are for the agent's own.
 
     If the membership has ended, the node joins again, with a new incarnation, when its agent asks
     for the next generation.
@@ -147,7 +147,7 @@ class Node:
     # --- the end of this node's work ---
 
     def finish(self) -> None:
-        """Report that this node's workers are done: the node's end then does not disturb others.
+        """Report that this node's workers are done: its end then does not disturb other nodes.
 
         Raises Unavailable if no coordinator answers for `close_timeout`.
         """

@@ -185,7 +185,7 @@ class _Sink:
         self._is_failing = False
         self._dropped: deque[int] = deque(maxlen=MAX_DROPPED)
         """Steps that were dropped while this process could not write; an earlier writer may have
-        some.
+        written some of them.
         """
         self._num_lost = 0
 

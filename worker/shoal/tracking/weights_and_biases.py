@@ -11,7 +11,7 @@ from typing import Any, Literal
 from shoal.tracking.tracker import Lock, OpenRun, Run, Tracker, WriteProgress, require, run_name
 
 SETTLED_S = 1.0
-"""Time without growth after which a run's file is complete."""
+"""Time without growth after which a run's file counts as complete."""
 STEP = "step"
 _BLOCK_BYTES = 32768
 _FILE_HEADER_BYTES = 7

@@ -66,7 +66,7 @@ class StoredTensor:
     def read_into(self, target: Tensor, chunk: Chunk, segments: Mapping[int, Tensor]) -> None:
         """Copy this chunk of the tensor into a target of the same sizes, in the target's dtype.
 
-        Called without grad mode if the target requires a gradient.
+        If the target requires a gradient, grad mode must be off.
         """
         if len(self.slices) == 1 and self.slices[0].chunk == chunk:
             target.copy_(self.view(self.slices[0], segments))
@@ -203,8 +203,8 @@ class Installation:
 def _shares(shards: Mapping[str, TensorShard]) -> list[list[str]]:
     """Divide the tensors among threads, about equally in bytes.
 
-    The first share, for the caller's thread, has all tensors that may depend on its state, and
-    those that share memory: these have to be written in order.
+    The first share, for the caller's thread, has tensors on GPUs and of subclasses, as writing them
+    may depend on the thread's state, and tensors that share memory, which are written in order.
     """
     threads = min(len(os.sched_getaffinity(0)) // torch.get_num_threads(), MAX_THREADS)
     plain = {name: shard.tensor for name, shard in shards.items() if _is_plain(shard.tensor)}
@@ -228,7 +228,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def write_common(tensors: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> list[str]:
-    """Write a version's tensors into those of the same names; return the names that the version
+    """Write a version's tensors into tensors of the same names; return the names that the version
     lacks.
 
     Of a DTensor, this rank's slice is written. Raises what `Installation` raises, before any tensor

@@ -219,7 +219,7 @@ class _OpenSeries:
             published.close()
 
     def _forget(self) -> None:
-        """Forget all series in a forked process, which would break the parent's connections."""
+        """Forget all series in a forked process: closing them breaks the parent's connections."""
         self._lock = threading.Lock()
         self._parents += self._series.values()
         self._series = {}
@@ -229,8 +229,8 @@ _held = _OpenSeries()
 
 
 def _connected(series: str, coordinator: str | None) -> tuple[str, ...]:
-    """Return the coordinators' addresses; set the process's log level and certificate, if it has
-    none.
+    """Return the coordinators' addresses. Configures the process's log, and sets its certificate if
+    it has none.
 
     Raises InvalidSpec.
     """

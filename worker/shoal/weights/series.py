@@ -370,10 +370,10 @@ class Publications:
 
         `number`: number of the publication, which rises and is the same on all ranks; by default it
         is made from the step. First waits while as many publications are in progress as there may
-        be. If `is_over` returns True meanwhile, this publication and all in progress fail. During a
-        later wait for one of them, all in progress fail. If `is_away` returns True meanwhile, as
-        there is no coordinator, all in progress fail, and this one waits for a coordinator in the
-        background.
+        be. If `is_over` returns True during this wait, this publication and all in progress fail;
+        if it does during a later `PendingPublication.wait`, all in progress fail. If `is_away`
+        returns True during this wait, as there is no coordinator, all in progress fail, and this
+        one waits for a coordinator in the background.
 
         Raises InvalidSpec for weights or metadata that cannot be published, and for more than
         `STEP_PUBLICATIONS` of one step; Overloaded if there is no memory for the copy.
@@ -381,7 +381,7 @@ class Publications:
         own_metadata = _checked_metadata(metadata)
         part = part_of(held, self.options.dtype)
         self._enter(publisher)
-        # Also without a turn: later numbers must be the same on all ranks.
+        # Count it even if it is not sent: later numbers must be the same on all ranks.
         number = number or self._next_number(held.step)
         dropped: list[int] = []
         while not self._has_turn():

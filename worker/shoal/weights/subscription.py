@@ -72,8 +72,8 @@ class Weights(Mapping[str, Tensor]):
         self.tables: Mapping[str, PublishedRows] = tables or {}
         """Embedding tables by name, in a subscription with `tables`."""
         self.changes: Mapping[str, RowChanges] = changes or {}
-        """Rows that differ from this subscription's installed version, by table; all rows if none
-        was.
+        """Rows that differ from this subscription's installed version, by table; all rows if no
+        version is installed.
         """
 
     def __getitem__(self, name: str) -> Tensor:
@@ -164,7 +164,7 @@ class Subscription:
 
         With `into`, a module or tensors by name, the version is installed there and reported, and
         the returned Weights have no tensors. Of DTensors only chunks with this process's slices are
-        fetched. No tensor changes before all of these are staged and verified. If the newest
+        fetched. No tensor changes before all chunks are staged and verified. If the newest
         version is dropped meanwhile, "newest" fetches the next version, if there is one within 3 s.
 
         Raises VersionGone if the version is not kept; if it is newer than all known versions, only

@@ -168,7 +168,7 @@ def distribute(
     number of samples. Under "tensor" and "pipeline" all ranks must have the same samples, under
     "fsdp-tensor" and "hybrid" the ranks of a group: see `data_share`. A compiled Keras model with
     its own optimizer still trains by `fit`: see `shoal.integrations.keras`. `backend`: "gloo",
-    "nccl" or "mpi"; None: chosen by the device and the launcher.
+    "nccl" or "mpi"; None: "mpi" under mpiexec, else "nccl" if CUDA is available, else "gloo".
 
     Raises UnknownStrategy, InvalidSpec, or the error with which the strategy refuses the model or
     the optimizer.

@@ -43,7 +43,8 @@ class CapturedState:
     """The state of all registered objects at one moment."""
 
     values: Mapping[str, Json] = field(default_factory=dict)
-    """Plain values by the object's name, and under GROUPS; they refer to tensors by path."""
+    """Plain values by the object's name, and the optimizer's settings under GROUPS. They refer to
+    tensors by path."""
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     """Tensors by "<object>/<path in its state>"."""
     kinds: Mapping[str, str] = field(default_factory=dict)
@@ -69,7 +70,8 @@ def enabled_scaler(registered: object) -> torch.amp.GradScaler | None:
 class RegisteredState:
     """Registered objects of one session; false while nothing is registered.
 
-    If a step is undone, each object has its state from when the script asked for the step's batch.
+    If a step is undone, each object gets back its state from when the script asked for the step's
+    batch.
     """
 
     def __init__(self) -> None:
@@ -77,7 +79,7 @@ class RegisteredState:
         self._optimizer: Optimizer | None = None
         self._committed: CapturedState | None = None
         self._is_attempt = False
-        """`_committed` is the valid state from the start of a step to its commit."""
+        """True from the start of a step to its commit: the valid state is then `_committed`."""
         self._deferred: list[Callable[[], object]] = []
 
     def __bool__(self) -> bool:
@@ -167,7 +169,7 @@ class RegisteredState:
         self._deferred.append(call)
 
     def stepped(self) -> None:
-        """Make the deferred calls."""
+        """Make the deferred calls, once the optimizer has stepped."""
         while self._deferred:
             self._deferred.pop(0)()
 
