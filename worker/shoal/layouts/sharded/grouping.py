@@ -11,8 +11,8 @@ from shoal_proto.errors import InvalidSpec
 
 MIN_GROUP_BYTES = 1 << 20
 MOST_FULL_GROUPS = 24
-"""By default the minimum size of a group is the model's size divided by this number, but at least
-`MIN_GROUP_BYTES` and at most `LARGE_BYTES`."""
+"""Divisor of the model's size: the quotient, but at least `MIN_GROUP_BYTES` and at most
+`LARGE_BYTES`, is the default minimum size of a group."""
 LARGE_BYTES = 32 << 20
 """Limit of the minimum size: a group of this size is always worth a collective."""
 
