@@ -170,6 +170,9 @@ class Holders:
         gone = {h for h in standing if self._is_gone(h, now_s)}
         staying = [h for h in segment.holders if h not in gone]
         counted = [h for h in staying if not self._is_leaving(h)]
+        if len(counted) < len(staying):
+            # A leaving server does not wait for one that is away, and may have the only copy.
+            counted = [h for h in counted if h in self._servers]
         candidates = [
             server
             for server_id, server in sorted(self._servers.items())

@@ -546,6 +546,18 @@ def test_a_leaving_server_is_no_holder_once_others_have_its_segments() -> None:
     assert done is not None and done.segments[0].holders == ("s1", "s2")
 
 
+def test_a_leaving_server_does_not_wait_for_one_that_is_away() -> None:
+    """It may have the only copy, and ends soon."""
+    holders, version = Holders(), held_by("s0", "s1")
+    holders.note_registered(SERVERS, [version], 0.0)
+    for server in SERVERS[:2]:
+        holders.note(server, [b"d"], HoldsAnswer(held=[b"d"]))
+    leaving = [replace(SERVERS[1], is_leaving=True), *SERVERS[2:]]
+    holders.note_registered(leaving, [version], 1.0)
+    changed = holders.replaced(version, 2, 1.0)
+    assert changed is not None and changed.segments[0].holders == ("s0", "s1", "s2", "s3")
+
+
 def test_parts_of_two_cuts_make_no_version() -> None:
     run = Run()
     run.begin()

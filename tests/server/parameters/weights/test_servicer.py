@@ -36,7 +36,7 @@ async def test_a_server_reports_if_it_writes_segments_to_disk(
             records=unused,
             holdings=holdings,
             differences=unused,
-            upkeep=WeightUpkeep("ps-0", holdings, unused, disk),
+            upkeep=WeightUpkeep("ps-0", holdings, unused, unused, disk),
             peers=unused,
             offers=unused,
         )
