@@ -82,7 +82,8 @@ class WeightsServicer(WeightStoreServicer):
         self, request: pb.HoldsSegmentsRequest, context: Context
     ) -> pb.HoldsSegmentsReply:
         held = [each for each in request.digests if self._holdings.holds(request.series, each)]
-        durable = [each for each in held if self.upkeep.is_durable(request.series, each)]
+        # Some may not have been read from disk yet.
+        durable = [e for e in request.digests if self.upkeep.is_durable(request.series, e)]
         return pb.HoldsSegmentsReply(
             held=held, durable=durable, writes_to_disk=self.upkeep.writes_to_disk
         )

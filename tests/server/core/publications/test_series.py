@@ -10,6 +10,7 @@ from shoal_server.core.publications import keeping
 from shoal_server.core.publications.holders import Holders, HoldsAnswer, StoreServer, servers_for
 from shoal_server.core.publications.limits import (
     ABANDONED_AFTER_S,
+    DURABLE_LOST_AFTER_S,
     HELD_S,
     LOST_AFTER_S,
     MAX_PENDING,
@@ -530,6 +531,20 @@ def test_a_version_is_lost_once_no_server_has_had_it_for_a_time() -> None:
     assert holders.replaced(version, 2, 1000.0) is None  # no server has a copy to fetch
     assert holders.lost([version], 2.0 + LOST_AFTER_S - 1) == []
     assert holders.lost([version], 2.0 + LOST_AFTER_S) == [1]
+
+
+def test_a_version_is_not_lost_while_a_server_reads_it_from_its_disk() -> None:
+    """Reading many versions takes longer than a version without any server is kept."""
+    holders, version = Holders(), replace(held_by("s0", "s1"), is_durable=True)
+    for now_s in (0.0, DURABLE_LOST_AFTER_S + 1.0):
+        holders.note_registered(SERVERS, [version], now_s)
+        for server in SERVERS[:2]:
+            holders.note(server, [b"d"], HoldsAnswer(held=[], durable=[b"d"], writes_to_disk=True))
+        holders.note_versions([version], now_s)
+        assert holders.lost([version], now_s) == []
+    holders.note_registered(SERVERS[2:], [version], 1000.0)
+    holders.note_versions([version], 1000.0)
+    assert holders.lost([version], 1000.0 + DURABLE_LOST_AFTER_S) == [1]
 
 
 def test_a_leaving_server_is_no_holder_once_others_have_its_segments() -> None:
