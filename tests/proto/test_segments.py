@@ -8,6 +8,8 @@ import os
 import resource
 import signal
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -109,6 +111,19 @@ def test_the_error_without_a_descriptor_names_the_process_and_the_limit_of_its_h
     assert f"process 17 on host {socket.gethostname()} cannot open a file" in str(error.value)
     assert "of the whole host" in error.value.seen and "fs.file-max" in error.value.fix
     assert not lacks_descriptor(error.value), "this process"
+
+
+def test_a_segment_is_digested_after_the_script_has_ended() -> None:
+    """A publication of the last statement goes on while the process ends."""
+    code = (
+        "import atexit\n"
+        "from shoal_proto.segments.digests import chunk_digests\n"
+        "atexit.register(lambda: print(len(chunk_digests(bytes(40 << 20)))))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert (done.stdout, done.stderr) == (f"{5 * DIGEST_BYTES}\n", "")
 
 
 def test_digests_of_chunks_of_another_segment_are_refused() -> None:
