@@ -195,10 +195,9 @@ class SeriesReader:
         keeps the segments for other relays until it has fetched another version.
 
         Raises VersionGone if the version is dropped meanwhile, a RetryError if it cannot be leased
-        within CALL_S, the RetryError or CorruptError of the last attempt after `timeout_s`,
-        refusals, and Overloaded without a descriptor for each segment, at once, and InvalidSpec for
-        `ranges` in a relay."""
-        give_up_s = time.monotonic() + timeout_s
+        within CALL_S, the RetryError or CorruptError of the last attempt once no chunk has arrived
+        for `timeout_s`, refusals, and Overloaded without a descriptor for each segment, at once,
+        and InvalidSpec for `ranges` in a relay."""
         indices = range(len(record.segments)) if segments is None else segments
         if self._relay is not None and ranges:
             raise InvalidSpec(
@@ -218,7 +217,7 @@ class SeriesReader:
             try:
                 with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="shoal-fetch") as pool:
                     calls += [
-                        pool.submit(self._fetch, record, each, base, source, give_up_s)
+                        pool.submit(self._fetch, record, each, base, source, timeout_s)
                         for each in wanted
                     ]
                     found += [call.result() for call in calls]
@@ -283,9 +282,9 @@ class SeriesReader:
         wanted: _Wanted,
         base: Base | None,
         source: RelaySource | None,
-        give_up_s: float,
+        timeout_s: float,
     ) -> Segment:
-        segment = self._one_segment(record, wanted, base, source, give_up_s)
+        segment = self._one_segment(record, wanted, base, source, timeout_s)
         if (relay := self._relay) is not None:
             relay.add(segment)
         return segment
@@ -296,7 +295,7 @@ class SeriesReader:
         wanted: _Wanted,
         base: Base | None,
         source: RelaySource | None,
-        give_up_s: float,
+        timeout_s: float,
     ) -> Segment:
         if base is not None:
             digest = record.segments[wanted.index].digest
@@ -307,10 +306,10 @@ class SeriesReader:
                     return each.duplicate()
             is_shared = source is not None and source.is_local
             if self._apply_difference is not None and not wanted.chunks and not is_shared:
-                made = self._by_difference(record, wanted, base, source, give_up_s)
+                made = self._by_difference(record, wanted, base, source, timeout_s)
                 if made is not None:
                     return made
-        return self._fetch_whole(record, wanted, source, give_up_s)
+        return self._fetch_whole(record, wanted, source, timeout_s)
 
     def _staged(self, digest: bytes, wanted: _Wanted | None = None) -> StagedSegment:
         """Memory for a segment to fetch, which a relay passes on while it arrives."""
@@ -341,7 +340,7 @@ class SeriesReader:
         wanted: _Wanted,
         base: Base,
         source: RelaySource | None,
-        give_up_s: float,
+        timeout_s: float,
     ) -> Segment | None:
         """None: the whole segment must be fetched."""
         index = wanted.index
@@ -350,7 +349,7 @@ class SeriesReader:
         old, new = base.segments.get(index), record.segments[index]
         if old is None:
             return None
-        holders = _holders(self.view(give_up_s - time.monotonic()), record, index)
+        holders = _holders(self.view(timeout_s), record, index)
         if not old.is_whole or old.num_bytes != new.num_bytes or self._stores.is_local(holders):
             return None
         elements = _elements_of(self.layout(record), index)
@@ -359,14 +358,13 @@ class SeriesReader:
         )
         for holder in holders:
             try:
-                left_s = give_up_s - time.monotonic()
-                reply = self._stores.difference(holder, request, left_s)
+                reply = self._stores.difference(holder, request, timeout_s)
                 if not reply.digest:
                     return None
                 staged = self._staged(reply.digest)
                 try:
-                    fetched = self._fetch_from_relay(source, staged, left_s, is_difference=True)
-                    fetched = fetched or self._stores.fetch([holder], staged, left_s)
+                    fetched = self._fetch_from_relay(source, staged, timeout_s, is_difference=True)
+                    fetched = fetched or self._stores.fetch([holder], staged, timeout_s)
                 except BaseException:
                     staged.close()
                     if (relay := self._relay) is not None:
@@ -407,25 +405,29 @@ class SeriesReader:
         record: pb.VersionRecord,
         wanted: _Wanted,
         source: RelaySource | None,
-        give_up_s: float,
+        timeout_s: float,
     ) -> Segment:
         segment = record.segments[wanted.index]
         staged = self._staged(segment.digest, wanted)
         back_off = BackOff()
-        view = self.view(give_up_s - time.monotonic())
+        view = self.view(timeout_s)
         try:
-            relayed = self._fetch_from_relay(source, staged, give_up_s - time.monotonic())
+            relayed = self._fetch_from_relay(source, staged, timeout_s)
             if relayed is not None:
                 self.fetched_bytes += staged.received_bytes
                 return relayed
+            give_up_s, received_bytes = time.monotonic() + timeout_s, staged.received_bytes
             while True:
                 holders = _holders(view, record, wanted.index)
                 try:
-                    found = self._stores.fetch(holders, staged, give_up_s - time.monotonic())
+                    found = self._stores.fetch(holders, staged, timeout_s)
                     self.fetched_bytes += staged.received_bytes
                     return found
                 except (RetryError, CorruptError) as error:
                     self._leases.check(record.number)
+                    if staged.received_bytes > received_bytes:
+                        received_bytes = staged.received_bytes
+                        give_up_s = time.monotonic() + timeout_s
                     if time.monotonic() >= give_up_s or lacks_descriptor(error):
                         raise
                 # A lost server is replaced in the record.

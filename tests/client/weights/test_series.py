@@ -26,8 +26,10 @@ from shoal_proto.errors import (
     SeriesHeld,
     ShoalError,
     StaleEpoch,
+    Unavailable,
     VersionGone,
 )
+from shoal_proto.segments.sealed import Segment
 from shoal_proto.segments.transfer import StagedSegment
 from shoal_proto.v1 import weights_pb2 as pb
 
@@ -106,6 +108,32 @@ def test_a_version_of_another_series_is_gone(
     of_another.segments[0].digest = bytes(32)
     with pytest.raises(VersionGone, match="is not the requested one"):
         reader.fetch(of_another, timeout_s=LIMIT_S)
+
+
+@pytest.mark.long
+def test_a_fetch_goes_on_while_chunks_arrive(
+    script: Script, reader: SeriesReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each connection breaks after one chunk. The limit counts from the last chunk."""
+    data, limit_s = os.urandom(6 * CHUNK_BYTES), 1.0
+    record = script.publish(data, b"")
+    whole = segment_of(data)
+
+    def fetch(stores: object, holders: object, staged: StagedSegment, timeout_s: float) -> Segment:
+        if staged.digest != whole.digest:
+            return segment_of(b"")
+        staged.open(whole.chunk_digests, whole.num_bytes)
+        time.sleep(limit_s / 3)
+        index = staged.missing[0]
+        chunk = staged.chunk_buffer(index)
+        chunk[:] = data[index * CHUNK_BYTES :][: len(chunk)]
+        staged.verify(index, chunk)
+        if staged.missing:
+            raise Unavailable("the connection broke")
+        return staged.seal()
+
+    monkeypatch.setattr(WeightStores, "fetch", fetch)
+    assert contents(reader.fetch(record, timeout_s=limit_s)) == [data, b""]
 
 
 def test_an_older_version_is_not_installed(script: Script, reader: SeriesReader) -> None:
