@@ -62,6 +62,7 @@ class _Wanted:
     chunks: Sequence[range]
     new_writer: Callable[[int], SegmentWriter]
     """Allocates the segment's memory, of this size in bytes."""
+    check: Callable[[], object]
 
     @property
     def may_be_reused(self) -> bool:
@@ -181,6 +182,7 @@ class SeriesReader:
         base: Base | None = None,
         reuses_memory: bool = False,
         timeout_s: float = TIMEOUT_S,
+        check: Callable[[], object] = lambda: None,
     ) -> list[Segment]:
         """Fetch segments of a version (`segments`: their indexes; None: all), in this order.
 
@@ -190,6 +192,8 @@ class SeriesReader:
         With `base`, unchanged segments are taken from it, and for segments with few changes only
         the difference is fetched. `reuses_memory`: a later fetch reuses the memory of fetched
         segments once nothing refers to it; for callers that copy the data, and keep at most a base.
+        `check` is called with each chunk, on any thread, unless this is a relay; what it raises
+        ends the fetch.
 
         A relay fetches from the relay that the coordinator has named, or else from servers. It
         keeps the segments for other relays until it has fetched another version.
@@ -207,7 +211,9 @@ class SeriesReader:
             )
         is_reused = reuses_memory and self._relay is None
         new_writer = self._memory.writer if is_reused else SegmentWriter
-        wanted = [_Wanted(i, _chunks((ranges or {}).get(i, ())), new_writer) for i in indices]
+        wanted = [
+            _Wanted(i, _chunks((ranges or {}).get(i, ())), new_writer, check) for i in indices
+        ]
         found: list[Segment] = []
         calls: list[Future[Segment]] = []
         with (
@@ -311,13 +317,13 @@ class SeriesReader:
                     return made
         return self._fetch_whole(record, wanted, source, timeout_s)
 
-    def _staged(self, digest: bytes, wanted: _Wanted | None = None) -> StagedSegment:
+    def _staged(self, digest: bytes, wanted: _Wanted, *, is_difference: bool) -> StagedSegment:
         """Memory for a segment to fetch, which a relay passes on while it arrives."""
         if (relay := self._relay) is not None:
             return relay.staged(digest)
-        if wanted is None:
-            return StagedSegment(digest)
-        return StagedSegment(digest, wanted.chunks, wanted.new_writer)
+        if is_difference:
+            return StagedSegment(digest, on_progress=wanted.check)
+        return StagedSegment(digest, wanted.chunks, wanted.new_writer, wanted.check)
 
     def _fetch_from_relay(
         self,
@@ -361,7 +367,7 @@ class SeriesReader:
                 reply = self._stores.difference(holder, request, timeout_s)
                 if not reply.digest:
                     return None
-                staged = self._staged(reply.digest)
+                staged = self._staged(reply.digest, wanted, is_difference=True)
                 try:
                     fetched = self._fetch_from_relay(source, staged, timeout_s, is_difference=True)
                     fetched = fetched or self._stores.fetch([holder], staged, timeout_s)
@@ -408,7 +414,7 @@ class SeriesReader:
         timeout_s: float,
     ) -> Segment:
         segment = record.segments[wanted.index]
-        staged = self._staged(segment.digest, wanted)
+        staged = self._staged(segment.digest, wanted, is_difference=False)
         back_off = BackOff()
         view = self.view(timeout_s)
         try:
@@ -424,6 +430,7 @@ class SeriesReader:
                     self.fetched_bytes += staged.received_bytes
                     return found
                 except (RetryError, CorruptError) as error:
+                    wanted.check()
                     self._leases.check(record.number)
                     if staged.received_bytes > received_bytes:
                         received_bytes = staged.received_bytes

@@ -136,6 +136,24 @@ def test_a_fetch_goes_on_while_chunks_arrive(
     assert contents(reader.fetch(record, timeout_s=limit_s)) == [data, b""]
 
 
+@pytest.mark.long
+def test_a_fetch_ends_with_what_its_caller_raises(
+    cluster: ParameterCluster, script: Script
+) -> None:
+    record = script.publish(os.urandom(3 * CHUNK_BYTES), b"")
+    calls = threading.Semaphore(2)
+
+    def check() -> None:
+        if not calls.acquire(blocking=False):
+            raise ZeroDivisionError
+
+    addresses = [cluster.coordinator.grpc]
+    with closing(SeriesReader(addresses, SERIES, "r", may_be_local=False)) as reader:
+        with pytest.raises(ZeroDivisionError):
+            reader.fetch(record, check=check)
+        assert reader.fetched_bytes < 3 * CHUNK_BYTES
+
+
 def test_an_older_version_is_not_installed(script: Script, reader: SeriesReader) -> None:
     first = script.publish(b"11", b"22")
     second = script.publish(b"33", b"44")
