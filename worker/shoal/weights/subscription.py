@@ -478,6 +478,9 @@ def version_lookup(addresses: Sequence[str], series: str) -> Callable[[int, floa
     return look
 
 
-def reader_id() -> str:
-    """Generate a name for a reader: host, process id, and a suffix that makes it unique."""
-    return f"{socket.gethostname()[:32]}-{os.getpid()}-{new_incarnation()[-6:]}"
+def reader_id(name: str | None = None) -> str:
+    """Generate an id for a reader: `name`, by default host and process id, and a suffix that makes
+    it unique. A second reader with the same id would end the first one's leases."""
+    if name is None:
+        name = f"{socket.gethostname()[:32]}-{os.getpid()}"
+    return f"{name}-{new_incarnation()[-6:]}"
