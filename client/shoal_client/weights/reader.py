@@ -36,7 +36,7 @@ from shoal_proto.v1.weights_pb2_grpc import WeightSeriesStub
 log = structlog.get_logger(__name__)
 
 TIMEOUT_S = 600.0
-CALL_S = 10.0
+ATTEMPT_S = 10.0
 AT_ONCE = 4
 
 Ranges = Mapping[int, Sequence[tuple[int, int]]]
@@ -136,7 +136,7 @@ class SeriesReader:
             expected="a version that is kept",
         )
 
-    def lease(self, number: int, timeout_s: float = CALL_S) -> None:
+    def lease(self, number: int, timeout_s: float = TIMEOUT_S) -> None:
         """Lease a version: it is kept until `release`, while this process reports to a coordinator.
         Raises what `ReaderLeases.take` and, in a relay, `view` raise."""
         relay = self._relay
@@ -153,7 +153,7 @@ class SeriesReader:
         self._leases.release(number)
 
     @contextmanager
-    def leased(self, number: int, timeout_s: float = CALL_S) -> Iterator[None]:
+    def leased(self, number: int, timeout_s: float = TIMEOUT_S) -> Iterator[None]:
         """Hold a lease within a block. Raises what `lease` raises."""
         self.lease(number, timeout_s)
         try:
@@ -161,14 +161,17 @@ class SeriesReader:
         finally:
             self.release(number)
 
-    def layout(self, record: pb.VersionRecord, timeout_s: float = CALL_S) -> pb.Layout:
+    def layout(self, record: pb.VersionRecord, timeout_s: float = TIMEOUT_S) -> pb.Layout:
         """Positions of a version's tensors in its segments. Raises VersionGone if they are not kept
         any more, and what `Coordinators.call` raises."""
         found = self._layouts.get(record.layout_digest)
         if found is None:
             request = pb.GetLayoutRequest(series=self.series, layout_digest=record.layout_digest)
             found = self._coordinators.call(
-                lambda channel: WeightSeriesStub(channel).GetLayout, request, timeout_s=timeout_s
+                lambda channel: WeightSeriesStub(channel).GetLayout,
+                request,
+                timeout_s=timeout_s,
+                attempt_s=ATTEMPT_S,
             )
             self._layouts = {record.layout_digest: found}
         return found
@@ -199,9 +202,9 @@ class SeriesReader:
         keeps the segments for other relays until it has fetched another version.
 
         Raises VersionGone if the version is dropped meanwhile, a RetryError if it cannot be leased
-        within CALL_S, the RetryError or CorruptError of the last attempt once no chunk has arrived
-        for `timeout_s`, refusals, and Overloaded without a descriptor for each segment, at once,
-        and InvalidSpec for `ranges` in a relay."""
+        within `timeout_s`, the RetryError or CorruptError of the last attempt once no chunk has
+        arrived for `timeout_s`, refusals, and Overloaded without a descriptor for each segment, at
+        once, and InvalidSpec for `ranges` in a relay."""
         indices = range(len(record.segments)) if segments is None else segments
         if self._relay is not None and ranges:
             raise InvalidSpec(
@@ -217,7 +220,7 @@ class SeriesReader:
         found: list[Segment] = []
         calls: list[Future[Segment]] = []
         with (
-            self.leased(record.number, min(timeout_s, CALL_S)),
+            self.leased(record.number, timeout_s),
             self._relaying(record, indices) as source,
         ):
             try:
@@ -358,7 +361,7 @@ class SeriesReader:
         holders = _holders(self.view(timeout_s), record, index)
         if not old.is_whole or old.num_bytes != new.num_bytes or self._stores.is_local(holders):
             return None
-        elements = _elements_of(self.layout(record), index)
+        elements = _elements_of(self.layout(record, timeout_s), index)
         request = pb.DifferenceRequest(
             series=self.series, base=old.digest, target=new.digest, elements=elements
         )

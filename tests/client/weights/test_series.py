@@ -1,9 +1,11 @@
 """Versions of a series, published and read while real parts are killed and restarted."""
 
 import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from support.processes.served_process import awaited
 from support.weights.publishing_script import LIMIT_S, SERIES, Script, contents
 from support.weights.segments import segment_of
 
+from shoal_client.weights import leases
 from shoal_client.weights.reader import Base, SeriesReader
 from shoal_client.weights.stores import WeightStores
 from shoal_difference import codec
@@ -108,6 +111,29 @@ def test_a_version_of_another_series_is_gone(
     of_another.segments[0].digest = bytes(32)
     with pytest.raises(VersionGone, match="is not the requested one"):
         reader.fetch(of_another, timeout_s=LIMIT_S)
+
+
+@pytest.mark.long
+def test_a_fetch_waits_for_a_coordinator(
+    cluster: ParameterCluster,
+    script: Script,
+    reader: SeriesReader,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is away for longer than one report waits for it."""
+    monkeypatch.setattr(leases, "ATTEMPT_S", 0.5)
+    record = script.publish(b"11", b"22")
+    assert reader.wait(timeout_s=LIMIT_S) == record
+    coordinator = cluster.coordinator.process
+    with ThreadPoolExecutor(1) as pool:
+        coordinator.send_signal(signal.SIGSTOP)
+        try:
+            fetched = pool.submit(reader.fetch, record)
+            with pytest.raises(TimeoutError):
+                fetched.result(1.5)
+        finally:
+            coordinator.send_signal(signal.SIGCONT)
+        assert contents(fetched.result(LIMIT_S)) == [b"11", b"22"]
 
 
 @pytest.mark.long
