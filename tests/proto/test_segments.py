@@ -8,8 +8,11 @@ import os
 import resource
 import signal
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import NoReturn
@@ -32,6 +35,7 @@ from shoal_proto.segments.digests import (
     check_chunk,
     check_root,
     chunk_digests,
+    chunks_of,
     root_digest,
 )
 from shoal_proto.segments.mapped import HUGE_BYTES, HUGE_FROM_BYTES, make_huge, map_file
@@ -109,6 +113,19 @@ def test_the_error_without_a_descriptor_names_the_process_and_the_limit_of_its_h
     assert f"process 17 on host {socket.gethostname()} cannot open a file" in str(error.value)
     assert "of the whole host" in error.value.seen and "fs.file-max" in error.value.fix
     assert not lacks_descriptor(error.value), "this process"
+
+
+def test_a_segment_is_digested_after_the_script_has_ended() -> None:
+    """A publication of the last statement goes on while the process ends."""
+    code = (
+        "import atexit\n"
+        "from shoal_proto.segments.digests import chunk_digests\n"
+        "atexit.register(lambda: print(len(chunk_digests(bytes(40 << 20)))))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert (done.stdout, done.stderr) == (f"{5 * DIGEST_BYTES}\n", "")
 
 
 def test_digests_of_chunks_of_another_segment_are_refused() -> None:
@@ -390,6 +407,41 @@ def test_a_segment_whose_chunks_all_arrived_is_not_requested_again() -> None:
     servers.close()
     with SegmentConnection(own, "the second") as second:
         assert second.fetch(FetchSegmentRequest(), staged, 10.0).view() == b"weights"
+
+
+def test_a_fetch_may_take_longer_than_its_limit_while_chunks_arrive() -> None:
+    whole = segment_of(drawn(4 * CHUNK_BYTES))
+    reply = FetchSegmentReply(
+        num_bytes=whole.num_bytes,
+        chunk_digests=whole.chunk_digests,
+        transfer=SEGMENT_TRANSFER_CHUNKS,
+    )
+    own, servers = socket.socketpair()
+    limit_s, has_ended = 1.5, threading.Event()
+
+    def send() -> None:
+        servers.sendall(bulk.message(FrameKind.MESSAGE, reply.SerializeToString()))
+        for index, chunk in enumerate(chunks_of(whole.view())):
+            has_ended.wait(limit_s / 3)
+            start = index * CHUNK_BYTES
+            servers.sendall(bulk.header(FrameKind.CHUNK, offset_bytes=start, num_bytes=len(chunk)))
+            servers.sendall(chunk)
+        servers.sendall(bulk.header(FrameKind.END))
+
+    with (
+        servers,
+        ThreadPoolExecutor(1) as pool,
+        SegmentConnection(own, "the server") as connection,
+    ):
+        sent = pool.submit(send)
+        staged = StagedSegment(whole.digest)
+        try:
+            found = connection.fetch(FetchSegmentRequest(), staged, limit_s)
+        finally:
+            has_ended.set()
+            own.close()
+        sent.result(10.0)
+        assert found.view() == whole.view()
 
 
 def test_an_offer_stays_as_it_is_if_the_connection_must_not_be_local() -> None:

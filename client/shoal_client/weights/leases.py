@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import structlog
 
 from shoal_client.connection.coordinators import OUTLASTED, Coordinators
-from shoal_proto.errors import Regressed, ShoalError, VersionGone
+from shoal_proto.errors import DeadlineExceeded, Regressed, ShoalError, Unavailable, VersionGone
 from shoal_proto.v1.weights_pb2 import ReaderReport, ReaderReportReply
 from shoal_proto.v1.weights_pb2_grpc import WeightSeriesStub
 
@@ -16,6 +16,7 @@ log = structlog.get_logger(__name__)
 
 FIRST_LEASE_S = 30.0
 """Length of a lease until the coordinator has sent it."""
+ATTEMPT_S = 10.0
 LEAVING_S = 1.0
 
 
@@ -67,7 +68,7 @@ class ReaderLeases:
             is_held = self._until_s.get(number, 0.0) > time.monotonic()
         try:
             if not is_held:
-                self._report(timeout_s)
+                self._report_until(time.monotonic() + timeout_s)
             self.check(number)
         except BaseException:
             self.release(number)
@@ -142,6 +143,17 @@ class ReaderLeases:
                 log.info("reader_not_reported", series=self._series, reason=str(error))
             except ShoalError as error:
                 log.warning("reader_refused", series=self._series, reason=str(error))
+
+    def _report_until(self, give_up_s: float) -> None:
+        """Report, and wait for a coordinator meanwhile. Raises another error at once."""
+        while True:
+            left_s = give_up_s - time.monotonic()
+            try:
+                self._report(min(left_s, ATTEMPT_S))
+                return
+            except (Unavailable, DeadlineExceeded):
+                if left_s <= ATTEMPT_S or self._is_closed:
+                    raise
 
     def _report(self, timeout_s: float) -> None:
         with self._reporting:

@@ -36,7 +36,7 @@ from shoal_proto.v1.weights_pb2_grpc import WeightSeriesStub
 log = structlog.get_logger(__name__)
 
 TIMEOUT_S = 600.0
-CALL_S = 10.0
+ATTEMPT_S = 10.0
 AT_ONCE = 4
 
 Ranges = Mapping[int, Sequence[tuple[int, int]]]
@@ -62,6 +62,7 @@ class _Wanted:
     chunks: Sequence[range]
     new_writer: Callable[[int], SegmentWriter]
     """Allocates the segment's memory, given its size in bytes."""
+    check: Callable[[], object]
 
     @property
     def may_be_reused(self) -> bool:
@@ -135,7 +136,7 @@ class SeriesReader:
             expected="a version that is kept",
         )
 
-    def lease(self, number: int, timeout_s: float = CALL_S) -> None:
+    def lease(self, number: int, timeout_s: float = TIMEOUT_S) -> None:
         """Lease a version: it is kept until `release`, while this process reports to a coordinator.
         Raises what `ReaderLeases.take` and, in a relay, `view` raise."""
         relay = self._relay
@@ -152,7 +153,7 @@ class SeriesReader:
         self._leases.release(number)
 
     @contextmanager
-    def leased(self, number: int, timeout_s: float = CALL_S) -> Iterator[None]:
+    def leased(self, number: int, timeout_s: float = TIMEOUT_S) -> Iterator[None]:
         """Hold a lease within a block. Raises what `lease` raises."""
         self.lease(number, timeout_s)
         try:
@@ -160,14 +161,17 @@ class SeriesReader:
         finally:
             self.release(number)
 
-    def layout(self, record: pb.VersionRecord, timeout_s: float = CALL_S) -> pb.Layout:
+    def layout(self, record: pb.VersionRecord, timeout_s: float = TIMEOUT_S) -> pb.Layout:
         """Positions of a version's tensors in its segments. Raises VersionGone if they are not kept
         any more, and what `Coordinators.call` raises."""
         found = self._layouts.get(record.layout_digest)
         if found is None:
             request = pb.GetLayoutRequest(series=self.series, layout_digest=record.layout_digest)
             found = self._coordinators.call(
-                lambda channel: WeightSeriesStub(channel).GetLayout, request, timeout_s=timeout_s
+                lambda channel: WeightSeriesStub(channel).GetLayout,
+                request,
+                timeout_s=timeout_s,
+                attempt_s=ATTEMPT_S,
             )
             self._layouts = {record.layout_digest: found}
         return found
@@ -181,6 +185,7 @@ class SeriesReader:
         base: Base | None = None,
         reuses_memory: bool = False,
         timeout_s: float = TIMEOUT_S,
+        check: Callable[[], object] = lambda: None,
     ) -> list[Segment]:
         """Fetch segments of a version (`segments`: their indexes; None: all), in this order.
 
@@ -190,15 +195,16 @@ class SeriesReader:
         With `base`, unchanged segments are taken from it, and for segments with few changes only
         the difference is fetched. `reuses_memory`: a later fetch reuses the memory of fetched
         segments once nothing refers to it; for callers that copy the data, and keep at most a base.
+        `check` is called with each chunk, on any thread, unless this is a relay; what it raises
+        ends the fetch.
 
         A relay fetches from the relay that the coordinator has named, or else from servers. It
         keeps the segments for other relays until it has fetched another version.
 
         Raises VersionGone if the version is dropped meanwhile, a RetryError if it cannot be leased
-        within CALL_S, the RetryError or CorruptError of the last attempt after `timeout_s`,
-        refusals, and Overloaded without a descriptor for each segment, at once, and InvalidSpec for
-        `ranges` in a relay."""
-        give_up_s = time.monotonic() + timeout_s
+        within `timeout_s`, the RetryError or CorruptError of the last attempt once no chunk has
+        arrived for `timeout_s`, refusals, and Overloaded without a descriptor for each segment, at
+        once, and InvalidSpec for `ranges` in a relay."""
         indices = range(len(record.segments)) if segments is None else segments
         if self._relay is not None and ranges:
             raise InvalidSpec(
@@ -208,17 +214,19 @@ class SeriesReader:
             )
         is_reused = reuses_memory and self._relay is None
         new_writer = self._memory.writer if is_reused else SegmentWriter
-        wanted = [_Wanted(i, _chunks((ranges or {}).get(i, ())), new_writer) for i in indices]
+        wanted = [
+            _Wanted(i, _chunks((ranges or {}).get(i, ())), new_writer, check) for i in indices
+        ]
         found: list[Segment] = []
         calls: list[Future[Segment]] = []
         with (
-            self.leased(record.number, min(timeout_s, CALL_S)),
+            self.leased(record.number, timeout_s),
             self._relaying(record, indices) as source,
         ):
             try:
                 with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="shoal-fetch") as pool:
                     calls += [
-                        pool.submit(self._fetch, record, each, base, source, give_up_s)
+                        pool.submit(self._fetch, record, each, base, source, timeout_s)
                         for each in wanted
                     ]
                     found += [call.result() for call in calls]
@@ -283,9 +291,9 @@ class SeriesReader:
         wanted: _Wanted,
         base: Base | None,
         source: RelaySource | None,
-        give_up_s: float,
+        timeout_s: float,
     ) -> Segment:
-        segment = self._one_segment(record, wanted, base, source, give_up_s)
+        segment = self._one_segment(record, wanted, base, source, timeout_s)
         if (relay := self._relay) is not None:
             relay.add(segment)
         return segment
@@ -296,7 +304,7 @@ class SeriesReader:
         wanted: _Wanted,
         base: Base | None,
         source: RelaySource | None,
-        give_up_s: float,
+        timeout_s: float,
     ) -> Segment:
         if base is not None:
             digest = record.segments[wanted.index].digest
@@ -307,18 +315,18 @@ class SeriesReader:
                     return each.duplicate()
             is_shared = source is not None and source.is_local
             if self._apply_difference is not None and not wanted.chunks and not is_shared:
-                made = self._by_difference(record, wanted, base, source, give_up_s)
+                made = self._by_difference(record, wanted, base, source, timeout_s)
                 if made is not None:
                     return made
-        return self._fetch_whole(record, wanted, source, give_up_s)
+        return self._fetch_whole(record, wanted, source, timeout_s)
 
-    def _staged(self, digest: bytes, wanted: _Wanted | None = None) -> StagedSegment:
+    def _staged(self, digest: bytes, wanted: _Wanted, *, is_difference: bool) -> StagedSegment:
         """Memory for a segment to fetch, which a relay passes on while it arrives."""
         if (relay := self._relay) is not None:
             return relay.staged(digest)
-        if wanted is None:
-            return StagedSegment(digest)
-        return StagedSegment(digest, wanted.chunks, wanted.new_writer)
+        if is_difference:
+            return StagedSegment(digest, on_progress=wanted.check)
+        return StagedSegment(digest, wanted.chunks, wanted.new_writer, wanted.check)
 
     def _fetch_from_relay(
         self,
@@ -341,7 +349,7 @@ class SeriesReader:
         wanted: _Wanted,
         base: Base,
         source: RelaySource | None,
-        give_up_s: float,
+        timeout_s: float,
     ) -> Segment | None:
         """None: the whole segment must be fetched."""
         index = wanted.index
@@ -350,23 +358,22 @@ class SeriesReader:
         old, new = base.segments.get(index), record.segments[index]
         if old is None:
             return None
-        holders = _holders(self.view(give_up_s - time.monotonic()), record, index)
+        holders = _holders(self.view(timeout_s), record, index)
         if not old.is_whole or old.num_bytes != new.num_bytes or self._stores.is_local(holders):
             return None
-        elements = _elements_of(self.layout(record), index)
+        elements = _elements_of(self.layout(record, timeout_s), index)
         request = pb.DifferenceRequest(
             series=self.series, base=old.digest, target=new.digest, elements=elements
         )
         for holder in holders:
             try:
-                left_s = give_up_s - time.monotonic()
-                reply = self._stores.difference(holder, request, left_s)
+                reply = self._stores.difference(holder, request, timeout_s)
                 if not reply.digest:
                     return None
-                staged = self._staged(reply.digest)
+                staged = self._staged(reply.digest, wanted, is_difference=True)
                 try:
-                    fetched = self._fetch_from_relay(source, staged, left_s, is_difference=True)
-                    fetched = fetched or self._stores.fetch([holder], staged, left_s)
+                    fetched = self._fetch_from_relay(source, staged, timeout_s, is_difference=True)
+                    fetched = fetched or self._stores.fetch([holder], staged, timeout_s)
                 except BaseException:
                     staged.close()
                     if (relay := self._relay) is not None:
@@ -407,25 +414,30 @@ class SeriesReader:
         record: pb.VersionRecord,
         wanted: _Wanted,
         source: RelaySource | None,
-        give_up_s: float,
+        timeout_s: float,
     ) -> Segment:
         segment = record.segments[wanted.index]
-        staged = self._staged(segment.digest, wanted)
+        staged = self._staged(segment.digest, wanted, is_difference=False)
         back_off = BackOff()
-        view = self.view(give_up_s - time.monotonic())
+        view = self.view(timeout_s)
         try:
-            relayed = self._fetch_from_relay(source, staged, give_up_s - time.monotonic())
+            relayed = self._fetch_from_relay(source, staged, timeout_s)
             if relayed is not None:
                 self.fetched_bytes += staged.received_bytes
                 return relayed
+            give_up_s, received_bytes = time.monotonic() + timeout_s, staged.received_bytes
             while True:
                 holders = _holders(view, record, wanted.index)
                 try:
-                    found = self._stores.fetch(holders, staged, give_up_s - time.monotonic())
+                    found = self._stores.fetch(holders, staged, timeout_s)
                     self.fetched_bytes += staged.received_bytes
                     return found
                 except (RetryError, CorruptError) as error:
+                    wanted.check()
                     self._leases.check(record.number)
+                    if staged.received_bytes > received_bytes:
+                        received_bytes = staged.received_bytes
+                        give_up_s = time.monotonic() + timeout_s
                     if time.monotonic() >= give_up_s or lacks_descriptor(error):
                         raise
                 # A lost server is replaced in the record.

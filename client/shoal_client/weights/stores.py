@@ -1,7 +1,6 @@
 """Connections to the holders of a series' segments: servers or relays."""
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -71,8 +70,8 @@ class WeightStores:
         self, holders: Sequence[StoreServer], staged: StagedSegment, timeout_s: float
     ) -> Segment:
         """Fetch a segment from one of these servers, local ones first. If a server fails, the next
-        one sends what is missing. Raises the last server's error, or a refusal at once."""
-        give_up_s = time.monotonic() + timeout_s
+        one sends what is missing. `timeout_s`: longest time until the next chunk, of each server.
+        Raises the last server's error, or a refusal at once."""
         request = FetchSegmentRequest(series=self._series, digest=staged.digest)
         failure: ShoalError = Unavailable(
             f"no server holds a segment of series {self._series}",
@@ -82,7 +81,7 @@ class WeightStores:
         for holder in self._nearest_first(holders):
 
             def fetched(connection: SegmentConnection) -> Segment:
-                return connection.fetch(request, staged, give_up_s - time.monotonic())
+                return connection.fetch(request, staged, timeout_s)
 
             try:
                 return self._call(holder.address, fetched)

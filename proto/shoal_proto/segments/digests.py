@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 from xxhash import xxh3_128_digest
 
@@ -35,10 +36,14 @@ def chunk_digest(chunk: Buffer) -> bytes:
 def chunk_digests(data: Buffer) -> bytes:
     """Return the digests of all chunks, concatenated."""
     threads = min(AT_ONCE, os.cpu_count() or 1, num_chunks(len(memoryview(data))) // 2)
-    if threads < 2:
-        return b"".join(map(chunk_digest, chunks_of(data)))
-    with ThreadPoolExecutor(threads, thread_name_prefix="shoal-digests") as pool:
-        return b"".join(pool.map(chunk_digest, chunks_of(data)))
+    if threads > 1:
+        # Python starts no task of a pool once the script has ended, but a publication goes on.
+        with (
+            suppress(RuntimeError),
+            ThreadPoolExecutor(threads, thread_name_prefix="shoal-digests") as pool,
+        ):
+            return b"".join(pool.map(chunk_digest, chunks_of(data)))
+    return b"".join(map(chunk_digest, chunks_of(data)))
 
 
 def root_digest(of_chunks: bytes) -> bytes:

@@ -273,6 +273,7 @@ class SegmentConnection:
         self, request: FetchSegmentRequest, staged: StagedSegment, timeout_s: float
     ) -> Segment:
         """Fetch a segment: as a descriptor from a server on this host, else as verified chunks.
+        `timeout_s`: longest time until the next chunk.
 
         Raises what the server raises, ChecksumMismatch, MalformedMessage, Overloaded (no memory),
         Unavailable or DeadlineExceeded. After an error, `staged` may continue over another
@@ -297,7 +298,8 @@ class SegmentConnection:
                 segment: Segment | None = self._adopt(reply, give_up_s, staged.digest)
             elif reply.transfer == SEGMENT_TRANSFER_CHUNKS:
                 staged.open(reply.chunk_digests, reply.num_bytes)
-                self._receive(staged, give_up_s)
+                self._receive(staged, timeout_s)
+                give_up_s = time.monotonic() + timeout_s
                 segment = None
             else:
                 raise self._malformed(f"transfer {reply.transfer}", "DESCRIPTOR or CHUNKS")
@@ -329,7 +331,7 @@ class SegmentConnection:
             raise
         return segment
 
-    def _receive(self, staged: StagedSegment, give_up_s: float) -> None:
+    def _receive(self, staged: StagedSegment, timeout_s: float) -> None:
         checks: deque[Future[None]] = deque()
         missing = staged.missing
         try:
@@ -343,7 +345,7 @@ class SegmentConnection:
                         checks.append(memory.submit(staged.populate, later))
                     buffer = staged.chunk_buffer(index)
                     self._next_buffer = partial(self._checked_buffer, buffer)
-                    frame = self._frame(give_up_s)
+                    frame = self._frame(time.monotonic() + timeout_s)
                     if (
                         frame.kind is not FrameKind.CHUNK
                         or frame.offset_bytes != index * CHUNK_BYTES

@@ -1176,7 +1176,7 @@ class HoldsSegmentsReply(_message.Message):
     def held(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
     @_builtins.property
     def durable(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """Those of them that are also on this server's disk."""
+        """Those of the named segments that are on this server's disk, in memory or not."""
 
     def __init__(
         self,

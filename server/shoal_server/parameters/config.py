@@ -134,7 +134,8 @@ class ParameterServerConfig:
     """Number of sessions whose pushes a shard remembers: at least the number of live members that
     push to it. Must be the same on all servers of a cluster."""
     drain_s: Annotated[float, Parameter(metavar="SECONDS")] = 20.0
-    """Longest time, on SIGTERM or SIGINT, for handing shards over to other servers."""
+    """Longest time, on SIGTERM or SIGINT, for handing shards and published weights over to
+    other servers."""
     etcd: Annotated[EtcdConfig, FLAT] = field(default_factory=EtcdConfig)
     work: Annotated[WorkLimits, FLAT] = field(default_factory=WorkLimits)
     lease_ttl_s: Annotated[float, INTERNAL] = 5.0

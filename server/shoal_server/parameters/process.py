@@ -103,6 +103,7 @@ class RunningServer:
     replicas: ShardReplicas
     catalog: Catalog
     registration: Registration
+    weights: WeightUpkeep
 
 
 async def serve(config: ParameterServerConfig, stop: asyncio.Event | None = None) -> None:
@@ -132,18 +133,19 @@ async def serve(config: ParameterServerConfig, stop: asyncio.Event | None = None
         gc.freeze()
         write_ready_file(config.ready_file, {"grpc": server.address})
         await _until(stop, server)
-        await hand_over_shards(server, config.drain_s)
+        await hand_over(server, config.drain_s)
 
 
-async def hand_over_shards(server: RunningServer, drain_s: float) -> None:
-    """Hand shards over to other servers for at most `drain_s`. Then log those whose only copies are
-    still here."""
+async def hand_over(server: RunningServer, drain_s: float) -> None:
+    """Hand shards and published weights over to other servers for at most `drain_s`. Then log those
+    whose only copies are still here."""
+    me = server.replicas.me
     try:
         async with asyncio.timeout(drain_s):
             await server.registration.announce_leaving()
-            await server.replicas.wait_empty()
+            await asyncio.gather(server.replicas.wait_empty(), server.weights.wait_copied(me))
     except (TimeoutError, RetryError) as error:
-        log.warning("server_stopped_with_shards", server_id=server.server_id, reason=repr(error))
+        log.warning("server_stopped_before_hand_over", server_id=me.server_id, reason=repr(error))
     full = server.replicas.full_peers
     for job, shard_ids in server.replicas.sole_copies.items():
         log.error(
@@ -155,6 +157,16 @@ async def hand_over_shards(server: RunningServer, drain_s: float) -> None:
             or "no other server took them",
             fix="These shards are lost unless a snapshot is restored. Before a server is stopped,"
             " start another one with enough memory for its shards.",
+        )
+    for series, digests in server.weights.sole_copies.items():
+        log.error(
+            "server_stopped_with_sole_segments",
+            series=series,
+            digests=[digest.hex() for digest in digests[:MAX_LOGGED]],
+            num_segments=len(digests),
+            reason="no other server had copied them yet",
+            fix="The versions with these segments are lost. Before a server is stopped, start"
+            " another one with enough memory, and give this one more time with --drain-s.",
         )
 
 
@@ -273,6 +285,7 @@ async def running(
             replicas=replicas,
             catalog=catalog,
             registration=registration,
+            weights=weights.upkeep,
         )
     log.info("parameter_server_stopped", server_id=server_id)
 
@@ -295,7 +308,7 @@ async def _weights(
         peers = WeightPeers(threads)
         holdings = WeightHoldings(memory, threads, peers)
         differences = WeightDifferences(memory, threads)
-        upkeep = WeightUpkeep(server_id, holdings, replicas.directory, disk)
+        upkeep = WeightUpkeep(server_id, holdings, replicas.directory, peers, disk)
         records = SeriesRecords(store, holdings, upkeep)
         servicer = WeightsServicer(
             server_id,

@@ -1,9 +1,11 @@
 """Versions of a series, published and read while real parts are killed and restarted."""
 
 import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from support.processes.served_process import awaited
 from support.weights.publishing_script import LIMIT_S, SERIES, Script, contents
 from support.weights.segments import segment_of
 
+from shoal_client.weights import leases
 from shoal_client.weights.reader import Base, SeriesReader
 from shoal_client.weights.stores import WeightStores
 from shoal_difference import codec
@@ -26,8 +29,10 @@ from shoal_proto.errors import (
     SeriesHeld,
     ShoalError,
     StaleEpoch,
+    Unavailable,
     VersionGone,
 )
+from shoal_proto.segments.sealed import Segment
 from shoal_proto.segments.transfer import StagedSegment
 from shoal_proto.v1 import weights_pb2 as pb
 
@@ -106,6 +111,73 @@ def test_a_version_of_another_series_is_gone(
     of_another.segments[0].digest = bytes(32)
     with pytest.raises(VersionGone, match="is not the requested one"):
         reader.fetch(of_another, timeout_s=LIMIT_S)
+
+
+@pytest.mark.long
+def test_a_fetch_waits_for_a_coordinator(
+    cluster: ParameterCluster,
+    script: Script,
+    reader: SeriesReader,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is away for longer than one report waits for it."""
+    monkeypatch.setattr(leases, "ATTEMPT_S", 0.5)
+    record = script.publish(b"11", b"22")
+    assert reader.wait(timeout_s=LIMIT_S) == record
+    coordinator = cluster.coordinator.process
+    with ThreadPoolExecutor(1) as pool:
+        coordinator.send_signal(signal.SIGSTOP)
+        try:
+            fetched = pool.submit(reader.fetch, record)
+            with pytest.raises(TimeoutError):
+                fetched.result(1.5)
+        finally:
+            coordinator.send_signal(signal.SIGCONT)
+        assert contents(fetched.result(LIMIT_S)) == [b"11", b"22"]
+
+
+@pytest.mark.long
+def test_a_fetch_goes_on_while_chunks_arrive(
+    script: Script, reader: SeriesReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each connection breaks after one chunk. The limit counts from the last chunk."""
+    data, limit_s = os.urandom(6 * CHUNK_BYTES), 1.0
+    record = script.publish(data, b"")
+    whole = segment_of(data)
+
+    def fetch(stores: object, holders: object, staged: StagedSegment, timeout_s: float) -> Segment:
+        if staged.digest != whole.digest:
+            return segment_of(b"")
+        staged.open(whole.chunk_digests, whole.num_bytes)
+        time.sleep(limit_s / 3)
+        index = staged.missing[0]
+        chunk = staged.chunk_buffer(index)
+        chunk[:] = data[index * CHUNK_BYTES :][: len(chunk)]
+        staged.verify(index, chunk)
+        if staged.missing:
+            raise Unavailable("the connection broke")
+        return staged.seal()
+
+    monkeypatch.setattr(WeightStores, "fetch", fetch)
+    assert contents(reader.fetch(record, timeout_s=limit_s)) == [data, b""]
+
+
+@pytest.mark.long
+def test_a_fetch_ends_with_what_its_caller_raises(
+    cluster: ParameterCluster, script: Script
+) -> None:
+    record = script.publish(os.urandom(3 * CHUNK_BYTES), b"")
+    calls = threading.Semaphore(2)
+
+    def check() -> None:
+        if not calls.acquire(blocking=False):
+            raise ZeroDivisionError
+
+    addresses = [cluster.coordinator.grpc]
+    with closing(SeriesReader(addresses, SERIES, "r", may_be_local=False)) as reader:
+        with pytest.raises(ZeroDivisionError):
+            reader.fetch(record, check=check)
+        assert reader.fetched_bytes < 3 * CHUNK_BYTES
 
 
 def test_an_older_version_is_not_installed(script: Script, reader: SeriesReader) -> None:

@@ -28,7 +28,7 @@ from shoal_server.etcd import keys
 from shoal_server.etcd.api import Revision
 from shoal_server.etcd.records import assignments as records
 from shoal_server.parameters.cluster.peer_timeouts import PeerTimeouts
-from shoal_server.parameters.process import hand_over_shards
+from shoal_server.parameters.process import hand_over
 
 PATIENCE = PeerTimeouts(full_s=0.2)
 """Timeouts with which a full server is soon offered a copy again."""
@@ -103,7 +103,7 @@ def test_training_continues_without_the_copies_that_a_full_server_refuses(
 
 def logged_on_leaving(servers: ParameterServers, server_id: str) -> list[MutableMapping[str, Any]]:
     with capture_logs() as lines:
-        servers.run(hand_over_shards(servers.servers[server_id], drain_s=0.1))
+        servers.run(hand_over(servers.servers[server_id], drain_s=0.1))
     return [line for line in lines if line["event"] == "server_stopped_with_sole_copies"]
 
 

@@ -164,6 +164,7 @@ class MemoryReader:
         *,
         base: object = None,
         reuses_memory: bool = False,
+        check: Callable[[], object] = lambda: None,
     ) -> list[Segment]:
         assert record.number in self._series.leases, "a fetch without a lease"
         self.bases.append(base)

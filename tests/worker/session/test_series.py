@@ -10,6 +10,7 @@ from torch import nn
 
 import shoal
 from shoal.session import publishing
+from shoal.session import session as session_module
 from shoal.session.publishing import AWAY_S, SessionSeries
 from shoal.weights.pieces import HeldWeights, replicated_weights
 from shoal.weights.series import PublisherRank, SeriesOptions
@@ -38,6 +39,20 @@ def test_invalid_options_are_refused_also_without_a_cluster(
 ) -> None:
     with shoal.join("alone") as session, pytest.raises(InvalidSpec, match=reason):
         session.series("policy", **options)  # type: ignore[arg-type]
+
+
+def test_a_session_has_one_series_of_each_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script may ask for it at each publication; each series keeps memory until the end."""
+    clustered: Any = Controller()
+    monkeypatch.setattr(
+        session_module, "SessionSeries", lambda alone, *args: SessionSeries(clustered, *args)
+    )
+    with shoal.join("alone") as session:
+        policy = session.series("policy", keep=3)
+        assert session.series("policy", keep=3) is policy
+        assert session.series("other", keep=3) is not policy
+        with pytest.raises(InvalidSpec, match="series policy was created with other options"):
+            session.series("policy", keep=2)
 
 
 def test_a_series_of_a_session_that_was_not_entered_is_refused() -> None:

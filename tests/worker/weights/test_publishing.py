@@ -4,16 +4,19 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import pytest
 import torch
-from support.weights.memory_series import MemorySeries
+from support.weights.memory_series import MemoryReader, MemorySeries
 from torch import Tensor, nn
 
 from shoal.weights import series as series_module
 from shoal.weights.pieces import HeldWeights, replicated_weights
+from shoal.weights.reading import Installation
 from shoal.weights.series import (
     PREPARING_NICENESS,
     PendingPublication,
@@ -43,6 +46,7 @@ from shoal_proto.segments.sealed import SegmentWriter
 from shoal_proto.v1.weights_pb2 import VersionRecord
 from shoal_server.core.publications.limits import MAX_COPIES, MAX_KEEP
 
+T = TypeVar("T")
 ALONE = PublisherRank(number=1, rank=0, world_size=1)
 
 
@@ -675,6 +679,61 @@ async def test_a_stream_leaves_out_versions_that_were_dropped_meanwhile(
         if found[-1] == 10:
             break
     assert found == [2, 8, 10]
+
+
+@dataclass
+class Gate:
+    """A call that waits until `goes_on` is set."""
+
+    is_reached: threading.Event = field(default_factory=threading.Event)
+    goes_on: threading.Event = field(default_factory=threading.Event)
+
+    def before(self, call: Callable[..., T]) -> Callable[..., T]:
+        def made(*args: Any, **options: Any) -> T:
+            self.is_reached.set()
+            assert self.goes_on.wait(10)
+            return call(*args, **options)
+
+        return made
+
+
+async def test_a_cancelled_fetch_installs_nothing(
+    series: MemorySeries, publications: Publications, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its thread goes on until the next chunk arrives."""
+    publish(publications, 1.0, 1)
+    subscription, target, gate = series.subscription(), model_of(0.0), Gate()
+    with monkeypatch.context() as patch:
+        patch.setattr(MemoryReader, "fetch", gate.before(MemoryReader.fetch))
+        fetching = asyncio.create_task(subscription.fetch_async(into=target))
+        assert await asyncio.to_thread(gate.is_reached.wait, 10)
+        fetching.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await fetching
+        gate.goes_on.set()
+    found = await asyncio.wait_for(subscription.fetch_async(), 10)  # after the first one's thread
+    assert found["w"].unique().tolist() == [1.0]
+    assert target["w"].unique().tolist() == [0.0]
+    assert subscription.version == 0
+    assert series.reports == []
+
+
+async def test_an_installation_that_has_begun_is_finished_before_the_fetch_is_cancelled(
+    series: MemorySeries, publications: Publications, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(publications, 1.0, 1)
+    subscription, target, gate = series.subscription(), model_of(0.0), Gate()
+    monkeypatch.setattr(Installation, "write", gate.before(Installation.write))
+    fetching = asyncio.create_task(subscription.fetch_async(into=target))
+    assert await asyncio.to_thread(gate.is_reached.wait, 10)
+    fetching.cancel()
+    done, _ = await asyncio.wait([fetching], timeout=0.1)
+    assert not done
+    gate.goes_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await fetching
+    assert target["w"].unique().tolist() == [1.0]
+    assert subscription.version == 1
 
 
 async def test_an_event_loop_goes_on_while_a_reader_waits(

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.weights.memory_series import MemoryContributor, MemorySeries
+from support.weights.memory_series import MemoryContributor, MemoryReader, MemorySeries
 
 from shoal.weights import script
 from shoal.weights import series as publishing
@@ -125,6 +125,26 @@ def test_a_forked_process_does_not_release_the_series_of_its_parent(
         os.close(writing)
     script.end_publishing("job/held")
     assert len(closed) == 1
+
+
+def test_readers_of_one_name_do_not_end_each_others_leases(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The coordinator takes reports of one id for those of one process."""
+    ids = []
+
+    def connect(addresses: object, series: str, reader: str, **_: object) -> MemoryReader:
+        ids.append(reader)
+        return MemoryReader(MemorySeries())
+
+    monkeypatch.setattr(script, "SeriesReader", connect)
+    for _ in range(2):
+        script.subscribe("job/policy", coordinator="here:1", reader="eval")
+    assert all(each.startswith("eval-") for each in ids)
+    assert len(set(ids)) == 2
+    for invalid in ("", "bad name", "x" * 128):
+        with pytest.raises(InvalidSpec, match="bad name of a reader"):
+            script.subscribe("job/policy", coordinator="here:1", reader=invalid)
 
 
 @pytest.mark.parametrize("step", [-1, 2**53])

@@ -57,7 +57,7 @@ class ShoalInitInfo(WeightTransferInitInfo):
     coordinator: str | None = None
     """Coordinators' host:port, separated by commas; None: SHOAL_COORDINATOR."""
     reader: str | None = None
-    """Name in `shoal status`, to which the rank is appended; None: a generated name."""
+    """Name in `shoal status`, followed by the rank and a suffix; None: a generated name."""
 
 
 @dataclass

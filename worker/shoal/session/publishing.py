@@ -53,7 +53,7 @@ class SessionSeries:
         self._fields = fields
         self._check_closed = check_closed
         self._generation: Generation | None = None
-        self._has_tables = options.tables
+        self.options = options
         look = version_lookup(member.coordinators, self.name)
         self._publications = Publications(self.name, self._connect, options, look)
 
@@ -88,7 +88,7 @@ class SessionSeries:
         """
         self._check_closed("series.publish")
         strategy = self._controller.strategy
-        if self._has_tables and strategy.synchronous:
+        if self.options.tables and strategy.synchronous:
             strategy.own_weights()  # Raises the strategy's refusal, on all members.
         generation = self._generation = self._controller.present_or_next_generation(self._fields)
         rank, world_size = generation.rank, generation.world_size
@@ -96,9 +96,9 @@ class SessionSeries:
             if rank:
                 return _empty_ticket(strategy.step)
             rank, world_size = 0, 1
-        held: HeldWeights = strategy.own_weights() if self._has_tables else strategy.weights()
+        held: HeldWeights = strategy.own_weights() if self.options.tables else strategy.weights()
         if model is not None:
-            _check_without_tables(self.name, has_tables=self._has_tables)
+            _check_without_tables(self.name, has_tables=self.options.tables)
             held = held_state(model, step=held.step, rank=rank, world_size=world_size)
         publisher = PublisherRank(number=generation.number, rank=rank, world_size=world_size)
         membership = self._controller.membership
@@ -122,7 +122,7 @@ class SessionSeries:
             lambda: weights_pb2.Publisher(token=generation.token),
             rank=publisher.rank,
             world=publisher.world_size,
-            options=self._publications.options.to_message(),
+            options=self.options.to_message(),
         )
 
     def end(

@@ -146,6 +146,7 @@ class Session:
         self._signal = DrainSignal(self.drain)
         self._process = os.getpid()
         self._held = ExitStack()
+        self._series: dict[str, SessionSeries] = {}
 
     @property
     def _local_rank(self) -> LocalRank:
@@ -509,16 +510,26 @@ class Session:
 
         The newest `keep` versions are kept, each on `copies` parameter servers. Floating point
         values are published in `dtype`, if given. With `tables`, under a strategy that trains
-        embedding tables, a version has the tables' rows too, from the same cut. Raises InvalidSpec
-        outside the block, for options out of range, for `dtype` with `tables`, and in a session
+        embedding tables, a version has the tables' rows too, from the same cut. A further call with
+        the same name returns the same series. Raises InvalidSpec outside the block, for options out
+        of range or other than those of the first call, for `dtype` with `tables`, and in a session
         without a cluster.
         """
         check_entered(self._reports, "session.series")
         options = SeriesOptions(keep=keep, copies=copies, dtype=dtype, tables=tables)
-        fields, check_closed = self._trained.fields, self._steps.check_closed
-        created = SessionSeries(self._controller, fields, name, options, check_closed)
-        self._held.push(created.end)
-        return created
+        found = self._series.get(name)
+        if found is None:
+            fields, check_closed = self._trained.fields, self._steps.check_closed
+            found = SessionSeries(self._controller, fields, name, options, check_closed)
+            self._held.push(found.end)
+            self._series[name] = found
+        if found.options != options:
+            raise InvalidSpec(
+                f"series {name} was created with other options",
+                seen=str(options),
+                expected=str(found.options),
+            )
+        return found
 
     def log(self, values: Mapping[str, Scalar]) -> None:
         """Log numbers by name, `{"loss": loss}`, to the status page, the metrics and the

@@ -100,6 +100,34 @@ class Weights(Mapping[str, Tensor]):
         self._tensors, self.tables, self.changes = {}, {}, {}
 
 
+class _FetchCancelled(Exception):
+    """Raised in the thread of a fetch that was cancelled."""
+
+
+class _Turn:
+    """Decides, on two threads, if a fetch installs its version or is cancelled before."""
+
+    def __init__(self) -> None:
+        self._decided = threading.Lock()
+        """Taken by the first of them, and never released."""
+        self._is_cancelled = False
+
+    def cancel(self) -> bool:
+        """False if the installation has begun."""
+        self._is_cancelled = self._decided.acquire(blocking=False)
+        return self._is_cancelled
+
+    def begin_installing(self) -> None:
+        """Raises _FetchCancelled after `cancel`."""
+        if not self._decided.acquire(blocking=False):
+            raise _FetchCancelled
+
+    def check(self) -> None:
+        """Raises _FetchCancelled after `cancel`."""
+        if self._is_cancelled:
+            raise _FetchCancelled
+
+
 class Subscription:
     """Reader of a series. Any thread may call its methods; calls of `fetch` run one at a time."""
 
@@ -174,11 +202,15 @@ class Subscription:
         `into` holds slices. Also raises the coordinator's refusals, and a RetryError or
         CorruptError if calls fail for long.
         """
+        return self._fetched_once(version, into, _Turn())
+
+    def _fetched_once(self, version: Wanted, into: Target | None, turn: "_Turn") -> Weights:
         with self._installing:
             while True:
+                turn.check()
                 record = self._record_of(version)
                 try:
-                    return self._fetch(record, into)
+                    return self._fetch(record, into, turn)
                 except VersionGone:
                     if version != "newest" or not self._has_newer_soon(record.number):
                         raise
@@ -189,7 +221,9 @@ class Subscription:
             return True
         return False
 
-    def _fetch(self, record: weights_pb2.VersionRecord, into: Target | None) -> Weights:
+    def _fetch(
+        self, record: weights_pb2.VersionRecord, into: Target | None, turn: "_Turn"
+    ) -> Weights:
         if into is not None:
             self.check_newer(WeightVersion(record))
         self._reader.lease(record.number)
@@ -207,7 +241,9 @@ class Subscription:
             numbers = layout.segments_of(tables=self._has_tables)
             # An installation copies the tensors; rows of tables stay views of the staged memory.
             reuses_memory = target is not None and not self._has_tables
-            segments = self._staged(record, numbers, ranges, reuses_memory=reuses_memory)
+            segments = self._staged(
+                record, numbers, ranges, reuses_memory=reuses_memory, check=turn.check
+            )
             took_s = time.perf_counter() - started_s
         finally:
             self._reader.release(record.number)
@@ -221,6 +257,7 @@ class Subscription:
         if target is None:
             self._fetched = (took_s, num_bytes)
             return Weights(version, whole_tensors(layout, memory), tables, changes)
+        turn.begin_installing()
         target.write(memory)
         self._report(version, took_s, num_bytes)
         self._rows = tables
@@ -316,12 +353,13 @@ class Subscription:
         ranges: Mapping[int, Sequence[tuple[int, int]]] | None,
         *,
         reuses_memory: bool,
+        check: Callable[[], object],
     ) -> dict[int, Segment]:
         if ranges is not None:
             numbers = sorted(ranges)
         before = self._reader.fetched_bytes
         staged = self._reader.fetch(
-            record, numbers, ranges, base=self._base, reuses_memory=reuses_memory
+            record, numbers, ranges, base=self._base, reuses_memory=reuses_memory, check=check
         )
         segments = dict(zip(numbers, staged, strict=True))
         digests = [
@@ -358,8 +396,18 @@ class Subscription:
                     raise
 
     async def fetch_async(self, version: Wanted = "newest", into: Target | None = None) -> Weights:
-        """Fetch as `fetch` does, without blocking the event loop."""
-        return await asyncio.to_thread(self.fetch, version, into)
+        """Fetch as `fetch` does, without blocking the event loop. If it is cancelled, it installs
+        nothing, unless the installation has begun: then it is finished first."""
+        turn = _Turn()
+        fetching = asyncio.ensure_future(asyncio.to_thread(self._fetched_once, version, into, turn))
+        try:
+            return await asyncio.shield(fetching)
+        except asyncio.CancelledError:
+            if not turn.cancel():
+                await asyncio.wait([fetching])
+            # Its thread ends later; its error is of no interest.
+            fetching.add_done_callback(lambda done: done.cancelled() or done.exception())
+            raise
 
     async def __aiter__(self) -> AsyncIterator[WeightVersion]:
         async for version in self.stream():
@@ -434,6 +482,9 @@ def version_lookup(addresses: Sequence[str], series: str) -> Callable[[int, floa
     return look
 
 
-def reader_id() -> str:
-    """Generate a name for a reader: host, process id, and a suffix that makes it unique."""
-    return f"{socket.gethostname()[:32]}-{os.getpid()}-{new_incarnation()[-6:]}"
+def reader_id(name: str | None = None) -> str:
+    """Generate an id for a reader: `name`, by default host and process id, and a suffix that makes
+    it unique. A second reader with the same id would end the first one's leases."""
+    if name is None:
+        name = f"{socket.gethostname()[:32]}-{os.getpid()}"
+    return f"{name}-{new_incarnation()[-6:]}"

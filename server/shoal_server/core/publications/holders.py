@@ -170,6 +170,9 @@ class Holders:
         gone = {h for h in standing if self._is_gone(h, now_s)}
         staying = [h for h in segment.holders if h not in gone]
         counted = [h for h in staying if not self._is_leaving(h)]
+        if len(counted) < len(staying):
+            # A leaving server does not wait for one that is away, and may have the only copy.
+            counted = [h for h in counted if h in self._servers]
         candidates = [
             server
             for server_id, server in sorted(self._servers.items())
@@ -199,8 +202,14 @@ class Holders:
         return sorted((c.server_id for c in candidates), key=lambda each: (loads[each], each))
 
     def _is_missing(self, digest: bytes, holders: Iterable[str]) -> bool:
-        nowhere = (_Standing.LACKING, _Standing.AWAY)
-        return all(self._standing(holder, digest) in nowhere for holder in holders)
+        return not any(self._may_have(holder, digest) for holder in holders)
+
+    def _may_have(self, holder: str, digest: bytes) -> bool:
+        standing = self._standing(holder, digest)
+        if standing is _Standing.LACKING:
+            # It reads the segment from its disk.
+            return (holder, digest) in self._durable
+        return standing is not _Standing.AWAY
 
     def _standing(self, holder: str, digest: bytes) -> _Standing:
         server = self._servers.get(holder)

@@ -37,6 +37,11 @@ class ServerDirectory:
         server = self._servers.get(server_id)
         return None if server is None else server.address
 
+    def staying_address_of(self, server_id: str) -> str | None:
+        """`address_of`; None also if the server is leaving."""
+        server = self._servers.get(server_id)
+        return None if server is None or server.is_leaving else server.address
+
     async def find_address(self, holder: Holder) -> str | None:
         """`address`, looked up in etcd if it is unknown. Raises RetryError if etcd cannot be
         reached."""

@@ -1,7 +1,7 @@
 """Transfer of segments to and from other parameter servers, in threads."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Executor
 from typing import TypeVar
 
@@ -18,6 +18,8 @@ from shoal_proto.tls.names import SERVER_NAME
 from shoal_proto.v1.parameters_pb2 import OpenBulkReply
 from shoal_proto.v1.weights_pb2 import (
     FetchSegmentRequest,
+    HoldsSegmentsReply,
+    HoldsSegmentsRequest,
     OpenSegmentsRequest,
     PutSegmentReply,
     PutSegmentRequest,
@@ -70,6 +72,21 @@ class WeightPeers:
                 raise
 
         return await self._on_connection(source, series, fetch)
+
+    async def held(
+        self, server: StoreServer, series: str, digests: Collection[bytes]
+    ) -> set[bytes]:
+        """Return those of the segments that another server has, in memory or on its disk. Raises
+        the error of the call."""
+        request = HoldsSegmentsRequest(series=series, digests=digests)
+        try:
+            async with open_aio_channel(server.address, SERVER_NAME, PEER_OPTIONS) as channel:
+                reply: HoldsSegmentsReply = await WeightStoreStub(channel).Holds(
+                    request, timeout=OPEN_S
+                )
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error, server.address) from error
+        return {*reply.held, *reply.durable}
 
     def close(self) -> None:
         """Close idle connections now, and those in use after their calls."""

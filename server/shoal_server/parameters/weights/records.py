@@ -106,9 +106,10 @@ def _positions(versions: Iterable[PublishedVersion]) -> Mapping[bytes, Position]
 
 
 def _segments(versions: Iterable[PublishedVersion]) -> Mapping[bytes, PublishedSegment]:
-    """Versions that share a segment may name different holders: the segment gets all of them."""
+    """The segments, those of the newest version first. Versions that share a segment may name
+    different holders: the segment gets all of them."""
     segments: dict[bytes, PublishedSegment] = {}
-    for version in versions:
+    for version in sorted(versions, key=lambda each: each.number, reverse=True):
         for segment in version.segments:
             known = segments.get(segment.digest, segment)
             holders = tuple(dict.fromkeys((*known.holders, *segment.holders)))

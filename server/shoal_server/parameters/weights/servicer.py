@@ -61,7 +61,7 @@ class WeightsServicer(WeightStoreServicer):
         self._records = records
         self._holdings = holdings
         self._differences = differences
-        self._upkeep = upkeep
+        self.upkeep = upkeep
         self._peers = peers
         self._offers = offers
 
@@ -72,7 +72,7 @@ class WeightsServicer(WeightStoreServicer):
             self._holdings.sweep()
             self._differences.sweep()
             if self._records.is_in_sync:
-                self._upkeep.allow_removal()
+                self.upkeep.allow_removal()
 
     async def OpenBulk(self, request: pb.OpenSegmentsRequest, context: Context) -> OpenBulkReply:
         caller = known_caller(context)
@@ -82,9 +82,10 @@ class WeightsServicer(WeightStoreServicer):
         self, request: pb.HoldsSegmentsRequest, context: Context
     ) -> pb.HoldsSegmentsReply:
         held = [each for each in request.digests if self._holdings.holds(request.series, each)]
-        durable = [each for each in held if self._upkeep.is_durable(request.series, each)]
+        # Some may not have been read from disk yet.
+        durable = [e for e in request.digests if self.upkeep.is_durable(request.series, e)]
         return pb.HoldsSegmentsReply(
-            held=held, durable=durable, writes_to_disk=self._upkeep.writes_to_disk
+            held=held, durable=durable, writes_to_disk=self.upkeep.writes_to_disk
         )
 
     async def Copy(self, request: pb.CopySegmentsRequest, context: Context) -> pb.CopySegmentsReply:

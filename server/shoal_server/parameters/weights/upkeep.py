@@ -2,7 +2,7 @@
 restart or in place of a lost server."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import structlog
@@ -11,15 +11,18 @@ from shoal_proto.back_off import BackOff
 from shoal_proto.errors import ShoalError, Unavailable
 from shoal_proto.segments.sealed import Segment
 from shoal_proto.v1 import weights_pb2 as pb
+from shoal_server.core.processes import Holder
 from shoal_server.core.publications import records
 from shoal_server.parameters.cluster.server_directory import ServerDirectory
 from shoal_server.parameters.weights.disk import WeightDisk
 from shoal_server.parameters.weights.holdings import WeightHoldings
+from shoal_server.parameters.weights.peers import WeightPeers
 
 log = structlog.get_logger(__name__)
 
 FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 5.0
+ASK_EACH_S = 0.5
 
 
 class WeightUpkeep:
@@ -31,14 +34,17 @@ class WeightUpkeep:
         server_id: str,
         holdings: WeightHoldings,
         directory: ServerDirectory,
+        peers: WeightPeers,
         disk: WeightDisk | None,
     ) -> None:
         self._server_id = server_id
         self._holdings = holdings
         self._directory = directory
+        self._peers = peers
         self._disk = disk
         self._wanted: dict[str, Mapping[bytes, records.PublishedSegment]] = {}
         """Segments that this server is to hold, by series and digest."""
+        self._sole: Mapping[str, Sequence[bytes]] = {}
         self._may_remove = False
         self._wake = asyncio.Event()
 
@@ -65,6 +71,43 @@ class WeightUpkeep:
     def is_durable(self, series: str, digest: bytes) -> bool:
         """True if the segment is on this server's disk."""
         return self._disk is not None and self._disk.holds(series, digest)
+
+    @property
+    def sole_copies(self) -> Mapping[str, Sequence[bytes]]:
+        """Segments, by series, that neither this server's disk nor a server that stays had when
+        `wait_copied` looked last."""
+        sole = {
+            series: [each for each in digests if not self.is_durable(series, each)]
+            for series, digests in self._sole.items()
+        }
+        return {series: digests for series, digests in sole.items() if digests}
+
+    async def wait_copied(self, me: Holder) -> None:
+        """Return once each segment that a record names, and that this server has, is on another
+        server that stays; or once every other server is leaving."""
+        self._sole = {series: self._held_of(series) for series in self._wanted}
+        while True:
+            self._sole = {series: await self._only_here(series) for series in list(self._wanted)}
+            if not any(self._sole.values()) or not self._directory.has_others(me):
+                return
+            await asyncio.sleep(ASK_EACH_S)
+
+    async def _only_here(self, series: str) -> list[bytes]:
+        named, sole = self._wanted.get(series, {}), set(self._held_of(series))
+        for holder in {each for digest in sole for each in named[digest].holders}:
+            address = self._directory.staying_address_of(holder)
+            if holder == self._server_id or address is None:
+                continue
+            server = pb.StoreServer(id=holder, address=address)
+            try:
+                sole -= await self._peers.held(server, series, sole)
+            except ShoalError as error:
+                log.warning("store_not_queried", server=holder, reason=str(error))
+        return sorted(sole)
+
+    def _held_of(self, series: str) -> list[bytes]:
+        named = self._wanted.get(series, {})
+        return [digest for digest in named if self._holdings.holds(series, digest)]
 
     async def work_for_ever(self) -> None:
         """Fetch, store and remove segments as needed; repeat after a pause if something failed."""

@@ -10,6 +10,7 @@ from shoal_server.core.publications import keeping
 from shoal_server.core.publications.holders import Holders, HoldsAnswer, StoreServer, servers_for
 from shoal_server.core.publications.limits import (
     ABANDONED_AFTER_S,
+    DURABLE_LOST_AFTER_S,
     HELD_S,
     LOST_AFTER_S,
     MAX_PENDING,
@@ -532,6 +533,20 @@ def test_a_version_is_lost_once_no_server_has_had_it_for_a_time() -> None:
     assert holders.lost([version], 2.0 + LOST_AFTER_S) == [1]
 
 
+def test_a_version_is_not_lost_while_a_server_reads_it_from_its_disk() -> None:
+    """Reading many versions takes longer than a version without any server is kept."""
+    holders, version = Holders(), replace(held_by("s0", "s1"), is_durable=True)
+    for now_s in (0.0, DURABLE_LOST_AFTER_S + 1.0):
+        holders.note_registered(SERVERS, [version], now_s)
+        for server in SERVERS[:2]:
+            holders.note(server, [b"d"], HoldsAnswer(held=[], durable=[b"d"], writes_to_disk=True))
+        holders.note_versions([version], now_s)
+        assert holders.lost([version], now_s) == []
+    holders.note_registered(SERVERS[2:], [version], 1000.0)
+    holders.note_versions([version], 1000.0)
+    assert holders.lost([version], 1000.0 + DURABLE_LOST_AFTER_S) == [1]
+
+
 def test_a_leaving_server_is_no_holder_once_others_have_its_segments() -> None:
     holders, version = Holders(), held_by("s0", "s1")
     servers = [replace(SERVERS[0], is_leaving=True), *SERVERS[1:]]
@@ -544,6 +559,18 @@ def test_a_leaving_server_is_no_holder_once_others_have_its_segments() -> None:
     holders.note(servers[2], [b"d"], HoldsAnswer(held=[b"d"]))
     done = holders.replaced(changed, 2, 0.0)
     assert done is not None and done.segments[0].holders == ("s1", "s2")
+
+
+def test_a_leaving_server_does_not_wait_for_one_that_is_away() -> None:
+    """It may have the only copy, and ends soon."""
+    holders, version = Holders(), held_by("s0", "s1")
+    holders.note_registered(SERVERS, [version], 0.0)
+    for server in SERVERS[:2]:
+        holders.note(server, [b"d"], HoldsAnswer(held=[b"d"]))
+    leaving = [replace(SERVERS[1], is_leaving=True), *SERVERS[2:]]
+    holders.note_registered(leaving, [version], 1.0)
+    changed = holders.replaced(version, 2, 1.0)
+    assert changed is not None and changed.segments[0].holders == ("s0", "s1", "s2", "s3")
 
 
 def test_parts_of_two_cuts_make_no_version() -> None:

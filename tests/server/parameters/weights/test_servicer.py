@@ -1,11 +1,14 @@
 """The WeightStore service's answer about the segments that a server holds."""
 
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 from support.clusters.memory_store import MemoryStore
+from support.weights.segments import segment_of
 
 from shoal_proto.v1 import weights_pb2 as pb
 from shoal_server.core.processes import Holder
@@ -21,13 +24,9 @@ from shoal_server.parameters.weights.upkeep import WeightUpkeep
 SERIES = "job/policy"
 
 
-@pytest.mark.parametrize("has_disk", [False, True])
-async def test_a_server_reports_if_it_writes_segments_to_disk(
-    tmp_path: Path, has_disk: bool
-) -> None:
-    """A server without a disk is not asked again about a segment that is not on disk yet."""
+@contextmanager
+def service(disk: WeightDisk | None) -> Iterator[tuple[WeightsServicer, WeightHoldings]]:
     unused = cast("Any", None)
-    disk = WeightDisk(tmp_path) if has_disk else None
     memory = Memory(1000, Catalog(MemoryStore(), Holder("ps-0", "one")), Budget(1000))
     with ThreadPoolExecutor(1) as threads:
         holdings = WeightHoldings(memory, threads, unused)
@@ -36,15 +35,38 @@ async def test_a_server_reports_if_it_writes_segments_to_disk(
             records=unused,
             holdings=holdings,
             differences=unused,
-            upkeep=WeightUpkeep("ps-0", holdings, unused, disk),
+            upkeep=WeightUpkeep("ps-0", holdings, unused, unused, disk),
             peers=unused,
             offers=unused,
         )
+        yield servicer, holdings
+        holdings.close()
+
+
+async def asked(servicer: WeightsServicer, digest: bytes) -> pb.HoldsSegmentsReply:
+    request = pb.HoldsSegmentsRequest(series=SERIES, digests=[digest])
+    return await servicer.Holds(request, cast("Any", None))
+
+
+@pytest.mark.parametrize("has_disk", [False, True])
+async def test_a_server_reports_if_it_writes_segments_to_disk(
+    tmp_path: Path, has_disk: bool
+) -> None:
+    """A server without a disk is not asked again about a segment that is not on disk yet."""
+    with service(WeightDisk(tmp_path) if has_disk else None) as (servicer, holdings):
         origin = SegmentOrigin(epoch=1, publication=1, rank=0)
         segment = await holdings.make(SERIES, 100, origin, lambda buffer: None)
-        request = pb.HoldsSegmentsRequest(series=SERIES, digests=[segment.digest])
-        reply = await servicer.Holds(request, unused)
+        reply = await asked(servicer, segment.digest)
         assert list(reply.held) == [segment.digest]
         assert not reply.durable
         assert reply.writes_to_disk == has_disk
-        holdings.close()
+
+
+async def test_a_restarted_server_reports_what_is_on_its_disk(tmp_path: Path) -> None:
+    """It has not read the segment into memory yet."""
+    with closing(segment_of(bytes(100))) as segment:
+        WeightDisk(tmp_path).write(SERIES, segment)
+        with service(WeightDisk(tmp_path)) as (servicer, _):
+            reply = await asked(servicer, segment.digest)
+            assert not reply.held
+            assert list(reply.durable) == [segment.digest]

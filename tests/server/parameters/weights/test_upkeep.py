@@ -55,7 +55,7 @@ async def test_the_work_goes_on_after_an_error_of_the_disk(
     memory = Memory(1000, SimpleNamespace(shards=list), Budget(1))  # type: ignore[arg-type]
     with ThreadPoolExecutor(1) as threads:
         holdings = WeightHoldings(memory, threads, unused)
-        upkeep = WeightUpkeep("ps-0", holdings, unused, disk)
+        upkeep = WeightUpkeep("ps-0", holdings, unused, unused, disk)
         async with running(run_restarting(upkeep.work_for_ever, "upkeep")):
             upkeep.allow_removal()
             assert await asyncio.to_thread(disk.is_listed.wait, 10.0)
@@ -66,7 +66,7 @@ async def test_a_slow_disk_does_not_hold_up_the_event_loop(tmp_path: Path) -> No
     memory = Memory(1000, SimpleNamespace(shards=list), Budget(1))  # type: ignore[arg-type]
     with ThreadPoolExecutor(1) as threads:
         holdings = WeightHoldings(memory, threads, unused)
-        upkeep = WeightUpkeep("ps-0", holdings, unused, disk)
+        upkeep = WeightUpkeep("ps-0", holdings, unused, unused, disk)
         async with running(upkeep.work_for_ever()):
             upkeep.allow_removal()
             assert await asyncio.to_thread(disk.is_listed.wait, 10.0)

@@ -48,7 +48,7 @@ class SimServer:
         holdings = cast("Any", SimHoldings(self))
         keyspace = cast("Any", SimKeyspace(etcd, self.process))
         directory = cast("Any", SimDirectory(self))
-        self._upkeep = WeightUpkeep(server_id, holdings, directory, None)
+        self._upkeep = WeightUpkeep(server_id, holdings, directory, cast("Any", None), None)
         self._records = SeriesRecords(keyspace, holdings, self._upkeep)
 
     def start(self) -> None:
