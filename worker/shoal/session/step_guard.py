@@ -113,6 +113,13 @@ class StepGuard:
         watch_scaling_down(_look_at_scaling_down)
         watch_wrapping(_look_at_wrapping)
 
+    def note_generation(self) -> None:
+        """Note the model's parameters in a new generation, whose first losses are checked again."""
+        former = self._trained.recorded
+        self._trained.record_parameters()
+        self._others.note_former(former)
+        self._last_checked = max(self._last_checked, self._step())
+
     def check(self) -> None:
         """Raise InvalidSpec if the next step would train other parameters than the last step."""
         step = self._step()
@@ -153,8 +160,8 @@ class StepGuard:
         return _Within(self._set_computes, self._check_scaled)
 
     def check_loss_graph(self, loss: Tensor) -> None:
-        """Check the graph of a loss before its backward pass, in the first step of this member and
-        of each optimizer that was not distributed. Raises InvalidSpec for functions that train
+        """Check the graph of a loss before its backward pass, in the first step of each generation
+        and of each optimizer that was not distributed. Raises InvalidSpec for functions that train
         differently on several members."""
         if self._step() <= self._last_checked:
             self._others.note_loss(loss)
@@ -237,6 +244,7 @@ class StepGuard:
         only a part of the gradients, or scaled ones."""
         if self._clips:
             return
+        self._others.check_present(parameters, "torch's clip_grad_norm_")
         is_ours = self._trained.has_any(parameters)
         lack = self._strategy.gradients_lack() if is_ours else ""
         if self._commits and self._strategy.state_is_spread:
