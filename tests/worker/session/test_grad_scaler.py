@@ -1,7 +1,9 @@
 """A GradScaler registered with the session works as in torch's own loop, on all members
 together."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import pytest
@@ -25,6 +27,7 @@ from shoal_proto.errors import InvalidSpec
 
 TOLERANCE = 1e-5
 NUM_STEPS = 14
+CLIP_VALUE = 1e-3
 OVERFLOWS = (0, 6, 7)
 """Steps in which one sample's loss is infinite."""
 
@@ -109,8 +112,10 @@ def test_without_an_overflow_the_scale_grows() -> None:
 Body = Callable[[Session, Any, Any, torch.amp.GradScaler, shoal.Batch], None]
 
 
-def run(cluster: LocalCluster, strategy: Any, body: Body, own: torch.amp.GradScaler) -> None:
-    """Take two steps as a lone member."""
+def run(
+    cluster: LocalCluster, strategy: Any, body: Body, own: torch.amp.GradScaler
+) -> Mapping[str, Tensor]:
+    """Take two steps as a lone member; return the weights."""
     model, optimizer = equality.build("sgd", 0)
     with lone(cluster) as session:
         session.register("scaler", own)
@@ -120,6 +125,7 @@ def run(cluster: LocalCluster, strategy: Any, body: Body, own: torch.amp.GradSca
                 body(session, model, optimizer, own, batch)
             if batch.step == 1:
                 break
+        return session.state_dict()
 
 
 def scaled(
@@ -155,6 +161,41 @@ def updates(*args: Any) -> None:
 def does_not_scale(*args: Any) -> None:
     session, model, _, _, batch = args
     session.backward(cross_entropy(model(batch.inputs), batch.targets))
+
+
+def clips_scaled_values(*args: Any) -> None:
+    session, model, _, own, batch = args
+    session.backward(own.scale(cross_entropy(model(batch.inputs), batch.targets)))
+    nn.utils.clip_grad_value_(model.parameters(), CLIP_VALUE)
+
+
+@pytest.mark.parametrize(
+    "made", [partial(shoal.DDP, find_unused_parameters=True), shoal.FSDP], ids=["ddp", "fsdp"]
+)
+def test_values_are_clipped_once_gradients_are_unscaled(
+    cluster: LocalCluster, made: Callable[[], Strategy]
+) -> None:
+    """Regression: scaled gradients were clipped, and then divided by the scale."""
+
+    def clips(*args: Any) -> None:
+        session, model, _, own, batch = args
+        session.backward(own.scale(cross_entropy(model(batch.inputs), batch.targets)))
+        session.clip_grad_norm(math.inf)
+        nn.utils.clip_grad_value_(model.parameters(), CLIP_VALUE)
+        batches.append(batch)
+
+    batches: list[shoal.Batch] = []
+    trained = run(cluster, made(), clips, scaler())
+    model, optimizer = equality.build("sgd", 0)
+    for batch in batches:
+        optimizer.zero_grad()
+        cross_entropy(model(batch.inputs), batch.targets).backward()
+        nn.utils.clip_grad_value_(model.parameters(), CLIP_VALUE)
+        optimizer.step()
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(trained[name], tensor)
+    with pytest.raises(InvalidSpec, match=r"clip_grad_value_ under .* has scaled.*math\.inf"):
+        run(cluster, made(), clips_scaled_values, scaler())
 
 
 @pytest.mark.parametrize(

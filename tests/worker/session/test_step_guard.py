@@ -1,6 +1,7 @@
 """A script's own operations in a step of a session: refused by name if they would train something
 else, and left alone otherwise."""
 
+import math
 import secrets
 from collections.abc import Callable
 from typing import Any
@@ -754,13 +755,23 @@ def test_a_slice_of_the_model_has_the_models_own_class(
     train_alone(cluster, strategy, body)
 
 
-def test_clipping_by_torch_is_refused_under_pipeline(cluster: LocalCluster) -> None:
+def in_two_calls(parameters: Any, max_norm: float) -> None:
+    """Clip as torchtitan does."""
+    each = list(parameters)
+    norm = nn.utils.get_total_norm([one.grad for one in each])
+    nn.utils.clip_grads_with_norm_(iter(each), max_norm=max_norm, total_norm=norm)
+
+
+@pytest.mark.parametrize("clip", [nn.utils.clip_grad_norm_, in_two_calls])
+def test_clipping_by_torch_is_refused_under_pipeline(
+    cluster: LocalCluster, clip: Callable[[Any, float], object]
+) -> None:
     """A stage's gradients have a norm of their own; under ddp torch clips as the session does."""
 
     def clips(session: Session, model: Any, optimizer: Any, batch: shoal.Batch) -> None:
         with session.step():
             session.forward_backward(batch, cross_entropy)
-            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            clip(model.parameters(), 0.1)
 
     with pytest.raises(InvalidSpec, match=r"under pipeline.*session\.clip_grad_norm"):
         train_alone(cluster, "pipeline", clips)
@@ -773,6 +784,30 @@ def test_clipping_by_torch_is_refused_under_pipeline(cluster: LocalCluster) -> N
 
     for name, tensor in train_alone(cluster, "ddp", clips_by_session).items():
         assert torch.equal(tensor, plain[name])
+
+
+@pytest.mark.parametrize("strategy", ["pipeline", "hybrid", "fsdp", "tensor"])
+def test_values_may_be_clipped_one_by_one(cluster: LocalCluster, strategy: str) -> None:
+    """A member that has a part of the gradients clips its part."""
+
+    def clips(session: Session, model: Any, _: Any, batch: shoal.Batch) -> None:
+        with session.step():
+            session.forward_backward(batch, cross_entropy)
+            nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+
+    def clips_in_the_optimizer(
+        session: Session, model: Any, optimizer: Any, batch: shoal.Batch
+    ) -> None:
+        optimizer.register_step_pre_hook(
+            lambda own, *_: nn.utils.clip_grad_value_(own.param_groups[0]["params"], 1e-3)
+        )
+        with session.step():
+            session.forward_backward(batch, cross_entropy)
+
+    expected = train_alone(cluster, "ddp", clips)
+    for body in (clips, clips_in_the_optimizer):
+        for name, tensor in train_alone(cluster, strategy, body).items():
+            torch.testing.assert_close(tensor, expected[name])
 
 
 def by_weight(session: Session, model: Any, batch: shoal.Batch) -> None:
@@ -821,13 +856,22 @@ def test_clipping_within_the_optimizers_step_is_refused(
     train_alone(cluster, "ddp", body)
 
 
-def test_clipping_by_torch_is_refused_for_losses_with_weights(cluster: LocalCluster) -> None:
+@pytest.mark.parametrize(
+    "clip", [nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_, in_two_calls]
+)
+def test_clipping_by_torch_is_refused_for_losses_with_weights(
+    cluster: LocalCluster, clip: Callable[[Any, float], object]
+) -> None:
+    """After `session.clip_grad_norm` gradients are means, and may be clipped."""
+
     def body(session: Session, model: Any, _: Any, batch: shoal.Batch) -> None:
         with session.step():
             session.backward(loss_of(session, model, batch), weight=24)
-            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            if batch.step < 2:
+                session.clip_grad_norm(math.inf)
+            clip(model.parameters(), 0.1)
 
-    with pytest.raises(InvalidSpec, match=r"under ddp.*sums of losses with weights"):
+    with pytest.raises(InvalidSpec, match=r"under ddp, in step 2; .*sums of losses.*math\.inf"):
         train_alone(cluster, "ddp", body)
 
 

@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,114 @@ def test_an_ordinary_loop_trains_as_one_process(strategy: str, world_size: int) 
         assert set(own) == set(expected)
         for name, tensor in own.items():
             assert float((tensor - expected[name]).abs().max()) < TOLERANCE, name
+
+
+def with_dropped_passes(
+    model: Any, optimizer: Any, part: Callable[[slice], slice], *, clip: Callable[[], object]
+) -> None:
+    """Drop the gradients of every other pass, as a loop that leaves out steps with large gradients
+    does."""
+    inputs, targets = data()
+    for step in range(NUM_STEPS):
+        own = part(slice(step * BATCH, (step + 1) * BATCH))
+        nn.functional.cross_entropy(model(inputs[own]), targets[own]).backward()
+        if step % 4:
+            clip()
+        if step % 2:
+            optimizer.step()
+        (model if step % 3 else optimizer).zero_grad()
+
+
+@pytest.mark.sampled()
+@pytest.mark.parametrize("strategy", [each for each in STRATEGIES if each != "pipeline"])
+def test_gradients_that_the_loop_drops_leave_no_trace(strategy: str) -> None:
+    """Regression: ranks kept gradients of parameters that others step, and did not reduce the next
+    ones after a step that was left out."""
+    plain = new_model()
+    with_dropped_passes(
+        plain,
+        torch.optim.AdamW(plain.parameters(), lr=1e-2),
+        lambda whole: whole,
+        clip=lambda: nn.utils.clip_grad_norm_(plain.parameters(), 0.05),
+    )
+    models = [new_model() for _ in range(2)]
+
+    def body() -> dict[str, Tensor]:
+        model: Any = models[torch.distributed.get_rank()]
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        model, optimizer = shoal.distribute(model, optimizer, strategy)
+
+        def part(whole: slice) -> slice:
+            return slice(*range_of_rank(whole.start, whole.stop, *shoal.data_share(model)))
+
+        with_dropped_passes(model, optimizer, part, clip=lambda: shoal.clip_grad_norm(model, 0.05))
+        return dict(shoal.state_dict(model))
+
+    for own in shoal.run_in_memory(body, 2):
+        for name, tensor in plain.state_dict().items():
+            assert float((own[name] - tensor).abs().max()) < TOLERANCE, name
+
+
+def scaled(model: Any, optimizer: Any, part: slice, *, clip: Callable[[], object]) -> float:
+    """Train with a GradScaler, whose first steps overflow; return its scale."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=1000)
+    inputs, targets = data()
+    for step in range(NUM_STEPS):
+        own = slice(step * BATCH + part.start, step * BATCH + part.stop)
+        loss = nn.functional.cross_entropy(model(inputs[own]), targets[own])
+        scaler.scale(loss * 8).backward()
+        scaler.unscale_(optimizer)
+        clip()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return float(scaler.get_scale())
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_grad_scaler_skips_the_same_steps_on_all_ranks_under_ddp(world_size: int) -> None:
+    """Regression: an overflow ended the job."""
+    plain = new_model()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    scale = scaled(
+        plain,
+        optimizer,
+        slice(0, BATCH),
+        clip=lambda: nn.utils.clip_grad_norm_(plain.parameters(), 0.05),
+    )
+    assert scale < 2.0**127
+    models = [new_model() for _ in range(world_size)]
+
+    def body() -> tuple[float, dict[str, Tensor]]:
+        model: Any = models[torch.distributed.get_rank()]
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        model, optimizer = shoal.distribute(model, optimizer)
+        part = slice(*range_of_rank(0, BATCH, *shoal.data_share(model)))
+        own = scaled(model, optimizer, part, clip=lambda: shoal.clip_grad_norm(model, 0.05))
+        return own, dict(shoal.state_dict(model))
+
+    for own_scale, own in shoal.run_in_memory(body, world_size):
+        assert own_scale == scale
+        for name, tensor in plain.state_dict().items():
+            assert float((own[name] - tensor).abs().max()) < TOLERANCE, name
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "fsdp", "tensor"])
+def test_a_grad_scaler_is_refused_if_ranks_have_parts_of_the_gradients(strategy: str) -> None:
+    """Ranks would skip different steps. A scaler that is switched off changes nothing."""
+    models = [new_model() for _ in range(2)]
+
+    def body() -> None:
+        model: Any = models[torch.distributed.get_rank()]
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        model, optimizer = shoal.distribute(model, optimizer, strategy)
+        for enabled in (False, True):
+            scaler = torch.amp.GradScaler("cpu", enabled=enabled)
+            scaler.scale(model(data()[0][:BATCH]).sum()).backward()
+            scaler.step(optimizer)
+
+    with pytest.raises(InvalidSpec, match=r"a GradScaler.*bfloat16"):
+        shoal.run_in_memory(body, 2)
 
 
 @pytest.mark.parametrize(

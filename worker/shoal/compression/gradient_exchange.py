@@ -107,10 +107,14 @@ class GradientExchange:
     def begin(self, step: int) -> None:
         """Begin a step; `step` steps are committed."""
         self._traffic.begin_step()
-        self._averaged.clear()
         self._in_progress.clear()
         self.waiter.forget()
         self.losses.begin()
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget the gradients of earlier passes, which the script has dropped."""
+        self._averaged.clear()
         self._fault = ""
         self._norms.clear()
         self._complete = False

@@ -200,6 +200,9 @@ class Layout(ABC):
     def begin(self) -> None:  # noqa: B027 - nothing to prepare is a fine default
         """Begin a step, at its first forward pass. May communicate."""
 
+    def forget_gradients(self) -> None:  # noqa: B027 - most layouts keep nothing of a pass
+        """Forget the gradients of earlier passes of the step, which the script has dropped."""
+
     reduces: bool = True
     """See `reduce_in_backward`."""
 

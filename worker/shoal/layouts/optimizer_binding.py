@@ -21,6 +21,7 @@ from shoal.model.initialisation import (
 )
 from shoal.model.local_parts import local_part, placed_like
 from shoal.model.same_optimizer import KINDS, check_same_optimizer, kinds_of
+from shoal.model.script_hooks import shared_with_copies
 from shoal.model.tied_tensors import persistent_buffers, refuse_hidden_ties, tied
 from shoal.state.optimizer_state import (
     INNER,
@@ -109,10 +110,11 @@ class MetaModel:
             self._given[name] = take_slots(state, name, optimizer)
 
     def copy(self) -> nn.Module:
-        """Copy the model: parameters on the meta device, buffers real. Raises InvalidSpec if
-        `copy.deepcopy` fails."""
+        """Copy the model: parameters on the meta device, buffers real, the same hooks. Raises
+        InvalidSpec if `copy.deepcopy` fails."""
         try:
-            copied: nn.Module = copy.deepcopy(self.model, self._empty_parameters())
+            memo = shared_with_copies(self.model) | self._empty_parameters()
+            copied: nn.Module = copy.deepcopy(self.model, memo)
         except (TypeError, RuntimeError) as error:
             raise InvalidSpec(
                 f"the model {type(self.model).__name__} cannot be copied",

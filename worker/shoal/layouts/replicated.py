@@ -122,6 +122,9 @@ class ReplicatedLayout(Layout):
         self.exchange.begin(self.step)
         self._ddp.begin_step()
 
+    def forget_gradients(self) -> None:
+        self.exchange.forget()
+
     def reduce(self) -> None:
         self.unreached = [] if self.exchange.complete else self._without_gradient()
         if self.exchange.complete and self.looks_for_faults:

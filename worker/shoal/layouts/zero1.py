@@ -73,6 +73,10 @@ class Zero1Layout(ReplicatedLayout):
         # The optimizer does not hold these: its `zero_grad` leaves their gradients.
         self._forget_gradients_of_others()
 
+    def forget_gradients(self) -> None:
+        super().forget_gradients()
+        self._forget_gradients_of_others()
+
     def reduce(self) -> None:
         super().reduce()
         self._stepped_by_others |= {n for n, p in self._others.items() if p.grad is not None}

@@ -1,7 +1,7 @@
-"""Parameters that an optimizer of the script's own must not step while a session trains.
+"""Parameters that a script must not train by itself, and that it must not use any more.
 
-Gradients of parameters outside the model, such as a loss function's, are not reduced. And a layout
-may train other objects than the script's own parameters of the model.
+Gradients of parameters outside the model, such as a loss function's, are not reduced. A layout
+trains new objects in each generation: the parameters from before train nothing.
 """
 
 import weakref
@@ -25,7 +25,7 @@ def references(parameters: Iterable[Tensor]) -> References:
 
 class OtherParameters:
     """Check that the script's own optimizers step neither the model's parameters nor the other
-    parameters of noted losses."""
+    parameters of noted losses, and that the script uses no parameters that the model has lost."""
 
     def __init__(
         self,
@@ -40,7 +40,8 @@ class OtherParameters:
         true, other optimizers may step the model too. `begins` is called when another optimizer
         takes its first step while `commits()` is false."""
         self._own = own
-        self._given = given
+        self._former = given
+        """Parameters of the script's model, and of the model in earlier generations."""
         self._optimizers = optimizers
         self._commits = commits
         self._begins = begins
@@ -48,17 +49,35 @@ class OtherParameters:
         self._others: References = {}
         self._hook = register_optimizer_step_pre_hook(self._before_step)
 
-    def note_loss(self, loss: Tensor) -> None:
-        """Note the other parameters of a loss before its backward pass."""
+    def note_former(self, parameters: Iterable[Tensor]) -> None:
+        """Note those of the last generation's parameters that the model no longer has."""
+        # No reference to others: torch cannot convert a DTensor with a weak reference.
         model_ids = {id(each) for each in self._own()}
-        leaves = (each for each in _leaves(loss) if isinstance(each, nn.Parameter))
+        former = self._former | references(each for each in parameters if id(each) not in model_ids)
+        self._former = {key: each for key, each in former.items() if each() is not None}
+
+    def note_loss(self, loss: Tensor) -> None:
+        """Note the other parameters of a loss before its backward pass. Raises InvalidSpec for a
+        former parameter."""
+        model_ids = {id(each) for each in self._own()}
+        leaves = [each for each in _leaves(loss) if isinstance(each, nn.Parameter)]
+        self.check_present(leaves, "a loss of session.backward")
         self._others |= references(each for each in leaves if id(each) not in model_ids)
+
+    def check_present(self, parameters: Iterable[Tensor], use: str) -> None:
+        """Raise InvalidSpec if one of the parameters was trained, and is the model's no more."""
+        former = [each for each in parameters if each.requires_grad and _has(self._former, each)]
+        if former:
+            model_ids = {id(each) for each in self._own()}
+            for each in former:
+                if id(each) not in model_ids:
+                    raise _of_the_past(use, each)
 
     def release(self) -> None:
         """Remove the hook when the session ends. May be called twice."""
         self._hook.remove()
         self._others.clear()
-        self._given = {}
+        self._former = {}
 
     def _before_step(self, optimizer: Optimizer, *_: object) -> None:
         if optimizer in self._optimizers:
@@ -66,7 +85,7 @@ class OtherParameters:
         if optimizer not in self._begun and not self._commits():
             self._begun.add(optimizer)
             self._begins()
-        model_parameters = {} if self._commits() else self._given | references(self._own())
+        model_parameters = {} if self._commits() else self._former | references(self._own())
         for index, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
                 if _has(self._others, parameter):
@@ -103,6 +122,18 @@ def _leaves(loss: Tensor) -> Iterator[Tensor]:
         leaf = getattr(node, "variable", None)
         if isinstance(leaf, Tensor):
             yield leaf
+
+
+def _of_the_past(use: str, parameter: Tensor) -> InvalidSpec:
+    return InvalidSpec(
+        f"{use} uses a parameter that the model no longer has",
+        seen=f"a parameter of shape {tuple(parameter.shape)}, from before session.distribute or"
+        " from an earlier generation: it has no gradient, and nothing trains it",
+        expected="parameters of the model that session.distribute returned, listed in each step",
+        fix="Call model.parameters() of that model in the step in place of a list that is kept, and"
+        " clip by session.clip_grad_norm. A loss function may hold no parameter of the model: let"
+        " the model's forward return it (docs/loop.md, 'What differs from plain PyTorch').",
+    )
 
 
 def _apart(optimizer: Optimizer, group: int, parameter: Tensor) -> InvalidSpec:

@@ -6,6 +6,7 @@ parameters would silently diverge.
 """
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from operator import attrgetter, is_
 
 import torch
@@ -58,8 +59,14 @@ class TrainedParameters:
             self._kinds = {name: _kind_of(each) for name, each in self._own.items()}
 
     def parameters(self) -> Iterable[Tensor]:
-        """Return the model's parameters in the present generation."""
-        return self._model.parameters()
+        """Return the model's parameters in the present generation; under FSDP also the whole ones
+        of layers that are gathered now. Some come twice."""
+        return chain(self._own.values(), self._model.parameters())
+
+    @property
+    def recorded(self) -> Iterable[Tensor]:
+        """Parameters that `record_parameters` has recorded last."""
+        return self._own.values()
 
     def modules(self) -> list[nn.Module]:
         """Return the modules that the model's proxies point to in the present generation."""

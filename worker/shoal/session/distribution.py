@@ -206,8 +206,8 @@ class Distribution:
         self._controller.set_strategy(chosen, options.validators)
         optimizers = list(optimizers_of(optimizer).values())
         trained = self._parameters = TrainedParameters(distributed[0])
-        self._controller.on_entered = trained.record_parameters
         self._guard = StepGuard(optimizers, self.registered, trained, chosen, given)
+        self._controller.on_entered = self._guard.note_generation
         held.callback(self._guard.release)
         if self.registered:
             self.fields["registered"] = self.registered.description

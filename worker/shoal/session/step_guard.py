@@ -42,6 +42,10 @@ from shoal_proto.errors import InvalidSpec
 EARLY_STEPS = 10
 """Number of a member's first steps in which its losses are checked to be means."""
 _MARK = "_shoal_watched"
+_MADE_MEANS = (
+    "Code of your own that reads or changes gradients goes after"
+    " session.clip_grad_norm(math.inf), which makes them those of the mean and clips nothing."
+)
 
 
 class _Within:
@@ -113,6 +117,13 @@ class StepGuard:
         watch_scaling_down(_look_at_scaling_down)
         watch_wrapping(_look_at_wrapping)
 
+    def note_generation(self) -> None:
+        """Note the model's parameters in a new generation, whose first losses are checked again."""
+        former = self._trained.recorded
+        self._trained.record_parameters()
+        self._others.note_former(former)
+        self._last_checked = max(self._last_checked, self._step())
+
     def check(self) -> None:
         """Raise InvalidSpec if the next step would train other parameters than the last step."""
         step = self._step()
@@ -153,9 +164,9 @@ class StepGuard:
         return _Within(self._set_computes, self._check_scaled)
 
     def check_loss_graph(self, loss: Tensor) -> None:
-        """Check the graph of a loss before its backward pass: in this member's first step, and in
-        the step after the first one of each optimizer that was not distributed. Raises InvalidSpec
-        for functions that train differently on several members."""
+        """Check the graph of a loss before its backward pass: in the first step of each generation,
+        and in the step after the first one of each optimizer that was not distributed. Raises
+        InvalidSpec for functions that train differently on several members."""
         if self._step() <= self._last_checked:
             self._others.note_loss(loss)
             strategy = self._strategy
@@ -232,23 +243,32 @@ class StepGuard:
         self._note_norm(max_norm)
         return _Within(self._set_clips)
 
-    def check_clipping(self, parameters: Sequence[Tensor], max_norm: float) -> None:
-        """Raise InvalidSpec for torch's `clip_grad_norm_` of these parameters if this member has
-        only a part of the gradients, or scaled ones."""
+    def check_clipping(self, parameters: Sequence[Tensor], max_norm: float | None) -> None:
+        """Raise InvalidSpec for torch's clipping of these parameters if this member has only a part
+        of the gradients, or scaled ones. `max_norm`: None if values are clipped, one by one."""
         if self._clips:
             return
+        call = "torch's clip_grad_value_" if max_norm is None else "torch's clip_grad_norm_"
+        self._others.check_present(parameters, call)
         is_ours = self._trained.has_any(parameters)
-        lack = self._strategy.gradients_lack() if is_ours else ""
-        if self._commits and self._strategy.state_is_spread:
+        unsettled = self._strategy.unsettled_gradients() if is_ours else ""
+        if max_norm is None:
+            lack = unsettled
+        elif self._commits and self._strategy.state_is_spread:
             lack = "only this member's part of the gradients, within optimizer.step()"
+        else:
+            lack = self._strategy.gradients_lack() if is_ours else ""
         if lack:
             raise InvalidSpec(
-                f"torch's clip_grad_norm_ under {self._strategy.name}, in step {self._step()}",
+                f"{call} under {self._strategy.name}, in step {self._step()}",
                 seen=lack,
-                expected="session.clip_grad_norm(max_norm), which takes the norm of the whole"
-                " model's gradients",
+                expected="gradients of the mean over the global batch"
+                if max_norm is None
+                else "session.clip_grad_norm(max_norm), which takes the norm of the whole model's"
+                " gradients",
+                fix=_MADE_MEANS if unsettled else "",
             )
-        if is_ours and not self._commits and not math.isinf(max_norm):
+        if is_ours and not self._commits and max_norm is not None and not math.isinf(max_norm):
             # A script that clips to infinity wants only the norm.
             self._note_norm(max_norm)
 
@@ -299,7 +319,7 @@ class StepGuard:
                 expected="session.step() alone, which unscales the gradients, skips the optimizer's"
                 " step if they overflowed on any member, and updates the scale",
                 fix="Leave out scaler.unscale_, scaler.step and scaler.update; to clip, call"
-                " session.clip_grad_norm.",
+                f" session.clip_grad_norm. {_MADE_MEANS}",
             )
 
     def _through_scaled(self, scaler: object, gradient: Tensor) -> None:
@@ -317,7 +337,7 @@ class StepGuard:
             )
 
 
-def _look_at_clipping(parameters: Sequence[Tensor], max_norm: float) -> None:
+def _look_at_clipping(parameters: Sequence[Tensor], max_norm: float | None) -> None:
     context = current()
     guard = context.committing or context.guard
     if isinstance(guard, StepGuard):

@@ -121,6 +121,10 @@ class Strategy(ABC):
         """Description of the gradients if torch's `clip_grad_norm_` cannot measure them; else
         empty.
         """
+        return self.unsettled_gradients()
+
+    def unsettled_gradients(self) -> str:
+        """Description of the gradients while they are a multiple of the mean's; else empty."""
         return ""
 
     def gathers_lack(self) -> str:

@@ -1,9 +1,10 @@
 """Private parts of torch.nn: a module's own tables, statistics and hooks."""
 
 import copy
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from itertools import chain
 from operator import attrgetter
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
@@ -62,6 +63,29 @@ def share_tables(module: nn.Module, other: nn.Module) -> None:
     """Make a module use the tables of another."""
     for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
         module.__dict__[table] = other.__dict__[table]
+
+
+HookTables = tuple[dict[int, Any], Sequence[dict[int, Any]]]
+"""Hooks of one kind by the numbers of their handles, and the tables of their options."""
+
+
+def hook_tables(module: nn.Module) -> list[HookTables]:
+    """Return the tables of a module's hooks on its passes; see `parameter_table`."""
+    return [
+        (module._forward_pre_hooks, (module._forward_pre_hooks_with_kwargs,)),
+        (
+            module._forward_hooks,
+            (module._forward_hooks_with_kwargs, module._forward_hooks_always_called),
+        ),
+        (module._backward_pre_hooks, ()),
+        (module._backward_hooks, ()),
+    ]
+
+
+def copy_backward_kind(module: nn.Module, into: nn.Module) -> None:
+    """Make backward hooks of another module full ones if those of the module are."""
+    if into._is_full_backward_hook is None:
+        into._is_full_backward_hook = module._is_full_backward_hook
 
 
 def has_hooks(module: nn.Module) -> bool:

@@ -1,7 +1,9 @@
 """Private parts of torch itself: tensors, backward passes, clipping and mean losses."""
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from operator import attrgetter
 from typing import Any
 
@@ -57,24 +59,36 @@ def has_gradient_hooks(tensor: Tensor) -> bool:
 _WATCHED = "_shoal_watched"
 
 
-def watch_clipping(look: Callable[[Sequence[Tensor], float], None]) -> None:
-    """Install `look`, called with parameters and maximum norm before `clip_grad_norm_` scales
-    gradients.
+def watch_clipping(look: Callable[[Sequence[Tensor], float | None], None]) -> None:
+    """Install `look`, called with parameters and maximum norm before `clip_grad_norm_` or
+    `clip_grads_with_norm_` scales gradients, and with None as norm before `clip_grad_value_`.
 
     Only the first call of this function has an effect.
     """
-    plain: Any = clip_grad._clip_grads_with_norm_
-    if hasattr(plain, _WATCHED):
+    _look_before(clip_grad._clip_grads_with_norm_, look)
+    _look_before(clip_grad.clip_grad_value_, lambda parameters, _: look(parameters, None))
+
+
+def _look_before(call: Any, look: Callable[[Sequence[Tensor], Any], None]) -> None:
+    """Make a function that torch has decorated call `look` with its first two arguments."""
+    if hasattr(call, _WATCHED):
         return
+    plain = call.__wrapped__
+    signature = inspect.signature(plain)
 
     @functools.wraps(plain)
-    def watched(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> None:
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs)
+        (name, parameters), (_, limit) = islice(given.arguments.items(), 2)
+        # Listed once: the parameters may come from a generator.
         each = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        look(each, max_norm)
-        plain(each, max_norm, *args, **kwargs)
+        given.arguments[name] = each
+        look(each, limit)
+        return plain(*given.args, **given.kwargs)
 
-    setattr(watched, _WATCHED, True)
-    clip_grad._clip_grads_with_norm_ = watched
+    # Within the decorated function: modules have imported it under names of their own.
+    next(cell for cell in call.__closure__ if cell.cell_contents is plain).cell_contents = watched
+    setattr(call, _WATCHED, True)
 
 
 def watch_scaling_down(look: Callable[[Tensor], None]) -> None:

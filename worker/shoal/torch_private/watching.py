@@ -8,12 +8,17 @@ _WATCHED = "_shoal_watched"
 
 
 def before_calls(
-    owner: Any, name: str, look: Callable[..., None], *, failed: Callable[[], None] = lambda: None
+    owner: Any,
+    name: str,
+    look: Callable[..., None],
+    *,
+    failed: Callable[[], None] = lambda: None,
+    mark: str = _WATCHED,
 ) -> None:
     """Install `look`, called with the arguments before each call of `owner.name`.
 
     If `look` raises, the call is not made. `failed` is called after a call that raised. Only the
-    first hook on a function has an effect.
+    first hook on a function with the same `mark` has an effect.
     """
     plain: Any = getattr(owner, name)
 
@@ -25,7 +30,7 @@ def before_calls(
             failed()
             raise
 
-    _replace(owner, name, plain, watched)
+    _replace(owner, name, plain, watched, mark)
 
 
 def after_calls(owner: Any, name: str, look: Callable[[], None]) -> None:
@@ -44,7 +49,7 @@ def after_calls(owner: Any, name: str, look: Callable[[], None]) -> None:
     _replace(owner, name, plain, watched)
 
 
-def _replace(owner: Any, name: str, plain: Any, watched: Any) -> None:
-    if not hasattr(plain, _WATCHED):
-        setattr(watched, _WATCHED, True)
+def _replace(owner: Any, name: str, plain: Any, watched: Any, mark: str = _WATCHED) -> None:
+    if not hasattr(plain, mark):
+        setattr(watched, mark, True)
         setattr(owner, name, functools.wraps(plain)(watched))

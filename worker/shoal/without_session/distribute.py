@@ -4,9 +4,10 @@ The strategy does its work in the forward pass and in hooks on the optimizer's s
 """
 
 import atexit
+import functools
 import gc
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from shoal.strategies.base import Strategy
 from shoal.strategies.compiled_models import in_place
 from shoal.strategies.layout.strategy import LayoutStrategy
 from shoal.torch_private.c10d import all_groups
+from shoal.torch_private.watching import before_calls
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.numbers_given import as_number
 
@@ -62,6 +64,11 @@ class FixedRanksTraining:
         self._begun = self._reduced = False
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
+        for owner in (optimizer, self.model):
+            vars(owner)["zero_grad"] = self._forgetting(owner.zero_grad)
+        vars(optimizer)[_MARK] = self
+        for call in ("unscale_", "step"):
+            before_calls(torch.amp.GradScaler, call, _look_at_scaler, mark=_MARK)
         if is_gloo(group):
             _free_at_exit(self)
 
@@ -89,6 +96,32 @@ class FixedRanksTraining:
         self.layout.stepped()
         self._begun = False
 
+    def _forgetting(self, zero_grad: Callable[..., None]) -> Callable[..., None]:
+        """Return a `zero_grad` after which the next step has only the gradients of later passes,
+        also if the script has left out an optimizer's step."""
+
+        @functools.wraps(zero_grad)
+        def forgetting(*args: Any, **kwargs: Any) -> None:
+            zero_grad(*args, **kwargs)
+            self._reduced = False
+            self.layout.forget_gradients()
+
+        return forgetting
+
+    def check_scaler(self) -> None:
+        """Raise InvalidSpec for a GradScaler if ranks hold different gradients."""
+        if self.layout.is_replicated:
+            # The scaler looks for overflows itself, in the same gradients on every rank.
+            self.layout.looks_for_faults = False
+        elif self.layout.world.world_size > 1:
+            raise InvalidSpec(
+                "a GradScaler of the script's own, under a strategy that spreads gradients",
+                seen="scaler.unscale_(optimizer) or scaler.step(optimizer), which sees only this"
+                " rank's part of the gradients: ranks would skip different steps",
+                expected='bfloat16, which needs no scaling; strategy "ddp"; or a session, with'
+                ' session.register("scaler", scaler)',
+            )
+
     def release_groups(self) -> list[dist.ProcessGroup]:
         """Drop all references to the groups, and return the groups."""
         groups = [self.layout.world.group, *self.layout.groups()]
@@ -109,6 +142,14 @@ class FixedRanksTraining:
 
 
 _trainings: weakref.WeakSet[FixedRanksTraining] = weakref.WeakSet()
+
+
+def _look_at_scaler(
+    scaler: torch.amp.GradScaler, optimizer: Optimizer, *_: object, **__: object
+) -> None:
+    training = vars(optimizer).get(_MARK)
+    if isinstance(training, FixedRanksTraining) and scaler.is_enabled():
+        training.check_scaler()
 
 
 def _free_at_exit(training: FixedRanksTraining) -> None:

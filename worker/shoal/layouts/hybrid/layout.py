@@ -110,6 +110,10 @@ class HybridLayout(Layout):
         self._inner.begin()
         self._gradients.begin()
 
+    def forget_gradients(self) -> None:
+        self._inner.forget_gradients()
+        self._gradients.begin()
+
     def reduce_in_backward(self, reduces: bool) -> None:
         super().reduce_in_backward(reduces)
         self._inner.reduce_in_backward(reduces)

@@ -113,6 +113,9 @@ class SplitShardedLayout(ShardedLayout):
         self.non_finite_check.begin()
         self._gradients.begin()
 
+    def forget_gradients(self) -> None:
+        self._gradients.begin()
+
     def note_loss(self, loss: Tensor) -> None:
         self.non_finite_check.losses.note(loss)
 

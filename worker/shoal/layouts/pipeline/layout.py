@@ -104,6 +104,9 @@ class PipelineLayout(Layout):
         self.non_finite_check.begin()
         self._gradients.begin()
 
+    def forget_gradients(self) -> None:
+        self._gradients.begin()
+
     def backward(self, loss: Tensor, weight: float) -> None:
         raise _needs_forward_backward()
 

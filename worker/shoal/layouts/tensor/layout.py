@@ -202,6 +202,9 @@ class TensorLayout(Layout):
         self.non_finite_check.begin()
         self._gradients.begin()
 
+    def forget_gradients(self) -> None:
+        self._gradients.begin()
+
     def backward(self, loss: Tensor, weight: float) -> None:
         completes = self.completes and bool(self._summed)
         with self._gradients.of_pass(self._complete, completes=completes):

@@ -14,6 +14,7 @@ from shoal.layouts.optimizer_binding import MetaModel, OptimizerBinding
 from shoal.membership.generation import Generation, receivers_of
 from shoal.model.module_proxy import copy_modes, retarget
 from shoal.model.script_attributes import ScriptAttributes
+from shoal.model.script_hooks import ScriptHooks
 from shoal.model.several import models_of
 from shoal.state.peer_checkpoints import PeerCheckpoints
 from shoal.state.registered.objects import of_shard, with_registered
@@ -45,7 +46,7 @@ class ShardedStrategy(LayoutStrategy):
         self._peer_checkpoints = PeerCheckpoints(copies=copies, every_steps=copy_every_steps)
         self._binding: OptimizerBinding | None = None
         self._filling: Layout | None = None
-        self._attributes = ScriptAttributes()
+        self._attributes, self._hooks = ScriptAttributes(), ScriptHooks()
         self._copy_due = False
 
     def try_lay_out(self, model: nn.Module, world_size: int) -> None:
@@ -86,6 +87,7 @@ class ShardedStrategy(LayoutStrategy):
         copy_modes(self._proxy, binding.layout.plain)
         binding.layout.watch(self._transaction.expects_gradient)
         self._binding, self._filling, self._transaction.step = binding, None, state_shard.step
+        self._hooks.carry(self._proxy, binding.layout.plain)
         for name, module in models_of(binding.layout.plain).items():
             retarget(models_of(self._proxy)[name], module)
         self._attributes.note(self._proxy)

@@ -228,7 +228,9 @@ class SynchronousStrategy(Strategy):
         super().carry(registered)
         self._transaction.registered = registered
 
-    def gradients_lack(self) -> str:
+    def unsettled_gradients(self) -> str:
+        if self._transaction.votes.is_settled:
+            return ""
         if self._registered.scaler is not None:
             return "gradients that the registered GradScaler has scaled"
         if self._transaction.has_own_weights:
