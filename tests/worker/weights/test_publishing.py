@@ -256,6 +256,24 @@ def test_a_publication_dropped_without_a_coordinator_is_reported_before_the_next
     publications.close(waits=False)
 
 
+def test_publications_dropped_in_a_long_outage_are_all_reported_after_it(
+    series: MemorySeries, publications: Publications
+) -> None:
+    """Servers hold the parts of the first ones, which would leave no space for later parts. The
+    publication that replaced them is dropped itself."""
+    place = PublisherRank(number=1, rank=0, world_size=2)
+    series.holds.clear()
+    tickets = [
+        publications.publish(held(step, step, 0, 2), place, is_away=lambda: True)
+        for step in range(1, 6)
+    ]
+    series.holds.set()
+    reported = [series.reported_failures.get(timeout=10)[0] for _ in tickets[:4]]
+    assert reported == [each.publication for each in tickets[:4]]
+    assert not tickets[4].is_over
+    publications.close(waits=False)
+
+
 @pytest.mark.parametrize("call", ["prepare", "seal"])
 def test_a_failure_before_a_part_is_sent_is_reported(
     series: MemorySeries,
