@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from hashlib import sha256
 from types import TracebackType
 from typing import Literal, Self
@@ -156,6 +156,14 @@ class Subscription:
             version = self.wait(last)
             last = version.number
             yield version
+
+    def leased(self, version: WeightVersion) -> AbstractContextManager[None]:
+        """Keep servers from dropping a version within a block: other readers can fetch it.
+
+        Raises VersionGone if the version is not kept any more, the coordinator's refusal, and a
+        RetryError after 10 minutes without a coordinator.
+        """
+        return self._reader.leased(version.number, TIMEOUT_S)
 
     # --- tensors ---
 
