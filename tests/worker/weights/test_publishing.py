@@ -23,7 +23,7 @@ from shoal.weights.series import (
     SeriesOptions,
     held_state,
 )
-from shoal.weights.subscription import Subscription
+from shoal.weights.subscription import Subscription, Weights
 from shoal.weights.version import WeightVersion
 from shoal_proto import CHUNK_BYTES
 from shoal_proto.errors import (
@@ -585,6 +585,20 @@ def test_a_reader_never_goes_back(series: MemorySeries, publications: Publicatio
     with pytest.raises(Regressed):
         subscription.installed(old)
     assert target["b"].unique().tolist() == [2.0]
+
+
+def test_weights_whose_tables_were_released_cannot_be_installed(
+    series: MemorySeries, publications: Publications
+) -> None:
+    """The next changes would be all rows, without removed ones."""
+    publish(publications, 1.0, 1)
+    subscription = Subscription(series.reader(), "job/policy", tables=True)  # type: ignore[arg-type]
+    with Weights(WeightVersion(series.records[0]), {}) as weights:
+        pass
+    with pytest.raises(InvalidSpec, match="within their `with` block"):
+        subscription.installed(weights)
+    assert subscription.version == 0
+    assert series.reports == []
 
 
 def test_a_version_that_is_not_kept_is_gone(

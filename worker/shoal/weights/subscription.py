@@ -75,6 +75,8 @@ class Weights(Mapping[str, Tensor]):
         """Rows that differ from this subscription's installed version, by table; all rows if none
         was.
         """
+        self.is_released = False
+        """True after the `with` block: tensors, tables and changes are gone."""
 
     def __getitem__(self, name: str) -> Tensor:
         return self._tensors[name]
@@ -97,6 +99,7 @@ class Weights(Mapping[str, Tensor]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self.is_released = True
         self._tensors, self.tables, self.changes = {}, {}, {}
 
 
@@ -237,18 +240,19 @@ class Subscription:
     def installed(self, weights: Weights | WeightVersion) -> None:
         """Report that the reader has installed the version.
 
-        Raises Regressed if a newer version is installed, and InvalidSpec for a WeightVersion in a
-        subscription with tables.
+        Raises Regressed if a newer version is installed. In a subscription with tables also raises
+        InvalidSpec for a WeightVersion, and for Weights after their `with` block.
         """
         version = weights.version if isinstance(weights, Weights) else weights
         with self._installing:
             self.check_newer(version)
             if self._has_tables:
-                if not isinstance(weights, Weights):
+                if not isinstance(weights, Weights) or weights.is_released:
                     raise InvalidSpec(
                         "a subscription with tables installs only Weights returned by fetch()",
                         seen=repr(weights),
-                        expected="the Weights that the last call returned",
+                        expected="the Weights that the last call returned, within their `with`"
+                        " block: the next changes are those to its rows",
                     )
                 self._rows = weights.tables
             self._report(version, *self._fetched)
