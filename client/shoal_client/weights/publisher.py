@@ -126,7 +126,7 @@ class SeriesPublisher:
             check_layout(layout)
             return self._send_part(part, segment, tied, on_replicated, timeout_s)
         except PublicationAbandoned:
-            self._abandoned = [*self._abandoned, publication][-MAX_ABANDONED:]
+            self._note_abandoned(publication)
             raise
 
     def report_failure(
@@ -143,7 +143,8 @@ class SeriesPublisher:
                 # The coordinator ignores reports of an earlier or unknown publisher.
                 with suppress(Overloaded):
                     self.begin(timeout_s)
-            self._send_failure(publication, failure)
+            if self._send_failure(publication, failure).abandoned:
+                self._note_abandoned(publication)
         except ShoalError as error:
             log.info("failure_not_reported", series=self._series, reason=str(error))
 
@@ -195,7 +196,11 @@ class SeriesPublisher:
                 if self._closing.wait(back_off.pause_s(chance())):
                     raise
 
-    def _send_failure(self, publication: int, failure: BaseException) -> None:
+    def _note_abandoned(self, publication: int) -> None:
+        """Let the next put free the publication's segments."""
+        self._abandoned = [*self._abandoned, publication][-MAX_ABANDONED:]
+
+    def _send_failure(self, publication: int, failure: BaseException) -> pb.ContributePartReply:
         text = str(failure) if isinstance(failure, ShoalError) else repr(failure)
         request = pb.ContributePartRequest(
             publisher=self._publisher(),
@@ -205,7 +210,7 @@ class SeriesPublisher:
             world=self._world,
             failure=text[:MAX_FAILURE],
         )
-        self._coordinators.call(
+        return self._coordinators.call(
             lambda channel: WeightSeriesStub(channel).Contribute,
             request,
             timeout_s=CALL_S,

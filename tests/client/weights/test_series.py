@@ -14,7 +14,7 @@ import pytest
 from support.clusters.parameter_cluster import ParameterCluster
 from support.processes.few_files import few_files
 from support.processes.served_process import awaited
-from support.weights.publishing_script import LIMIT_S, SERIES, Script, contents
+from support.weights.publishing_script import LIMIT_S, SERIES, Script, contents, layout
 from support.weights.segments import segment_of
 
 from shoal_client.weights import leases
@@ -296,6 +296,29 @@ def test_a_late_reader_gets_a_version_of_an_ended_publisher(cluster: ParameterCl
         script.publish(b"11")
     with closing(SeriesReader([cluster.coordinator.grpc], SERIES, "late")) as late:
         assert contents(late.fetch(late.wait(0, LIMIT_S))) == [b"11"]
+
+
+def test_publications_reported_as_failed_take_no_space_from_the_next_one(
+    cluster: ParameterCluster,
+) -> None:
+    """A rank was without a coordinator for long: it drops its connections and two publications."""
+    with closing(Script(cluster, 2)) as before:
+        for publication in (1, 2):
+            is_replicated = threading.Event()
+            with pytest.raises(DeadlineExceeded):
+                before.ranks[0].contribute(
+                    segment_of(os.urandom(10)),
+                    layout(0, 10),
+                    publication=publication,
+                    on_replicated=is_replicated.set,
+                    timeout_s=2.0,
+                )
+            assert is_replicated.is_set()
+        with closing(Script(cluster, 2, incarnation=before.incarnation)) as after:
+            for publication in (1, 2):
+                after.ranks[0].report_failure(publication, Unavailable("training went on"))
+            after.publication = 2
+            assert after.publish(b"11", b"22").number == 1
 
 
 @pytest.mark.long

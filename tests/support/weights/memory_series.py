@@ -5,12 +5,19 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from hashlib import sha256
 
 from shoal.weights.reading import merged
 from shoal.weights.series import PublisherRank
 from shoal.weights.subscription import Subscription, version_digest
-from shoal_proto.errors import DeadlineExceeded, PublicationAbandoned, ShoalError, VersionGone
+from shoal_proto.errors import (
+    DeadlineExceeded,
+    PublicationAbandoned,
+    ShoalError,
+    Unavailable,
+    VersionGone,
+)
 from shoal_proto.segments.sealed import Segment
 from shoal_proto.v1 import weights_pb2
 
@@ -27,7 +34,7 @@ class MemorySeries:
         self.parts: dict[tuple[int, int], dict[int, tuple[Segment, weights_pb2.Layout]]] = {}
         self.segments: dict[bytes, Segment] = {}
         self.holds = threading.Event()
-        """Set while contributions are accepted; otherwise they wait."""
+        """Set while contributions and reports of failures are accepted; otherwise they wait."""
         self.holds.set()
         self.failure: ShoalError | None = None
         self.reported_failures = queue.Queue[tuple[int, BaseException]]()
@@ -93,7 +100,7 @@ class MemoryContributor:
         on_replicated: Callable[[], None],
     ) -> weights_pb2.VersionRecord:
         series, place = self._series, self._place
-        series.holds.wait()
+        self._await_coordinator()
         if series.failure is not None:
             raise series.failure
         on_replicated()
@@ -116,11 +123,21 @@ class MemoryContributor:
     def report_failure(
         self, publication: int, failure: BaseException, timeout_s: float = 0.0
     ) -> None:
-        if not self._closed and not isinstance(failure, PublicationAbandoned):
+        if isinstance(failure, PublicationAbandoned):
+            return
+        with suppress(Unavailable):
+            self._await_coordinator()
             self._series.reported_failures.put((publication, failure))
 
     def close(self) -> None:
         self._closed = True
+
+    def _await_coordinator(self) -> None:
+        """Raise Unavailable once closed."""
+        while not self._series.holds.wait(0.02) and not self._closed:
+            pass
+        if self._closed:
+            raise Unavailable("the connection was closed")
 
 
 class MemoryReader:

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -124,6 +125,65 @@ def test_workers_install_one_version_if_each_sees_another_newest_one(
     with ThreadPoolExecutor(2) as workers:
         list(workers.map(work, range(2)))
     assert sorted(installed) == [(0, 57), (1, 57)]
+
+
+class Engine:
+    """A vLLM engine's client. The first update fails, as if the engine had been restarted."""
+
+    def __init__(self) -> None:
+        self.is_leased = False
+        self.calls: list[str] = []
+
+    def init_weight_transfer_engine(self, info: object) -> None:
+        self.calls.append("init")
+
+    def start_weight_update(self) -> None:
+        pass
+
+    def update_weights(self, info: dict[str, int]) -> None:
+        assert self.is_leased, "the version may be dropped"
+        self.calls.append(f"update {info['version']}")
+        if self.calls.count("init") == 1:
+            raise OSError("500 Internal Server Error")
+
+    def finish_weight_update(self, version: str) -> None:
+        self.calls.append(f"finish {version}")
+
+
+class Followed:
+    """A subscription to versions 1 and 2."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def __iter__(self) -> Iterator[WeightVersion]:
+        return (WeightVersion(VersionRecord(number=number)) for number in (1, 2))
+
+    @contextmanager
+    def leased(self, version: WeightVersion) -> Iterator[None]:
+        self._engine.is_leased = True
+        yield
+        self._engine.is_leased = False
+
+
+@pytest.mark.parametrize("adapter", [("vllm", VLLM)], indirect=True, ids=["vllm"])
+def test_an_engine_gets_the_next_version_after_one_that_it_could_not_install(
+    adapter: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine()
+    monkeypatch.setattr(adapter, "subscribe", lambda *_, **__: nullcontext(Followed(engine)))
+    adapter.follow(engine, "rl/policy", until=lambda version: version.number == 2)
+    assert engine.calls == ["init", "update 1", "init", "update 2", "finish 2"]
+
+
+@pytest.mark.parametrize("adapter", [("vllm", VLLM)], indirect=True, ids=["vllm"])
+def test_a_last_version_that_an_engine_cannot_install_is_an_error(
+    adapter: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine()
+    monkeypatch.setattr(adapter, "subscribe", lambda *_, **__: nullcontext(Followed(engine)))
+    with pytest.raises(OSError, match="500 Internal Server Error"):
+        adapter.follow(engine, "rl/policy", until=lambda version: True)
 
 
 @pytest.mark.parametrize("adapter", [("verl", VERL)], indirect=True, ids=["verl"])

@@ -26,7 +26,7 @@ from shoal.weights.series import (
     SeriesOptions,
     held_state,
 )
-from shoal.weights.subscription import Subscription
+from shoal.weights.subscription import Subscription, Weights
 from shoal.weights.version import WeightVersion
 from shoal_proto import CHUNK_BYTES
 from shoal_proto.errors import (
@@ -257,6 +257,24 @@ def test_a_publication_dropped_without_a_coordinator_is_reported_before_the_next
         assert fails_at or not newest.is_over
     reported = [series.reported_failures.get(timeout=10) for _ in before]
     assert [number for number, _ in reported] == [each.publication for each in before]
+    publications.close(waits=False)
+
+
+def test_publications_dropped_in_a_long_outage_are_all_reported_after_it(
+    series: MemorySeries, publications: Publications
+) -> None:
+    """Servers hold the parts of the first ones, which would leave no space for later parts. The
+    publication that replaced them is dropped itself."""
+    place = PublisherRank(number=1, rank=0, world_size=2)
+    series.holds.clear()
+    tickets = [
+        publications.publish(held(step, step, 0, 2), place, is_away=lambda: True)
+        for step in range(1, 6)
+    ]
+    series.holds.set()
+    reported = [series.reported_failures.get(timeout=10)[0] for _ in tickets[:4]]
+    assert reported == [each.publication for each in tickets[:4]]
+    assert not tickets[4].is_over
     publications.close(waits=False)
 
 
@@ -571,6 +589,20 @@ def test_a_reader_never_goes_back(series: MemorySeries, publications: Publicatio
     with pytest.raises(Regressed):
         subscription.installed(old)
     assert target["b"].unique().tolist() == [2.0]
+
+
+def test_weights_whose_tables_were_released_cannot_be_installed(
+    series: MemorySeries, publications: Publications
+) -> None:
+    """The next changes would be all rows, without removed ones."""
+    publish(publications, 1.0, 1)
+    subscription = Subscription(series.reader(), "job/policy", tables=True)  # type: ignore[arg-type]
+    with Weights(WeightVersion(series.records[0]), {}) as weights:
+        pass
+    with pytest.raises(InvalidSpec, match="within their `with` block"):
+        subscription.installed(weights)
+    assert subscription.version == 0
+    assert series.reports == []
 
 
 def test_a_version_that_is_not_kept_is_gone(

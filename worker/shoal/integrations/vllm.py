@@ -304,10 +304,29 @@ def follow(
     until: Callable[[WeightVersion], bool] = lambda version: False,
 ) -> None:
     """Make an engine install each newest version, until `until(version)` is True. Versions
-    published during an installation are skipped, except the newest."""
-    client.init_weight_transfer_engine({"series": series, "coordinator": coordinator})
+    published during an installation are skipped, except the newest.
+
+    If an installation fails, the error is logged, and the next newer version is installed. If
+    `until(version)` is True for the failed version, the error is raised.
+    """
+    given = {"series": series, "coordinator": coordinator}
+    client.init_weight_transfer_engine(given)
     with subscribe(series, coordinator=coordinator) as subscription:
+        has_failed = False
         for version in subscription:
-            install(client, version)
+            try:
+                if has_failed:
+                    # The engine may have been restarted.
+                    client.init_weight_transfer_engine(given)
+                # The engine's workers begin to fetch later, perhaps after further versions.
+                with subscription.leased(version):
+                    install(client, version)
+            except Exception as error:
+                if until(version):
+                    raise
+                has_failed = True
+                log.error("version_not_installed", version=version.number, reason=str(error))
+                continue
+            has_failed = False
             if until(version):
                 return

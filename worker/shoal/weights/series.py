@@ -327,7 +327,7 @@ class _Publication:
     """The previous publication, which is to be committed first."""
     dropped: Sequence[int]
     """Numbers of the publications that this one replaces. Another rank may still wait for them: it
-    may have reached a coordinator sooner."""
+    may have reached a coordinator sooner. Servers may hold their parts."""
     metadata: Mapping[str, str]
     tied: Mapping[str, str] | None
     """Further names of parameters, for a version with tables; else None."""
@@ -355,6 +355,8 @@ class Publications:
         self._num_sent = 0
         self._numbers = (-1, 0)
         """Step of the last publication, and the number of earlier publications of that step."""
+        self._replaced: Sequence[int] = ()
+        """Publications that were replaced without a coordinator, and are not reported yet."""
 
     def publish(
         self,
@@ -383,19 +385,20 @@ class Publications:
         self._enter(publisher)
         # Count it even if it is not sent: later numbers must be the same on all ranks.
         number = number or self._next_number(held.step)
-        dropped: list[int] = []
         while not self._has_turn():
             if is_over():
                 self._drop()
                 return _not_sent(number, held.step)
             if is_away():
                 # Not this one, which may be the last and so has to be committed later.
-                dropped = [each.publication for each in self._tickets]
+                replaced = [each.publication for each in self._tickets]
                 self._drop()
+                # The first of an outage may have parts on servers; later ones were never begun.
+                self._replaced = [*self._replaced[:IN_FLIGHT], *replaced]
                 self._enter(publisher)
             else:
                 self._tickets[0].await_end(LOOK_S)
-        contributors = self._contributors
+        contributors, dropped = self._contributors, self._replaced
         contributor = contributors[self._num_sent % len(contributors)]
         try:
             writer = self._copied(part)
@@ -465,7 +468,7 @@ class Publications:
             return
         self._drop()
         if publisher != self._publisher:
-            self._numbers, self._publisher = (-1, 0), publisher
+            self._numbers, self._publisher, self._replaced = (-1, 0), publisher, ()
         count = IN_FLIGHT if publisher.world_size > 1 else 1
         self._contributors = _Contributors([self._connect(publisher) for _ in range(count)])
 
@@ -482,6 +485,8 @@ class Publications:
             # Not during the copy: the trainer waits for the copy, and a digest would take
             # processors from it.
             _report_dropped(publication.contributor, publication.dropped)
+            if publication.dropped and not publication.contributors.is_closed:
+                self._replaced = ()
             segment = publication.writer.seal(publication.writer.digest_in_place())
             self._writers.prepare(publication.part.num_bytes)
             if publication.before is not None:

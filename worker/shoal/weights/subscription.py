@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from hashlib import sha256
 from types import TracebackType
 from typing import Literal, Self
@@ -75,6 +75,8 @@ class Weights(Mapping[str, Tensor]):
         """Rows that differ from this subscription's installed version, by table; all rows if no
         version is installed.
         """
+        self.is_released = False
+        """True after the `with` block: tensors, tables and changes are gone."""
 
     def __getitem__(self, name: str) -> Tensor:
         return self._tensors[name]
@@ -97,6 +99,7 @@ class Weights(Mapping[str, Tensor]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self.is_released = True
         self._tensors, self.tables, self.changes = {}, {}, {}
 
 
@@ -185,6 +188,14 @@ class Subscription:
             last = version.number
             yield version
 
+    def leased(self, version: WeightVersion) -> AbstractContextManager[None]:
+        """Keep servers from dropping a version within a block: other readers can fetch it.
+
+        Raises VersionGone if the version is not kept any more, the coordinator's refusal, and a
+        RetryError after 10 minutes without a coordinator.
+        """
+        return self._reader.leased(version.number, TIMEOUT_S)
+
     # --- tensors ---
 
     def fetch(self, version: Wanted = "newest", into: Target | None = None) -> Weights:
@@ -266,18 +277,19 @@ class Subscription:
     def installed(self, weights: Weights | WeightVersion) -> None:
         """Report that the reader has installed the version.
 
-        Raises Regressed if a newer version is installed, and InvalidSpec for a WeightVersion in a
-        subscription with tables.
+        Raises Regressed if a newer version is installed. In a subscription with tables also raises
+        InvalidSpec for a WeightVersion, and for Weights after their `with` block.
         """
         version = weights.version if isinstance(weights, Weights) else weights
         with self._installing:
             self.check_newer(version)
             if self._has_tables:
-                if not isinstance(weights, Weights):
+                if not isinstance(weights, Weights) or weights.is_released:
                     raise InvalidSpec(
                         "a subscription with tables installs only Weights returned by fetch()",
                         seen=repr(weights),
-                        expected="the Weights that the last call returned",
+                        expected="the Weights that the last call returned, within their `with`"
+                        " block: the next changes are those to its rows",
                     )
                 self._rows = weights.tables
             self._report(version, *self._fetched)

@@ -316,7 +316,10 @@ class WeightSeriesService(WeightSeriesServicer):
                     why=request.failure,
                 )
             )
-            return pb.ContributePartReply()
+            is_abandoned = actor.series.is_abandoned(publisher, request.publication)
+            # Confirmed, since a successor of a deposed leader may have committed the publication.
+            await self._store.confirm()
+            return pb.ContributePartReply(abandoned=is_abandoned)
         own_part, *cut_parts = messages.parts_from_pb(request)
 
         def contributed(call: Call, part: PublicationPart = own_part) -> Event:

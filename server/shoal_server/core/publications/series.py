@@ -49,6 +49,7 @@ from shoal_server.core.publications.records import (
     LOSSES_KEPT,
     PublishedSegment,
     PublishedVersion,
+    Publisher,
     SeriesHead,
     StoredSeries,
 )
@@ -166,6 +167,10 @@ class PublishedSeries:
         report = reader.report
         known = self.head.digests.get(report.installed)
         return known is not None and report.installed_digest != known
+
+    def is_abandoned(self, publisher: Publisher, publication: int) -> bool:
+        """True if this publication of the present publisher never becomes a version."""
+        return publisher == self.head.publisher and publication in self._abandoned.reasons
 
     # --- one change at a time ---
 

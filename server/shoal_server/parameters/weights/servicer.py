@@ -12,6 +12,7 @@ from shoal_proto.errors import (
     Overloaded,
     RefusedError,
     ShoalError,
+    StaleEpoch,
     Unavailable,
 )
 from shoal_proto.segments.digests import DIGEST_BYTES
@@ -194,7 +195,8 @@ class WeightsServicer(WeightStoreServicer):
         newest records are read: a version may have been committed."""
         try:
             self._holdings.admit(series, digest, origin)
-        except Overloaded:
+        except (Overloaded, StaleEpoch):
+            # Epochs begin again at 1 once a job was removed.
             await self._records.refresh(series)
             self._holdings.admit(series, digest, origin)
 

@@ -251,6 +251,8 @@ def test_a_publication_without_a_rank_that_failed_is_abandoned_at_once() -> None
     assert (refused.refusal, refused.seen) == (PublicationRefusal.ABANDONED, "no memory left")
     assert run.submit(failed(2)) == []
     assert refusals(run.submit(contributed(2, world=2))) == {"2.0": PublicationRefusal.ABANDONED}
+    assert run.series.is_abandoned(ONE, 2)
+    assert not run.series.is_abandoned(Publisher(generation=2), 2)
 
 
 def test_a_publication_that_is_complete_or_of_a_later_publisher_is_not_abandoned() -> None:
@@ -260,8 +262,10 @@ def test_a_publication_that_is_complete_or_of_a_later_publisher_is_not_abandoned
     run.submit(contributed(1, world=2))
     run.submit(contributed(1, rank=1, world=2))
     assert run.submit(failed(1)) == []
+    assert not run.series.is_abandoned(ONE, 1)
     run.settle()
     assert run.submit(failed(1)) == []
+    assert not run.series.is_abandoned(ONE, 1)
     later = Publisher(generation=2)
     run.begin(later)
     run.submit(contributed(2, world=2, epoch=2, publisher=later))
