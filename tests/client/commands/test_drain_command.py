@@ -14,6 +14,7 @@ from support.processes.load import unhurried
 from shoal_client.cli import parse
 from shoal_client.commands import drain as command
 from shoal_client.commands import status
+from shoal_client.commands.address import StatusAddress
 from shoal_client.commands.drain import DrainConfig, drain
 from shoal_client.commands.status import StatusClient
 from shoal_client.membership.member_session import MemberSession
@@ -148,7 +149,8 @@ def drain_with(at: ChangingLeaders, monkeypatch: pytest.MonkeyPatch) -> int:
     """Drain member b of job j, with this fake in place of the connections."""
     monkeypatch.setattr(command, "StatusClient", lambda urls: at)
     monkeypatch.setattr(command, "Coordinators", lambda addresses: at)
-    return drain(DrainConfig(member="b", job="j", timeout_s=unhurried(30.0)))
+    address = StatusAddress(http="http://127.0.0.1:1")
+    return drain(DrainConfig(member="b", job="j", address=address, timeout_s=unhurried(30.0)))
 
 
 def test_a_drain_is_requested_again_after_a_change_of_leaders(
