@@ -29,10 +29,11 @@ DETAILS = frozenset(
         *("member_joined", "member_proposed", "member_removed", "boundary_agreed"),
         *("collective_failed", "phase_collect", "phase_prepare", "phase_committed"),
         *("phase_aborted", "phase_running", "shards_copied"),
+        *("member_paused", "member_resumed"),
     }
 )
 """Kinds of events that are details: other events, such as `generation_changed`, sum them up in one
-line."""
+line, or they come with each evaluation."""
 
 
 @dataclass(kw_only=True)

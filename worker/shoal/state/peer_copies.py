@@ -382,7 +382,7 @@ class PeerCopies:
                     self._busy = False
                     self._changed.notify_all()
         except Exception as error:  # noqa: BLE001 - raised to the trainer by its next offer
-            log.info("peer_copies_ended", reason=str(error), closed=self._closed)
+            log.debug("peer_copies_ended", reason=str(error), closed=self._closed)
             with self._changed:
                 # Drop the traceback: its frames hold the group.
                 self._failure = error.with_traceback(None)

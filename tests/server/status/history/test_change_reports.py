@@ -95,7 +95,9 @@ def test_the_line_is_an_event_and_other_events_are_details() -> None:
     board = StatusBoard(clock=lambda: 50.0)
     board.event("j", "phase_collect", "vm-2: its launcher saw it end (SIGKILL)")
     board.record_generation("j", story(stayed=()))
-    assert [each.kind for each in board.events("j")] == ["phase_collect", "generation_changed"]
+    board.event("j", "member_paused", "rank 0 is paused: evaluation")
+    kinds = ["phase_collect", "generation_changed", "member_paused"]
+    assert [each.kind for each in board.events("j")] == kinds
     (line,) = board.events("j", details=False)
     assert line.reason.startswith("generation 4: lost vm-2 (SIGKILL); 3 go on")
 
