@@ -10,6 +10,9 @@ from support.training.elastic_bodies import Elastic, layers, strategy_of
 from support.training.elastic_bodies import numbers as data
 from support.training.rank_bodies import session_of
 from torch.nn.functional import cross_entropy
+from torch.utils.data import TensorDataset
+
+from shoal.data.batches import Batch
 
 NUM_STEPS = 4
 
@@ -35,6 +38,11 @@ class Noisy(torch.optim.SGD):
 
 def draw() -> float:
     return float(torch.rand(()))
+
+
+def measured(batch: Batch) -> dict[str, float]:
+    """Draw a number for each sample of an evaluation: members have different numbers of them."""
+    return {"noise": float(torch.rand(len(batch.indices)).sum())}
 
 
 def train(report: Report, run: Drawing) -> None:
@@ -65,6 +73,8 @@ def train(report: Report, run: Drawing) -> None:
                 drawn["after an update"].append(draw())
                 session.backward(cross_entropy(second(inputs), targets), optimizer=optimizers[1])
             drawn["after the step"].append(draw())
+            if run.has_batches:
+                session.evaluate(TensorDataset(data()[0][:3]), measured, batch_size=2)
             with torch.no_grad():
                 if run.has_batches:
                     torch.nn.init.normal_(second[0].weight, std=0.1)

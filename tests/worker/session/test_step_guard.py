@@ -875,6 +875,24 @@ def test_clipping_by_torch_is_refused_for_losses_with_weights(
         train_alone(cluster, "ddp", body)
 
 
+def test_under_zero1_torch_cannot_clip_the_norm_of_one_members_gradients(
+    cluster: LocalCluster,
+) -> None:
+    """Regression: after `session.clip_grad_norm` each member clipped by the norm of the parameters
+    that it steps."""
+
+    def body(session: Session, model: Any, _: Any, batch: shoal.Batch) -> None:
+        with session.step():
+            session.backward(loss_of(session, model, batch), weight=24)
+            session.clip_grad_norm(math.inf)
+            nn.utils.clip_grad_value_(model.parameters(), 0.1)
+            if batch.step == 2:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+    with pytest.raises(InvalidSpec, match=r"under zero1, in step 2; .*that this member steps"):
+        train_alone(cluster, "zero1", body)
+
+
 @pytest.mark.parametrize("kind", ["None", "samples", "no gradient"])
 def test_values_that_are_no_loss_are_refused(cluster: LocalCluster, kind: str) -> None:
     def body(session: Session, model: Any, _: Any, batch: shoal.Batch) -> None:

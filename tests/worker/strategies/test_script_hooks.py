@@ -2,6 +2,7 @@
 so has the next generation's."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -135,3 +136,32 @@ def through_generations(made: Callable[[], ShardedStrategy]) -> None:
 def test_hooks_that_are_added_while_training_stay_until_they_are_removed(strategy: str) -> None:
     """Regression: the next generation lost them."""
     run_in_memory(through_generations, 2, equality.made(strategy, 2))
+
+
+def evaluated_in_generations(made: Callable[[], ShardedStrategy]) -> list[int]:
+    """Return the number of calls of a hook on the whole model in an evaluation, by generation."""
+    strategy, calls = made(), list[str]()
+
+    def hooked(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model, optimizer = equality.build("sgd", seed)
+        model.register_forward_hook(lambda *_: calls.append("forward"))
+        return model, optimizer
+
+    _, model, *_ = enter(replace(equality.run_of("sgd"), build=hooked), strategy)
+    counts = []
+    for number in (2, 3, 4):
+        calls.clear()
+        with torch.no_grad():
+            model(equality.samples()[0])
+        counts.append(len(calls))
+        next_generation(strategy, number)
+    strategy.close()
+    return counts
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "fsdp", "tensor", "pipeline", "hybrid"])
+def test_each_generation_calls_the_same_hooks_in_evaluation(strategy: str) -> None:
+    """Regression: under pipeline, hooks on the whole model were called from the second generation
+    on only."""
+    for counts in run_in_memory(evaluated_in_generations, 2, equality.made(strategy, 2)):
+        assert len(set(counts)) == 1

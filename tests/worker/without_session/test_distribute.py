@@ -157,8 +157,10 @@ def scaled(model: Any, optimizer: Any, part: slice, *, clip: Callable[[], object
     return float(scaler.get_scale())
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_grad_scaler_skips_the_same_steps_on_all_ranks_under_ddp(world_size: int) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "world_size"), [("ddp", 1), ("ddp", 2), ("zero1", 1), ("fsdp", 1), ("tensor", 1)]
+)
+def test_a_grad_scaler_skips_the_same_steps_on_all_ranks(strategy: str, world_size: int) -> None:
     """Regression: an overflow ended the job."""
     plain = new_model()
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
@@ -174,7 +176,7 @@ def test_a_grad_scaler_skips_the_same_steps_on_all_ranks_under_ddp(world_size: i
     def body() -> tuple[float, dict[str, Tensor]]:
         model: Any = models[torch.distributed.get_rank()]
         optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        model, optimizer = shoal.distribute(model, optimizer)
+        model, optimizer = shoal.distribute(model, optimizer, strategy)
         part = slice(*range_of_rank(0, BATCH, *shoal.data_share(model)))
         own = scaled(model, optimizer, part, clip=lambda: shoal.clip_grad_norm(model, 0.05))
         return own, dict(shoal.state_dict(model))

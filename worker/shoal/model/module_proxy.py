@@ -119,6 +119,11 @@ def unwrap_proxy(proxy: nn.Module) -> nn.Module:
     return module
 
 
+def unwrapped_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules of a model by name, also those behind proxies."""
+    return {name: unwrap_proxy(each) for name, each in model.named_modules()}
+
+
 def retarget(proxy: nn.Module, module: nn.Module) -> None:
     """Put another module of the same structure behind a proxy."""
     proxy.__dict__["_module"] = module

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.model.module_proxy import unwrap_proxy
+from shoal.model.module_proxy import unwrapped_modules
 from shoal.torch_private.modules import buffer_table, transient_buffers
 from shoal.torch_private.tensors import num_writes
 
@@ -29,13 +29,13 @@ class ScriptAttributes:
         """Note the attributes of a model that was just laid out: later changes are the script's."""
         self._seen = {
             name: {key: _noted(value) for key, value in _attributes(part).items()}
-            for name, part in _parts(model).items()
+            for name, part in unwrapped_modules(model).items()
         }
 
     def copy_to(self, model: nn.Module, into: nn.Module) -> None:
         """Copy the attributes set since `note` to another model of the same structure."""
-        others = _parts(into)
-        for name, part in _parts(model).items():
+        others = unwrapped_modules(into)
+        for name, part in unwrapped_modules(model).items():
             # A stage of a pipeline has modules that the model lacks.
             if name in self._seen and isinstance(part, type(others.get(name))):
                 _carry(part, self._seen[name], others[name])
@@ -74,10 +74,6 @@ def _carry(part: nn.Module, seen: Mapping[str, object], into: nn.Module) -> None
             into.register_buffer(key, value, persistent=False)
         else:
             setattr(into, key, value)
-
-
-def _parts(model: nn.Module) -> dict[str, nn.Module]:
-    return {name: unwrap_proxy(part) for name, part in model.named_modules()}
 
 
 def _attributes(part: nn.Module) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from shoal.model.module_proxy import unwrap_proxy
+from shoal.model.module_proxy import unwrapped_modules
 from shoal.torch_private.modules import HookTables, copy_backward_kind, hook_tables
 
 _NOT_THE_SCRIPTS = ("torch", "shoal")
@@ -42,9 +42,9 @@ class ScriptHooks:
     def carry(self, model: nn.Module, into: nn.Module) -> None:
         """Change the hooks of another model that was just laid out as the script has changed those
         of `model` since the last call."""
-        seen, parts = self._seen, {name: unwrap_proxy(each) for name, each in model.named_modules()}
+        seen, parts = self._seen, unwrapped_modules(model)
         self._seen = {}
-        for name, part in into.named_modules():
+        for name, part in unwrapped_modules(into).items():
             others = hook_tables(part)
             self._seen[name] = [set(table) for table, _ in others]
             if name in seen and name in parts:

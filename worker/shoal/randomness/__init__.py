@@ -13,8 +13,8 @@ if a step is repeated.
 """
 
 import hashlib
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from types import TracebackType
 
@@ -103,6 +103,16 @@ def restore_generators(states: Sequence[torch.Tensor]) -> None:
     torch.default_generator.set_state(states[0])
     if len(states) > 1:
         torch.cuda.set_rng_state_all(states[1:])
+
+
+@contextmanager
+def preserved() -> Iterator[None]:
+    """Return a context after which torch's generators continue as if nothing was drawn in it."""
+    states = generator_states()
+    try:
+        yield
+    finally:
+        restore_generators(states)
 
 
 def sample_generator(index: int = 0, name: str = "") -> torch.Generator:

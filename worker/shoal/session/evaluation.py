@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from shoal import randomness
 from shoal.data.batch_options import own_collate
 from shoal.data.batches import Batch, Dataset, Loader, dataset_size, describe
 from shoal.data.content import content_of
@@ -66,7 +67,7 @@ class Evaluation:
         def attempt(generation: Generation, group: dist.ProcessGroup) -> dict[str, Any]:
             index, count = strategy.data_share(generation)
             # Shares take different times: members wait for the slowest.
-            with pausing():
+            with pausing(), randomness.preserved():
                 sums = self._sums(index, count)
                 strategy.finish_passes()
             return reduce(sums, "sum", group, generation, part=index)

@@ -45,6 +45,7 @@ _MARK = "_shoal_watched"
 _MADE_MEANS = (
     "Code of your own that reads or changes gradients goes after"
     " session.clip_grad_norm(math.inf), which makes them those of the mean and clips nothing."
+    " Under zero1, gradients of parameters that another member steps are None from then on."
 )
 
 

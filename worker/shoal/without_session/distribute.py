@@ -110,10 +110,10 @@ class FixedRanksTraining:
 
     def check_scaler(self) -> None:
         """Raise InvalidSpec for a GradScaler if ranks hold different gradients."""
-        if self.layout.is_replicated:
+        if self.layout.is_replicated or self.layout.world.world_size == 1:
             # The scaler looks for overflows itself, in the same gradients on every rank.
             self.layout.looks_for_faults = False
-        elif self.layout.world.world_size > 1:
+        else:
             raise InvalidSpec(
                 "a GradScaler of the script's own, under a strategy that spreads gradients",
                 seen="scaler.unscale_(optimizer) or scaler.step(optimizer), which sees only this"

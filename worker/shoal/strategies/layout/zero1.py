@@ -59,6 +59,12 @@ class Zero1(ShardedStrategy):
         # An Inf would stay in the residual that compression keeps.
         return self._compression is None
 
+    def gradients_lack(self) -> str:
+        lack = super().gradients_lack()
+        if not lack and self._reduced:
+            return "gradients of the parameters that this member steps"
+        return lack
+
     def options(self) -> Mapping[str, str]:
         return {"compression": str(self._compression or "none")}
 
