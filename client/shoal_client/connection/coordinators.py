@@ -271,12 +271,16 @@ class Closable(Protocol):
 def close_channels(channels: Iterable[Closable]) -> None:
     """Close the channels within CLOSE_WITHIN_S: calls in progress fail. gRPC's `close` would wait
     for a call that KeyboardInterrupt kept from starting, and that never ends."""
-    closing = [
-        threading.Thread(target=channel.close, name="shoal-close", daemon=True)
-        for channel in channels
-    ]
-    for thread in closing:
-        thread.start()
+    closing: list[threading.Thread] = []
+    for channel in channels:
+        thread = threading.Thread(target=channel.close, name="shoal-close", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            # No further thread is possible, for example once the script has ended.
+            channel.close()
+        else:
+            closing.append(thread)
     give_up_s = time.monotonic() + CLOSE_WITHIN_S
     for thread in closing:
         thread.join(max(0.0, give_up_s - time.monotonic()))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import structlog
 
 from shoal_client.connection.coordinators import OUTLASTED, Coordinators
-from shoal_proto.errors import DeadlineExceeded, Regressed, ShoalError, Unavailable, VersionGone
+from shoal_proto.errors import Overloaded, Regressed, RetryError, ShoalError, VersionGone
 from shoal_proto.v1.weights_pb2 import ReaderReport, ReaderReportReply
 from shoal_proto.v1.weights_pb2_grpc import WeightSeriesStub
 
@@ -151,8 +151,8 @@ class ReaderLeases:
             try:
                 self._report(min(left_s, ATTEMPT_S))
                 return
-            except (Unavailable, DeadlineExceeded):
-                if left_s <= ATTEMPT_S or self._is_closed:
+            except RetryError as error:
+                if isinstance(error, Overloaded) or left_s <= ATTEMPT_S or self._is_closed:
                     raise
 
     def _report(self, timeout_s: float) -> None:

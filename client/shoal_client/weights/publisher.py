@@ -82,10 +82,13 @@ class SeriesPublisher:
                 self._abandoned.clear()
             self._epoch, self._lease_s = reply.epoch, reply.lease_s
         if self._lease_s and (self._renewing is None or not self._renewing.is_alive()):
-            self._renewing = threading.Thread(
+            renewing = threading.Thread(
                 target=self._renew, name="shoal-publisher-lease", daemon=True
             )
-            self._renewing.start()
+            # RuntimeError: no further thread is possible, for example once the script has ended.
+            with suppress(RuntimeError):
+                renewing.start()
+                self._renewing = renewing
         return reply
 
     def contribute(
@@ -154,6 +157,7 @@ class SeriesPublisher:
         self._closing.set()
         if self._renewing is not None:
             self._renewing.join()
+        if self._lease_s:
             self._release_series()
         self._stores.close()
         self._coordinators.close()

@@ -3,6 +3,8 @@
 import threading
 import time
 
+import pytest
+
 from shoal_client.connection.coordinators import CLOSE_WITHIN_S, close_channels
 
 
@@ -38,5 +40,19 @@ def test_channels_are_closed_when_the_call_returns() -> None:
     at_once = threading.Event()
     at_once.set()
     channels = [Channel(at_once), Channel(at_once)]
+    close_channels(channels)
+    assert all(channel.closed.is_set() for channel in channels)
+
+
+def test_channels_are_closed_without_a_further_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python 3.12 starts no thread once the script has ended, and publications end later."""
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    at_once = threading.Event()
+    at_once.set()
+    channels = [Channel(at_once), Channel(at_once)]
+    monkeypatch.setattr(threading.Thread, "start", refuse)
     close_channels(channels)
     assert all(channel.closed.is_set() for channel in channels)

@@ -233,6 +233,16 @@ async def test_a_job_with_parameters_or_samples_is_not_retried_from_scratch(key:
         await registry.retry("j", from_scratch=False)
 
 
+async def test_a_finished_job_is_refused_from_scratch_as_finished() -> None:
+    """The advice for a job with samples, to retry without `--from-scratch`, would not help."""
+    store = MemoryStore()
+    async with served(store) as world:
+        await finished_job(world)
+        await store.put(keys.sample_ledger("j"), b"{}")
+        with pytest.raises(JobFinished):
+            await world.coordinator.registry.retry("j", from_scratch=True)
+
+
 async def test_a_reset_of_an_unknown_job_does_nothing() -> None:
     """The call returns False, and writes nothing."""
     store = MemoryStore()

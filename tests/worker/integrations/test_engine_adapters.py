@@ -151,13 +151,16 @@ class Engine:
 
 
 class Followed:
-    """A subscription to versions 1 and 2."""
+    """A subscription whose newest version is a further one of `newest` at each wait."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, *newest: int) -> None:
         self._engine = engine
+        self._newest = iter(newest)
 
-    def __iter__(self) -> Iterator[WeightVersion]:
-        return (WeightVersion(VersionRecord(number=number)) for number in (1, 2))
+    def wait(self, newer_than: int) -> WeightVersion:
+        number = next(self._newest)
+        assert number > newer_than
+        return WeightVersion(VersionRecord(number=number))
 
     @contextmanager
     def leased(self, version: WeightVersion) -> Iterator[None]:
@@ -167,13 +170,18 @@ class Followed:
 
 
 @pytest.mark.parametrize("adapter", [("vllm", VLLM)], indirect=True, ids=["vllm"])
-def test_an_engine_gets_the_next_version_after_one_that_it_could_not_install(
-    adapter: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("newest", [1, 2])
+def test_an_engine_gets_the_newest_version_after_one_that_it_could_not_install(
+    newest: int, adapter: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The newest version may be the one that it could not install."""
     engine = Engine()
-    monkeypatch.setattr(adapter, "subscribe", lambda *_, **__: nullcontext(Followed(engine)))
-    adapter.follow(engine, "rl/policy", until=lambda version: version.number == 2)
-    assert engine.calls == ["init", "update 1", "init", "update 2", "finish 2"]
+    followed = Followed(engine, 1, newest)
+    monkeypatch.setattr(adapter, "FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(adapter, "subscribe", lambda *_, **__: nullcontext(followed))
+    finish = f"finish {newest}"
+    adapter.follow(engine, "rl/policy", until=lambda version: finish in engine.calls)
+    assert engine.calls == ["init", "update 1", "init", f"update {newest}", finish]
 
 
 @pytest.mark.parametrize("adapter", [("vllm", VLLM)], indirect=True, ids=["vllm"])
@@ -181,7 +189,7 @@ def test_a_last_version_that_an_engine_cannot_install_is_an_error(
     adapter: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = Engine()
-    monkeypatch.setattr(adapter, "subscribe", lambda *_, **__: nullcontext(Followed(engine)))
+    monkeypatch.setattr(adapter, "subscribe", lambda *_, **__: nullcontext(Followed(engine, 1)))
     with pytest.raises(OSError, match="500 Internal Server Error"):
         adapter.follow(engine, "rl/policy", until=lambda version: True)
 

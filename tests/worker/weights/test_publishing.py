@@ -381,6 +381,21 @@ def test_memory_is_prepared_for_one_segment_at_a_time_and_freed_at_the_end(
     assert [len(writer.buffer) for writer in made] == [0]
 
 
+def test_a_segment_is_taken_without_a_thread_that_prepares_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Python 3.12 starts no thread once the script has ended, and publications end later."""
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    writers = PreparedWriters()
+    writers.prepare(100)
+    writers.take(100).close()
+    writers.close()
+
+
 def test_a_ticket_raises_the_error_of_its_publication(
     series: MemorySeries, publications: Publications
 ) -> None:

@@ -4,6 +4,7 @@ Enabled by `--weight-transfer-config '{"backend": "shoal"}'`, and found by the p
 `vllm.general_plugins`. If one worker cannot stage and verify a version, none installs it.
 """
 
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -32,12 +33,17 @@ from vllm.model_executor.model_loader.reload import layerwise
 from shoal.weights.script import publish, subscribe
 from shoal.weights.subscription import Subscription, Weights
 from shoal.weights.version import WeightVersion
+from shoal_client.connection.coordinators import chance
+from shoal_proto.back_off import BackOff
 from shoal_proto.errors import InvalidSpec, PublicationAbandoned
 
 log = structlog.get_logger(__name__)
 
 BACKEND = "shoal"
 COMMIT_S = 600.0
+FIRST_PAUSE_S = 1.0
+"""Pause of `follow` after a failed installation, doubled up to LONGEST_PAUSE_S."""
+LONGEST_PAUSE_S = 60.0
 
 
 def register() -> None:
@@ -306,14 +312,17 @@ def follow(
     """Make an engine install each newest version, until `until(version)` is True. Versions
     published during an installation are skipped, except the newest.
 
-    If an installation fails, the error is logged, and the next newer version is installed. If
-    `until(version)` is True for the failed version, the error is raised.
+    If an installation fails, the error is logged, and the newest version is installed after a pause
+    of up to LONGEST_PAUSE_S. If `until(version)` is True for the failed version, the error is
+    raised.
     """
     given = {"series": series, "coordinator": coordinator}
     client.init_weight_transfer_engine(given)
     with subscribe(series, coordinator=coordinator) as subscription:
-        has_failed = False
-        for version in subscription:
+        installed, has_failed = 0, False
+        back_off = BackOff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
+        while True:
+            version = subscription.wait(installed)
             try:
                 if has_failed:
                     # The engine may have been restarted.
@@ -326,7 +335,9 @@ def follow(
                     raise
                 has_failed = True
                 log.error("version_not_installed", version=version.number, reason=str(error))
+                time.sleep(back_off.pause_s(chance()))
                 continue
-            has_failed = False
+            installed, has_failed = version.number, False
+            back_off.reset()
             if until(version):
                 return

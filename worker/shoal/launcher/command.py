@@ -94,8 +94,10 @@ def run(config: RunConfig) -> int:
 
 def _go_on(number: int, frame: FrameType | None) -> None:
     """Answer Ctrl-Z. A suspended launcher would not read the workers' output: a worker that prints
-    waits then, and counts as hung."""
+    waits then, and counts as hung. Programs that read the launcher's output, such as `tee`, are in
+    its process group and go on too: a shell would not show that they are suspended."""
     with suppress(OSError):
+        os.killpg(0, signal.SIGCONT)
         # The code that the signal interrupts may hold the lock of `say`.
         os.write(2, b"shoal run: Ctrl-Z does not suspend a run: training goes on; Ctrl-C ends it\n")
 

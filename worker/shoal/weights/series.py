@@ -5,6 +5,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -259,11 +260,14 @@ class PreparedWriters:
             is_preparing = self._preparing is not None and self._preparing.is_alive()
             if self._is_closed or is_preparing or self._next is not None:
                 return
-            self._preparing = threading.Thread(
+            preparing = threading.Thread(
                 target=self._prepare, args=(num_bytes,), name="prepare-segment", daemon=True
             )
-            # Under the lock: another thread may join only a started thread.
-            self._preparing.start()
+            # RuntimeError: no further thread is possible, for example once the script has ended.
+            with suppress(RuntimeError):
+                preparing.start()
+                # Under the lock: another thread may join only a started thread.
+                self._preparing = preparing
 
     def _prepare(self, num_bytes: int) -> None:
         # Training, and readers on this host that install the version just sent, go first.

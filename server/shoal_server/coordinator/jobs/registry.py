@@ -428,7 +428,8 @@ class Registry:
         charts. Raises what `find`, `JobActor.retry` and the store raise, and InvalidSpec with
         `from_scratch` if the cluster has the job's parameters or samples."""
         actor = self.find(job)
-        if from_scratch and await self._dependencies.stored.is_kept_on_servers(job):
+        takes_retry = actor.job.retry_refusal is None
+        if from_scratch and takes_retry and await self._dependencies.stored.is_kept_on_servers(job):
             raise InvalidSpec(
                 f"job {job} cannot begin at step 0: its members would continue from its state",
                 seen="parameters on servers, or a sample ledger",

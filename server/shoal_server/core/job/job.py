@@ -54,6 +54,7 @@ from shoal_server.core.membership.events import (
     ProcessContinued,
     ProcessHalted,
     ReadinessReported,
+    Refusal,
     RosterAnswered,
     SaveJobRecord,
     StepReported,
@@ -125,16 +126,23 @@ class Job(JobState):
             self.emit(SaveJobRecord())
         return self.pop_effects()
 
+    @property
+    def retry_refusal(self) -> Refusal | None:
+        """Refusal of `retry`, if the job has members or is finished."""
+        if self.phase is Phase.FINISHED:
+            return refusals.finished(self.spec.job, self.reason)
+        if self.phase not in OVER and (self.members or self.is_completing):
+            return refusals.not_over(self.spec.job, self.reason)
+        return None
+
     def retry(self, reason: str, now_s: float, *, from_scratch: bool) -> list[Effect]:
         """Allow joins again for a job that failed, was stopped or is lost; from step 0 on request.
 
         Raises EventRefused if the job has members or is finished, or if its records were removed
         and `from_scratch` is false. The call may be repeated.
         """
-        if self.phase is Phase.FINISHED:
-            raise EventRefused(refusals.finished(self.spec.job, self.reason))
-        if self.phase not in OVER and (self.members or self.is_completing):
-            raise EventRefused(refusals.not_over(self.spec.job, self.reason))
+        if (refusal := self.retry_refusal) is not None:
+            raise EventRefused(refusal)
         tally = self.tally
         if tally.is_cleared and not from_scratch:
             raise EventRefused(refusals.cleared(self.spec.job))

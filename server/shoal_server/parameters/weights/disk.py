@@ -1,5 +1,6 @@
 """Segments on this server's own disk, for versions that must survive the end of all servers."""
 
+import errno
 import os
 import re
 from collections.abc import Iterator
@@ -58,8 +59,17 @@ class WeightDisk:
 
     def read(self, series: str, digest: bytes) -> Segment | None:
         """Read and verify a segment; None if it is not on disk. A damaged segment is removed.
-        Raises OSError, or Overloaded if there is no memory for it."""
+        Raises OSError, or Overloaded if there is no memory for it; after EIO, `holds` is False."""
         path = self._path(series, digest)
+        try:
+            return self._read(series, digest, path)
+        except OSError as error:
+            if error.errno == errno.EIO:
+                # The file is kept: a later process of this server may be able to read it.
+                self._written.discard(path)
+            raise
+
+    def _read(self, series: str, digest: bytes, path: Path) -> Segment | None:
         try:
             file = path.open("rb", buffering=0)
         except FileNotFoundError:

@@ -1,5 +1,6 @@
 """Segments on disk: they are whole or absent, verified when they are read, and private."""
 
+import errno
 import os
 import stat
 from pathlib import Path
@@ -91,3 +92,25 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="job"):
         disk.write(SERIES, segment)
     assert not disk.holds(SERIES, segment.digest)
+
+
+@pytest.mark.parametrize(
+    ("number", "is_held"), [(errno.EIO, False), (errno.EMFILE, True)], ids=["EIO", "EMFILE"]
+)
+def test_a_segment_that_the_disk_cannot_read_is_not_held(
+    number: int, is_held: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would count as durable, and would not be written again from another server's copy."""
+
+    def fail(*_: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    disk, segment = WeightDisk(tmp_path), segment_of(b"weights")
+    disk.write(SERIES, segment)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "preadv", fail)
+        with pytest.raises(OSError, match=os.strerror(number)):
+            disk.read(SERIES, segment.digest)
+    assert disk.holds(SERIES, segment.digest) == is_held
+    disk.write(SERIES, segment)
+    assert disk.holds(SERIES, segment.digest)
