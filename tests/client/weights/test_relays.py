@@ -364,7 +364,9 @@ def test_a_difference_that_does_not_arrive_is_given_up(monkeypatch: pytest.Monke
     reader = SeriesReader(["-"], SERIES, "r", apply_difference=_not_applied, relay_at=HOST)
     monkeypatch.setattr(StagedSegment, "close", close_noted)
     monkeypatch.setattr(reader, "view", lambda timeout_s: view)
-    monkeypatch.setattr(reader, "layout", lambda record, timeout_s: pb.Layout(segment_bytes=[CHUNK_BYTES]))
+    monkeypatch.setattr(
+        reader, "layout", lambda record, timeout_s: pb.Layout(segment_bytes=[CHUNK_BYTES])
+    )
     monkeypatch.setattr(ReaderLeases, "take", lambda leases, number, timeout_s: None)
     reply = pb.DifferenceReply(digest=difference.digest)
     monkeypatch.setattr(WeightStores, "difference", lambda *_: reply)
