@@ -15,9 +15,9 @@ default settings on Gloo. Copies at peers are a few steps old, so some steps are
 A new worker is started only once the others have caught up. It needs a core for seconds to import
 torch, which would lengthen the times on a machine with few cores.
 
-Peer of "fsdp": fully_shard under torchrun, which writes a checkpoint to disk every ten steps (as
-often as Shoal copies), restarts all workers and loads it. torchft does not shard on Gloo; its
-recovery with DDP is measured in bench/recovery.py.
+Peer of "fsdp": fully_shard under torchrun, which writes a checkpoint to disk every ten steps (the
+longest interval at which Shoal copies), restarts all workers and loads it. torchft does not shard
+on Gloo; its recovery with DDP is measured in bench/recovery.py.
 """
 
 import os

@@ -1,7 +1,7 @@
 """fully_shard under torchrun, with a checkpoint on disk: on_torchrun_sharded.py DIRECTORY.
 
-Workers write a checkpoint every ten steps and load the newest one after a restart: as few steps are
-lost as with Shoal.
+Workers write a checkpoint every ten steps, the longest interval at which Shoal copies, and load the
+newest one after a restart.
 """
 
 import sys

@@ -61,7 +61,8 @@ class GenerationTrack:
         """Members lost in this member's generations, as far as notified."""
 
     def is_broken(self, generation: int) -> bool:
-        """True if the generation is over, by a loss or an aborted bring-up."""
+        """True if the generation ended by a break (a lost member, a failed collective, an aborted
+        bring-up), or was replaced."""
         return generation in self._broken
 
     @property

@@ -72,7 +72,8 @@ class MemberCore:
         self.clock = WaitClock()
         self.failure: ShoalError | None = None
         self.waiting_for = "the coordinator to admit this member"
-        """The coordinator's latest reason why this member is not training."""
+        """Text for errors and logs: the reason in the coordinator's newest notice, or the error
+        that ended the last stream."""
         self.is_standby = False
         self.leaving = LeaveState()
         self.closed = False

@@ -1,6 +1,6 @@
 """A worker's membership as its trainer uses it: threads, calls and clock around `MemberCore`. One
-thread reads the stream of notices, one sends heartbeats, one sends wishes to leave. Most time
-limits do not run while no coordinator is reached.
+thread reads the stream of notices, one sends heartbeats, one sends wishes to leave. Limits
+on the `WaitClock` do not run while no coordinator is reached; a caller's `timeout_s` does.
 """
 
 import queue
@@ -36,8 +36,9 @@ log = structlog.get_logger(__name__)
 
 FIRST_ANSWER_S = 1.0
 """See `HeldStream`."""
-BEATEN_WITHIN_HEARTBEATS = 1.5
-"""Heartbeat intervals for which a heartbeat of the launcher counts."""
+LAUNCHER_BEAT_COUNTS_INTERVALS = 1.5
+"""If the launcher's last accepted heartbeat is no older than this many intervals, the member sends
+none itself."""
 
 Decision = TypeVar("Decision")
 
@@ -91,7 +92,7 @@ class MemberSession:
         """
         timeout_s = self._member.admission_s if timeout_s is None else timeout_s
         core = self._core
-        # Reads one stream after another.
+        # This thread opens the stream, reads it, and opens the next one when it ends.
         self._threads.start("shoal-member", lambda: self._submit(ev.JoinWanted(within_s=timeout_s)))
         self._threads.start("shoal-drain", self._ask_for_drain)
         with self._changed:
@@ -160,7 +161,7 @@ class MemberSession:
 
     def give_up_at(self, time_s: float) -> None:
         """Set the time, by `time.monotonic`, at which the trainer's waits and later calls end with
-        a RetryError, except for `wait_generation_over`."""
+        a RetryError. It does not apply to `wait_generation_over` and `leave`."""
         with self._lock:
             self._core.clock.give_up_at_s = time_s
 
@@ -176,11 +177,11 @@ class MemberSession:
         """Begin step number `step` (0-based) and return None; or return a record if the generation
         stops here by agreement: bring the record's generation up, then ask again.
 
-        Waits while the members agree where to stop: with a coordinator, no longer than the slowest
-        member's step. If the next generation does not include this member, calls `hand_over` once,
-        waits until that generation runs, and raises MemberDrained. Raises DeadlineExceeded without
-        an agreement, and any error that ended the membership. `steps_before_leaving`: see
-        `MemberCore.begin_step`.
+        Waits while the members agree on the step to stop at: usually for the slowest member's step.
+        The time limit does not run while no coordinator is reached. If the next generation does not
+        include this member, calls `hand_over` once, waits until that generation runs, and raises
+        MemberDrained. Raises DeadlineExceeded without an agreement, and any error that ended the
+        membership. `steps_before_leaving`: see `MemberCore.begin_step`.
         """
         core = self._core
         while True:
@@ -225,7 +226,8 @@ class MemberSession:
         self._submit(ev.PauseEnded())
 
     def is_broken(self, generation: int) -> bool:
-        """True if the generation is over by a loss or an aborted bring-up. Cheap to call."""
+        """True if the generation ended by a break (a lost member, a failed collective, an aborted
+        bring-up), or was replaced. Cheap to call."""
         return self._core.track.is_broken(generation)
 
     def await_break(self, generation: int, limit_s: float) -> bool:
@@ -258,8 +260,8 @@ class MemberSession:
         """Report, after a break, that the trainer has stopped at `step`. Raises the coordinator's
         refusal, such as JobFinished or Fenced, or a RetryError: see `give_up_at`.
 
-        `enough_for_call`: in a shared call, the participants that suffice to repeat it; no other
-        member joins before that.
+        `enough_for_call`: number of members that can repeat the interrupted call (such as
+        `evaluate`), or 0 outside of one. No new member joins before the call is repeated.
         """
         event = ev.TrainerStopped(step=step, has_state=has_state, enough_for_call=enough_for_call)
         self._submit(event)
@@ -267,8 +269,9 @@ class MemberSession:
     # --- leaving ---
 
     def end_work(self, reason: str, *, finished: bool = False, closes: bool = False) -> None:
-        """Report that this member stays with no step left (`finished`), or close the job to
-        newcomers (`closes`). Raises the coordinator's refusal, or a RetryError.
+        """Report that this member's work is done. `finished`: it takes no further step, but stays a
+        member. `closes`: the job admits no new members. Raises the coordinator's refusal, or a
+        RetryError.
         """
         self._submit(ev.WorkDone(reason=reason, finished=finished, closes=closes))
 
@@ -406,7 +409,8 @@ class MemberSession:
 
     @property
     def waiting_for(self) -> str:
-        """The coordinator's latest reason why this member is not training."""
+        """Text for errors and logs: the reason in the coordinator's newest notice, or the error
+        that ended the last stream."""
         return self._core.waiting_for
 
     @property
@@ -420,7 +424,8 @@ class MemberSession:
         self, decide: Callable[[float], Decision | ev.WaitUntil | ev.RaiseError]
     ) -> Decision:
         """Ask for a decision after each event, and at the end of a wait."""
-        # Each step calls this, and `Condition.__enter__` is a Python function.
+        # The lock of `_changed`, entered directly: this runs in each step, and
+        # `Condition.__enter__` is slower, being Python code.
         with self._lock:
             while True:
                 now_s = time.monotonic()
@@ -530,7 +535,7 @@ class MemberSession:
         while not self._threads.closing.wait(self.limits.heartbeat_s):
             if slot is not None:
                 slot.record_running()
-            within_s = BEATEN_WITHIN_HEARTBEATS * self.limits.heartbeat_s
+            within_s = LAUNCHER_BEAT_COUNTS_INTERVALS * self.limits.heartbeat_s
             status = self._status
             due = ev.HeartbeatDue(
                 has_recent_beat=slot is not None and slot.has_recent_beat(within_s=within_s),

@@ -53,8 +53,8 @@ async def transact_until_known(
     otherwise: Sequence[Operation] = (),
 ) -> TransactionResult:
     """Repeat a transaction until its outcome is known. It must be idempotent: several attempts may
-    be carried out. Raises what the store raises, even if an earlier attempt may have been carried
-    out."""
+    be carried out. Raises what the store raises. A RetryError then concerns the last attempt
+    only: an earlier one may have been carried out."""
     while True:
         try:
             return await store.transact(compares, then, otherwise)

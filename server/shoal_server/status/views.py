@@ -147,8 +147,8 @@ class JobSummary(View):
     ended_unix_s: float
     """Time at which the job ended; 0 before that."""
     num_restarts: int
-    """Number of times that training went on after it broke because a member was gone or a
-    collective failed; its end does not count."""
+    """Breaks (a member was gone, or a collective failed) after which another generation was
+    committed."""
     loss: float | None
     """Loss that was reported last; null if none is known here."""
     num_samples: int | None
@@ -238,7 +238,8 @@ class EventView(View):
     member_id: str = ""
     generation: int = 0
     detail: bool = False
-    """True if the summary in another event includes this event."""
+    """True for a kind of event that another event, such as generation_changed, sums up, or that
+    comes with each evaluation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -357,7 +358,8 @@ class ShardView(View):
     created: bool = False
     """True if the server holds values of the shard."""
     version: int = 0
-    """Updates applied."""
+    """Version of the values: 1 when the shard is created, 1 more with each update; 0 if it was not
+    created."""
     num_bytes: int = 0
     pushes: PushesView = field(default_factory=PushesView)
     replication: ReplicationView = field(default_factory=ReplicationView)

@@ -109,7 +109,7 @@ class TableRows:
         self.fates = dict.fromkeys(FATES.values(), 0)
 
     def begin_step(self) -> None:
-        """Begin a step, and forget the last step's rows."""
+        """Begin a step: gradients of earlier lookups are not pushed any more. Cached rows stay."""
         self._uses.clear()
         self._step += 1
 
@@ -249,8 +249,8 @@ def _added_up(uses: Sequence[UsedRows], num_shards: int) -> tuple[RoutedIds, Ids
     np.maximum.at(newest, positions, births)
     oldest = np.full((len(routed.ids), 2), np.iinfo(np.int64).max)
     np.minimum.at(oldest, positions, np.concatenate(bases))
-    # Drop gradients of a row that was then evicted and created again. Gradients of initial values
-    # (birth 0) count.
+    # If a row was evicted and created again between two lookups, drop the gradients for the earlier
+    # row (an older birth). Gradients of initial values (birth 0) count.
     is_current = torch.from_numpy((births == 0) | (births == newest[positions]))
     stacked = torch.cat(gradients) * is_current[:, None]
     total: Tensor = torch.ops.aten.embedding_dense_backward(

@@ -47,8 +47,8 @@ class HealthReporter:
         incarnation: str,
         interval_s: float = 1.0,
     ) -> None:
-        """`url`: the coordinator's base URL, or a function that returns the current one; empty:
-        none."""
+        """`url`: the coordinator's base URL, or a function that returns the current one. While
+        it is empty, reports are dropped."""
         if not interval_s > 0:
             raise ValueError(f"interval_s is {interval_s}; expected more than 0")
         self._url = url if callable(url) else lambda: url

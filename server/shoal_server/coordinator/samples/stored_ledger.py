@@ -87,7 +87,8 @@ class StoredLedger:
         return self._num_deltas == 0
 
     async def write(self, ledger: SampleLedger, *, whole: bool = False) -> bool:
-        """Make the ledger durable; False if its record is not the last known one.
+        """Make the ledger durable. Returns False, and writes nothing, if the stored record is not
+        the one that this object has read or written last.
 
         Raises NotLeader, or another RetryError if nothing was written or the outcome is unknown.
         The next call then writes all changes, or returns False if this write took effect after all.

@@ -43,8 +43,9 @@ def _notify_drain(
 
 
 def _no_generation_follows(job: JobState, member: MemberState, now_s: float) -> bool:
-    """True if no generation follows a member that leaves now. False once its drain is overdue: the
-    others might keep it from taking a step."""
+    """True if the member may take further steps until a checkpoint is written, as no generation
+    follows. False once its drain is overdue while it trains: those steps need the other members,
+    which may hang."""
     running = job.running
     if running is None:
         return member.holds_state and len(job.table.draining) == len(job.members)
@@ -53,7 +54,7 @@ def _no_generation_follows(job: JobState, member: MemberState, now_s: float) -> 
 
 
 def _is_worth_waiting(job: JobState, member: MemberState, now_s: float) -> bool:
-    # A member that left during a planned change would take the state along.
+    # If the member left during a planned change, its state would be lost.
     if _may_hand_over(job, member) or _is_changing(job, member):
         return not limit_passed(member.drain.since_s, job.limits.drain_s, now_s)
     roster = job.attempt if member.is_in(job.attempt) else job.running
@@ -64,7 +65,7 @@ def _is_worth_waiting(job: JobState, member: MemberState, now_s: float) -> bool:
     candidates = job.table.candidates
     if len(candidates) >= job.min_roster_size and any(m.is_in(roster) for m in candidates.values()):
         return True
-    # Otherwise a member that is still joining has to take the state.
+    # Otherwise a member that is still joining has to receive the state.
     return any(m.drain.since_s is None and not m.is_in(roster) for m in job.members.values())
 
 
@@ -102,8 +103,8 @@ def part_leavers(
         if leaver.drain.since_s is not None:
             job.notify_member(leaver, DrainNotice(reason=leaver.drain.reason, now=True))
             reason = leaver.drain.reason
+            # Answers a call of the member that arrives before the member has read its notice.
             refusal = refusals.drained(job.spec.job, leaver.member_id, reason)
-            # The member's own call may arrive before the notice.
             why = f"drained: {reason}"
             endings.remove(job, leaver, why, now_s, refusal=refusal, cause=why, lost=False)
         elif job.table.has_finished(leaver):

@@ -48,7 +48,8 @@ class SharedArena:
 
 
 def writer_into(slot: memoryview, at: int) -> CopyOut:
-    """A writer of values to `slot`, which is at byte `at` of the shared memory."""
+    """Return a function that copies a shard's values, one after the other, to the start of `slot`,
+    and returns the PLACED frame. `at`: the slot's first byte in the shared memory."""
 
     def write(shard_id: int, *values: memoryview) -> Sequence[bytes]:
         size = 0
