@@ -37,8 +37,7 @@ log = structlog.get_logger(__name__)
 FIRST_ANSWER_S = 1.0
 """See `HeldStream`."""
 LAUNCHER_BEAT_COUNTS_INTERVALS = 1.5
-"""If the launcher's last accepted heartbeat is no older than this many intervals, the member sends
-none itself."""
+"""A member sends no heartbeat until its launcher's newest is older than this many intervals."""
 
 Decision = TypeVar("Decision")
 
