@@ -25,7 +25,7 @@ from cyclopts.help import DefaultFormatter, PanelSpec
 from rich import box
 
 from shoal_proto.errors import ShoalError
-from shoal_proto.terminal import printable
+from shoal_proto.terminal import printable, stderr_logger
 from shoal_proto.tls import identity
 from shoal_proto.tls.options import TlsOptions
 from shoal_proto.traces import tracing
@@ -131,7 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _forget_empty_variables()
     if not structlog.is_configured():
         # stdout is for what the command prints: JSON, or lines of workers.
-        structlog.configure(logger_factory=lambda *_: structlog.PrintLogger(sys.stderr))
+        structlog.configure(logger_factory=stderr_logger)
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Lines of workers may have characters that the terminal's encoding lacks.
         sys.stdout.reconfigure(errors="replace")

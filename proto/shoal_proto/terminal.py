@@ -6,9 +6,11 @@ direction marks that show a different text.
 
 import logging
 import re
+import sys
 import unicodedata
 from collections.abc import Mapping, MutableMapping
-from typing import Any
+from contextlib import suppress
+from typing import Any, TextIO, cast
 
 import structlog
 
@@ -88,9 +90,35 @@ def log_level(environment: Mapping[str, str]) -> int:
     return level
 
 
+class LogStream:
+    """The standard error stream, for log lines. A line is dropped if the stream does not take it
+    (disk full, pipe closed): threads that send heartbeats must not end for it."""
+
+    def write(self, text: str) -> int:
+        # None: the process was started without the stream.
+        if sys.stderr is not None:
+            with suppress(OSError, ValueError):
+                sys.stderr.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        if sys.stderr is not None:
+            with suppress(OSError, ValueError):
+                sys.stderr.flush()
+
+
+_LOG_STREAM = LogStream()
+"""structlog keeps a lock for each stream that it has seen."""
+
+
+def stderr_logger(*_: object) -> structlog.PrintLogger:
+    """Logger factory for structlog; see `LogStream`."""
+    return structlog.PrintLogger(cast(TextIO, _LOG_STREAM))
+
+
 def configure_script_log(environment: Mapping[str, str]) -> None:
-    """Set the log level, unless the script has configured structlog. Raises InvalidSpec for an
-    unknown level."""
+    """Set log level and stream, unless the script has configured structlog: stdout belongs to the
+    script. Raises InvalidSpec for an unknown level."""
     level = log_level(environment)
     if not structlog.is_configured():
         # Log lines contain text from other members, which a terminal would interpret.
@@ -98,4 +126,5 @@ def configure_script_log(environment: Mapping[str, str]) -> None:
         structlog.configure(
             processors=[*processors, printable_event, renderer],
             wrapper_class=structlog.make_filtering_bound_logger(level),
+            logger_factory=stderr_logger,
         )

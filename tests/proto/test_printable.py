@@ -59,3 +59,18 @@ def test_a_log_message_is_one_line_on_a_terminal(configure: str) -> None:
     (line,) = (each for each in printed.splitlines() if "forged" in each)
     assert "member_joined" in line
     assert "\x1b[2J" not in printed
+
+
+@pytest.mark.parametrize("configure", [OF_A_SERVER, OF_A_WORKER])
+@pytest.mark.parametrize("stream", ["2>/dev/full", "2>&-"])
+def test_a_log_message_that_cannot_be_written_is_dropped(configure: str, stream: str) -> None:
+    """A full disk must not end the thread that logs; stdout stays the script's own."""
+    script = LOGS.format(configure=configure) + "\nprint('goes on')\n"
+    done = subprocess.run(
+        ["sh", "-c", f'exec "$0" -c "$1" {stream}', sys.executable, script],
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.stdout == "goes on\n"

@@ -10,7 +10,7 @@ from typing import Any
 import structlog
 
 from shoal_proto.errors import ShoalError, Unavailable
-from shoal_proto.terminal import log_level, printable, printable_event
+from shoal_proto.terminal import log_level, printable, printable_event, stderr_logger
 
 OTHERS = 0o077
 
@@ -63,7 +63,7 @@ async def _refusal_of(work: Coroutine[Any, Any, None]) -> tuple[str, int]:
 
 def _configure_logging() -> None:
     level = log_level(os.environ)
-    terminal = sys.stderr.isatty()
+    terminal = sys.stderr is not None and sys.stderr.isatty()
     # Do not print values of variables in tracebacks: tokens are among them.
     renderer = (
         structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
@@ -79,6 +79,6 @@ def _configure_logging() -> None:
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(level),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=stderr_logger,
         cache_logger_on_first_use=True,
     )
