@@ -128,7 +128,7 @@ def train(
 
 
 def _data_command(data: Path, directory: Path) -> ChildCommand:
-    arguments = (sys.executable, "-m", "shoal.demo.data", str(data))
+    arguments = (sys.executable, "-P", "-m", "shoal.demo.data", str(data))
     return ChildCommand(name="data", arguments=arguments, log_path=directory / "data.log")
 
 

@@ -118,7 +118,7 @@ class DemoTraining:
         flat = (str(each) for pair in arguments.items() for each in pair)
         return ChildCommand(
             name=plan.job,
-            arguments=(sys.executable, "-m", "shoal_client", *run, *flat),
+            arguments=(sys.executable, "-P", "-m", "shoal_client", *run, *flat),
             environment=environment,
             log_path=self._log,
         )

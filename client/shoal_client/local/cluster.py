@@ -394,7 +394,8 @@ class LocalCluster:
         ready_path.unlink(missing_ok=True)
         program = "ps" if name.startswith("ps-") else COORDINATOR
         command = (
-            *(sys.executable, "-m", "shoal_client", program),
+            # -P: the working directory may have modules with names of Python's own.
+            *(sys.executable, "-P", "-m", "shoal_client", program),
             *("--etcd", self.etcd, "--ready-file", str(ready_path), *arguments),
             *self._access.etcd_arguments("" if self._config.etcd_member else self._config.etcd),
             *(("--prefix", self._config.prefix) if self._config.prefix else ()),

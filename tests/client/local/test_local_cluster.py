@@ -59,6 +59,19 @@ def test_all_parts_serve_during_the_block_and_end_with_it(tmp_path: Path) -> Non
 
 
 @pytest.mark.long
+def test_parts_do_not_import_modules_of_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A script's folder may have a module of any name, also of Python's own."""
+    for name in ("secrets", "config", "server"):
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('a module of the script')")
+    monkeypatch.chdir(tmp_path)
+    config = LocalClusterConfig(directory=tmp_path / "cluster", num_parameter_servers=1)
+    with LocalCluster(config) as cluster:
+        check_reachable([cluster.coordinator], DEADLINE_S)
+
+
+@pytest.mark.long
 def test_parts_that_end_are_started_again(tmp_path: Path) -> None:
     """One part is killed, then all: each serves again at its address, and etcd has its data.
 
