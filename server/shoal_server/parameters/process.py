@@ -82,7 +82,10 @@ log = structlog.get_logger(__name__)
 
 SNAPSHOT_THREADS = 2
 WEIGHT_THREADS = 4
-"""Threads for digests of segments, and for their transfer between servers."""
+"""Threads for digests of segments, and for differences."""
+MAX_TRANSFERS = 4096
+"""Threads for transfers of segments between servers, started as needed: more than there are puts in
+progress, since each waits for the next server, which may wait for this one."""
 LEASES_TO_WAIT_FOR = 4
 MAX_LOGGED = 20
 # Values of glibc's malloc.h.
@@ -304,8 +307,11 @@ async def _weights(
     `directory` if given."""
     server_id = replicas.me.server_id
     disk = await asyncio.to_thread(WeightDisk, directory) if directory is not None else None
-    with ThreadPoolExecutor(WEIGHT_THREADS, thread_name_prefix="shoal-weights") as threads:
-        peers = WeightPeers(threads)
+    with (
+        ThreadPoolExecutor(WEIGHT_THREADS, thread_name_prefix="shoal-weights") as threads,
+        ThreadPoolExecutor(MAX_TRANSFERS, thread_name_prefix="shoal-transfers") as transfers,
+    ):
+        peers = WeightPeers(transfers)
         holdings = WeightHoldings(memory, threads, peers)
         differences = WeightDifferences(memory, threads)
         upkeep = WeightUpkeep(server_id, holdings, replicas.directory, peers, disk)

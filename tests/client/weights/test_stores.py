@@ -3,7 +3,9 @@
 import os
 import random
 import socket
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Any
 
@@ -34,6 +36,7 @@ from shoal_proto.v1.weights_pb2 import (
 )
 from shoal_proto.v1.weights_pb2 import Segment as Described
 from shoal_proto.v1.weights_pb2_grpc import WeightStoreStub
+from shoal_server.parameters.process import WEIGHT_THREADS
 
 SERIES = "job/policy"
 LIMIT_S = 30.0
@@ -89,6 +92,33 @@ def test_a_chain_passes_a_segment_on(servers: ParameterServers, stores: WeightSt
     for holder in chain:
         found = stores.fetch([holder], StagedSegment(segment.digest), LIMIT_S)
         assert found.view() == segment.view()
+
+
+def test_servers_pass_on_to_one_another_at_once(
+    servers: ParameterServers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many ranks as servers have threads put to each server, and none waits for another. The
+    first servers have the segments already, so that all begin to pass them on together."""
+    opened = SegmentConnection.open.__func__  # type: ignore[attr-defined]
+    monkeypatch.setattr(
+        SegmentConnection,
+        "open",
+        classmethod(
+            lambda of, *args, **named: opened(of, *args, **{**named, "may_be_local": False})
+        ),
+    )
+    ranks = [rank % 3 for rank in range(3 * WEIGHT_THREADS)]
+    together = threading.Barrier(len(ranks))
+
+    def put_along(first: int) -> list[str]:
+        segment, chain = drawn(CHUNK_BYTES), at(servers, first, (first + 1) % 3, (first + 2) % 3)
+        with closing(segment), closing(WeightStores(SERIES, may_be_local=False)) as stores:
+            put(stores, segment, chain[:1])
+            together.wait(LIMIT_S)
+            return list(put(stores, segment, chain).holders)
+
+    with ThreadPoolExecutor(len(ranks)) as threads:
+        assert all(len(holders) == 3 for holders in threads.map(put_along, ranks))
 
 
 def test_a_put_may_be_repeated_along_another_chain(

@@ -538,13 +538,16 @@ class PublishedSeries:
         yield self._write(self.stored, put=[changed], then=[answer])
 
     def _roll_back(self, event: RollbackRequested, now_s: float) -> Effects:
-        old = self.versions.get(event.to)
+        old, newest = self.versions.get(event.to), self.versions.get(self.head.number)
+        if newest is not None and event.to and newest.rolled_back_to == event.to:
+            # A repeated request: the first one may have dropped the old version.
+            yield VersionAnswered(call=event.call, version=newest)
+            return
         if old is None:
             yield self._gone(event.call, event.to)
             return
-        newest = self.versions.get(self.head.number)
         if newest is not None and newest.digest == old.digest:
-            yield VersionAnswered(call=event.call, version=newest)  # a repeated request
+            yield VersionAnswered(call=event.call, version=newest)
             return
         version = replace(
             old,

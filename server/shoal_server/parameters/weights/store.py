@@ -89,6 +89,8 @@ class SegmentStore:
             and held.origin is not None
             and held.origin.rank == origin.rank
             and not held.was_named
+            # A kept version has the same bytes: they are held in any case.
+            and other not in known.named
         ]
         if len(undecided) >= MAX_UNDECIDED:
             raise Overloaded(

@@ -418,6 +418,20 @@ def test_a_rollback_is_a_new_version_with_the_old_bytes() -> None:
     assert run.publish(3) == 4
 
 
+def test_a_repeated_rollback_has_the_answer_of_the_first() -> None:
+    """With two versions kept, the first request has dropped the old version."""
+    run = Run()
+    for publication in (1, 2):
+        run.publish(publication)
+    run.submit(RollbackRequested(call="r", to=1))
+    run.settle()
+    assert 1 not in run.series.versions
+    effects = run.submit(RollbackRequested(call="again", to=1))
+    (answer,) = (each for each in effects if isinstance(each, VersionAnswered))
+    assert (answer.call, answer.version.number) == ("again", 3)
+    assert refusals(run.submit(RollbackRequested(call="n", to=0))) == {"n": PublicationRefusal.GONE}
+
+
 def stored(*numbers: int, pinned: Iterable[int] = (), keep: int = 2) -> StoredSeries:
     versions = {
         number: PublishedVersion(

@@ -46,6 +46,21 @@ def test_a_repeated_put_begins_the_grace_period_anew() -> None:
     assert store.sweep(GRACE_S) == []
 
 
+def test_bytes_of_kept_versions_that_are_put_again_do_not_count_as_undecided() -> None:
+    """They stay as long as the versions, whose publishers may be gone: nothing else could free a
+    place for the next version."""
+    store = SegmentStore()
+    named = {A.digest: (1, 1), B.digest: (1, 2)}
+    put(store, A, 1)
+    put(store, B, 2)
+    store.follow(SERIES, (1, 2), named, 0.0)
+    put(store, A, 1, epoch=2)
+    put(store, B, 1, epoch=3)
+    store.follow(SERIES, (4, 0), named, 0.0)
+    put(store, C, 1, epoch=4)
+    assert C in held(store)
+
+
 def test_a_segment_stays_as_long_as_a_version_names_it() -> None:
     store = SegmentStore()
     put(store, A, 1)
