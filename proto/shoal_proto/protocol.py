@@ -1,10 +1,12 @@
 """Versions of the protocol that a process speaks, and the choice of one.
 
-A version stands for the meaning of messages and calls, not for their fields: unknown fields are
-ignored or passed on. A release also speaks the versions of the release before it.
+A new version means that a message or call has changed its meaning. A new field needs no new
+version: a process ignores a field that it does not know, or passes it on. A release also speaks the
+versions of the release before it.
 
-Each process sends its range with every call, in gRPC's user agent. A call without a common version
-is refused before its request is read.
+Each process sends its range with every call, in gRPC's user agent. If the server shares no version
+with that range, it refuses the call before it reads the request. A call without a range, as of
+another program, is served.
 """
 
 import re
@@ -49,7 +51,7 @@ OWN_PROTOCOLS = ProtocolRange(oldest=3, newest=3)
 
 
 def user_agent(spoken: ProtocolRange) -> str:
-    """Return the user agent of each call."""
+    """Return the user agent that announces these versions."""
     return f"shoal-protocol/{spoken}"
 
 
@@ -58,6 +60,6 @@ USER_AGENT_OPTION = ("grpc.primary_user_agent", user_agent(OWN_PROTOCOLS))
 
 
 def announced(agent: str) -> ProtocolRange | None:
-    """Return the range in a call's user agent; None for a caller that is not Shoal."""
+    """Return the range in a call's user agent; None if it has none, as that of another program."""
     found = _ANNOUNCED.search(agent)
     return ProtocolRange(int(found[1]), int(found[2])) if found else None

@@ -40,8 +40,9 @@ class DemoConfig:
     json_file: Annotated[Path | None, Parameter(name="--json", metavar="FILE")] = None
     """Write the figures to this file, as JSON."""
     directory: Annotated[Path | None, Parameter(name="--dir", metavar="DIRECTORY")] = None
-    """Keep logs and audits in this directory. By default only logs are kept, for a day after a
-    failure."""
+    """Work in this empty directory, and keep its files at the end: logs, and each worker's record
+    of its steps. By default a temporary directory is used; after a failure its logs are kept for
+    a day."""
     insecure: bool = False
     """Start the cluster without TLS."""
     epochs: Annotated[int, Parameter(metavar="N")] = 80
@@ -51,7 +52,7 @@ class DemoConfig:
     def __post_init__(self) -> None:
         if self.epochs < 1:
             raise InvalidSpec("bad --epochs", seen=str(self.epochs), expected="at least 1")
-        if self.json_file is not None and not _may_be_written(self.json_file.absolute()):
+        if self.json_file is not None and not _can_write(self.json_file.absolute()):
             raise InvalidSpec(
                 "bad --json",
                 seen=str(self.json_file),
@@ -59,7 +60,7 @@ class DemoConfig:
             )
 
 
-def _may_be_written(file: Path) -> bool:
+def _can_write(file: Path) -> bool:
     if file.is_dir() or not file.parent.is_dir():
         return False
     return os.access(file if file.exists() else file.parent, os.W_OK)
@@ -80,7 +81,7 @@ def demo(config: DemoConfig) -> int:
         finally:
             if config.directory is None and has_failed:
                 keep_logs(directory)
-                if directory.exists():  # it has logs
+                if directory.exists():  # removed if there are no logs
                     print(f"shoal demo: the logs are in {directory}", file=sys.stderr)
     return int(has_failed)
 
@@ -109,7 +110,7 @@ def train(
     """Start a cluster in the directory, and train by each plan in turn. Raises ShoalError."""
     outcomes: list[Outcome] = []
     data = directory / "digits.npz"
-    # There are more processes than cores.
+    # The machine may have fewer cores than the demo has processes.
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     config = LocalClusterConfig(
         directory=directory, environment=environment, restart=RestartPolicy(), tls=tls
@@ -147,7 +148,7 @@ def _run_directory(chosen: Path | None) -> AbstractContextManager[Path]:
     if chosen is None:
         return temporary_directory("shoal-demo-")
     if chosen.exists() and any(chosen.iterdir()):
-        raise InvalidSpec("--dir is in use", seen=str(chosen), expected="an empty directory")
+        raise InvalidSpec("--dir is not empty", seen=str(chosen), expected="an empty directory")
     chosen.mkdir(parents=True, exist_ok=True)
     return nullcontext(chosen)
 

@@ -81,7 +81,8 @@ class EtcdOptions:
     fsync: bool = True
     """False: a crash of the machine loses data. Tests only."""
     start_timeout_s: float = 30.0
-    """Time for a member to come up without progress; with progress, ten minutes."""
+    """Time for which a starting member may make no progress (see `StartTime`). A member that makes
+    progress has ten minutes to start."""
     host: str = HOST
     credentials: grpc.ChannelCredentials | None = None
     """None: no TLS, unless `tls` is set."""
@@ -131,8 +132,8 @@ class RunningEtcd:
 
 
 def find_etcd() -> Path:
-    """The etcd program: the first on PATH of OLDEST or later, else that of the wheel. Raises
-    InvalidSpec when there is none."""
+    """The etcd program: the first on PATH of OLDEST or later, or whose version cannot be read; else
+    that of the wheel. Raises InvalidSpec if there is none."""
     old = []
     for directory in os.get_exec_path():
         found = shutil.which("etcd", path=directory)
@@ -180,7 +181,7 @@ def start_etcd(
             if last:
                 raise
             for member in members if num_members > 1 else ():
-                # The data has nothing but the addresses that failed.
+                # Nothing is stored yet but the addresses, of which one is taken.
                 shutil.rmtree(member.data_directory, ignore_errors=True)
     raise AssertionError("unreachable")
 
@@ -267,8 +268,8 @@ def plan_member(
 
 
 def _environment() -> Mapping[str, str]:
-    # Without ETCD_*, which etcd reads as flags, and proxies, which members would use to reach each
-    # other.
+    # ETCD_* are left out, since etcd reads them as flags. So are proxies, through which members
+    # would connect to each other.
     own = {
         key: value
         for key, value in os.environ.items()
@@ -321,7 +322,7 @@ def _version(program: str) -> tuple[int, ...] | None:
 def _await_serving(etcd: RunningEtcd) -> None:
     start = StartTime(etcd.member.options.start_timeout_s, time.monotonic())
     while True:
-        # etcd sends no event when it serves.
+        # Polled: only systemd is notified when etcd serves.
         if etcd.process.wait(0.02) is not None:
             raise _failure(etcd, f"it exited with code {etcd.process.exit_code}")
         if _serves(etcd.member):

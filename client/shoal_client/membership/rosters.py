@@ -27,9 +27,11 @@ class Rosters:
         self._kept: OrderedDict[str, pb.Roster] = OrderedDict()
 
     def complete(self, notice: pb.Notice, timeout_s: float) -> pb.Notice:
-        """The notice with its whole roster, if it has one. Raises Unavailable if the coordinator no
-        longer has the roster, InternalError for a roster of another digest, and what `fetch`
-        raises.
+        """Fill in the roster that a notice names by its digest; return the notice. Notices that
+        name no roster are unchanged.
+
+        Raises Unavailable if the coordinator no longer has the roster, InternalError for a roster
+        of another digest, and what `fetch` raises.
         """
         shown: pb.Prepare | pb.GenerationRecord
         if notice.HasField("prepare"):

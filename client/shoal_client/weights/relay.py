@@ -459,8 +459,8 @@ class _Wire:
         self.socket.sendall(data)
 
     def send_part(self, descriptor: int, start: int, num_bytes: int) -> None:
-        """Send a part of a memory file, copied: a file with pages in use by the network cannot be
-        sealed."""
+        """Send a part of a memory file through a buffer. (`sendfile` would leave pages of the file
+        in the network's queues, and meanwhile the file could not be sealed.)"""
         for at in range(start, start + num_bytes, SENT_BYTES):
             buffer = memoryview(self._part)[: min(SENT_BYTES, start + num_bytes - at)]
             os.preadv(descriptor, [buffer], at)

@@ -52,18 +52,18 @@ class Coordinator:
         *,
         parameters: ParameterOptions | None = None,
         retention: RetentionPolicy | None = None,
-        bounds: JobLimits | None = None,
+        job_limits: JobLimits | None = None,
     ) -> None:
         """`parameters`: None if jobs with parameters on servers are not served."""
-        bounds = bounds or JobLimits()
+        job_limits = job_limits or JobLimits()
         self.term = Term()
         self.board = StatusBoard(is_live=self._is_live)
         leading = self._store = LeaderStore(store, self.term.conditions, self.term.depose)
-        self.registry = Registry(self._job_dependencies(leading, bounds.max_jobs), limits)
+        self.registry = Registry(self._job_dependencies(leading, job_limits.max_jobs), limits)
         self._server_calls = ServerCalls()
-        self.plug_in = load_plug_in(self._host(limits, bounds), parameters)
+        self.plug_in = load_plug_in(self._host(limits, job_limits), parameters)
         self._while_leading = AsyncExitStack()
-        self.rendezvous = RendezvousService(self.registry, bounds)
+        self.rendezvous = RendezvousService(self.registry, job_limits)
         self.weights = WeightSeriesService(
             leading,
             self._server_calls,
@@ -72,7 +72,7 @@ class Coordinator:
             require_leading=self.registry.require_leading,
             is_job=lambda job: not self.registry.is_free(job),
             clock=self.registry.clock,
-            call_wait_s=bounds.call_wait_s,
+            call_wait_s=job_limits.call_wait_s,
         )
         outputs = OutputsService(self.registry)
         self.resetting = JobReset(
@@ -100,7 +100,8 @@ class Coordinator:
         )
 
     def _job_dependencies(self, store: LeaderStore, max_jobs: int) -> JobDependencies:
-        # These services are constructed after the registry: each call looks them up.
+        # The plug-in, the registry and the services are attributes that do not exist yet: each
+        # function reads them when it is called.
         def member_lost(job: str, member_id: str, incarnation: str) -> None:
             self.plug_in.member_lost(job, member_id, incarnation)
 
@@ -124,7 +125,7 @@ class Coordinator:
             max_jobs=max_jobs,
         )
 
-    def _host(self, limits: Limits, bounds: JobLimits) -> Host:
+    def _host(self, limits: Limits, job_limits: JobLimits) -> Host:
         return Host(
             store=self._store,
             board=self.board,
@@ -137,7 +138,7 @@ class Coordinator:
             num_members=self._num_members,
             training=self._training,
             stuck_after_s=limits.collective_s,
-            call_wait_s=bounds.call_wait_s,
+            call_wait_s=job_limits.call_wait_s,
         )
 
     async def _resume_quarantined(self, job: str) -> str:
@@ -195,7 +196,7 @@ class Coordinator:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator["Coordinator"]:
-        """Run the background work that also runs without leading."""
+        """Run the background work that does not depend on leadership."""
         async with self.plug_in.running():
             try:
                 yield self

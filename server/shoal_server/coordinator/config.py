@@ -15,7 +15,7 @@ from shoal_server.core.limits import Limits
 from shoal_server.etcd.election import DEFAULT_TTL_S
 from shoal_server.etcd.remote.config import EtcdConfig
 from shoal_server.serving.admission.config import CallLimits, HttpLimits, JobLimits
-from shoal_server.serving.listening import is_loopback, listening
+from shoal_server.serving.listening import is_loopback, listen_address
 from shoal_server.serving.options import (
     FLAT,
     AdvertisedAddress,
@@ -82,8 +82,8 @@ class CoordinatorConfig:
     admission: Annotated[CallerLimits, FLAT] = field(default_factory=CallerLimits)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "listen", listening(self.listen, self.reach.bind))
-        object.__setattr__(self, "http", listening(self.http, self.reach.bind, "--http"))
+        object.__setattr__(self, "listen", listen_address(self.listen, self.reach.bind))
+        object.__setattr__(self, "http", listen_address(self.http, self.reach.bind, "--http"))
         self.reach.check({"gRPC": self.listen, "HTTP": self.http})
         if self.http_clients == "token" and self.http_tokens is None:
             raise InvalidSpec(

@@ -69,7 +69,7 @@ async def serve(config: CoordinatorConfig) -> None:
             config.limits,
             parameters=config.parameter_options,
             retention=config.retention,
-            bounds=config.admission.jobs,
+            job_limits=config.admission.jobs,
         )
         await stack.enter_async_context(coordinator.running())
         measures = ProcessMeasures(
@@ -121,7 +121,7 @@ async def serve(config: CoordinatorConfig) -> None:
         candidate = LeaderCandidate(address=address, http_url=url, host=host)
         leader_loop = LeaderLoop(coordinator, health, store, candidate, config.leader_lease_s)
         campaign = asyncio.create_task(leader_loop.run_for_ever(), name="campaign")
-        stopping = asyncio.create_task(stop.ordered.wait(), name="stop")
+        stopping = asyncio.create_task(stop.requested.wait(), name="stop")
         stack.push_async_callback(_cancel, campaign, stopping)
         await wait_first(leader_loop.has_begun.wait(), campaign, stopping)
         if leader_loop.has_begun.is_set():
@@ -131,7 +131,7 @@ async def serve(config: CoordinatorConfig) -> None:
         await wait_first(campaign, stopping)
         if stopping.done():
             leaving = wait_for_drains(coordinator.registry, config.drain_s)
-            await wait_first(campaign, stop.insisted.wait(), leaving)
+            await wait_first(campaign, stop.repeated.wait(), leaving)
     log.info("coordinator_stopped", grpc=address)
 
 

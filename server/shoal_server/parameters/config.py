@@ -16,7 +16,7 @@ from shoal_server.parameters.journal.config import JournalConfig
 from shoal_server.parameters.shard.sessions import MAX_SESSIONS
 from shoal_server.serving.admission import descriptors
 from shoal_server.serving.admission.config import CallLimits
-from shoal_server.serving.listening import LOOPBACK, listening
+from shoal_server.serving.listening import LOOPBACK, listen_address
 from shoal_server.serving.options import (
     FLAT,
     INTERNAL,
@@ -143,10 +143,10 @@ class ParameterServerConfig:
     renewed it for this long."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "listen", listening(self.listen, self.reach.bind))
+        object.__setattr__(self, "listen", listen_address(self.listen, self.reach.bind))
         listens = {"gRPC": self.listen}
         if self.metrics:
-            address = listening(self.metrics, LOOPBACK, "--metrics")
+            address = listen_address(self.metrics, LOOPBACK, "--metrics")
             object.__setattr__(self, "metrics", address)
             listens["metrics"] = address
         self.reach.check(listens)

@@ -19,7 +19,7 @@ log = structlog.get_logger(__name__)
 
 LOOPBACK = "127.0.0.1"
 SAME_ORDER_S = 2.0
-"""Time during which further signals only repeat the first signal to stop."""
+"""Time after the first signal to stop in which further signals count as the same request."""
 WILDCARDS = ("", "0.0.0.0", "::")
 
 
@@ -40,29 +40,29 @@ def remove_ready_file(path: Path | None) -> None:
 
 
 class StopRequest:
-    """Signals that ask this process to stop. Construct it on the running loop."""
+    """Request to stop by SIGTERM or SIGINT. Construct it on the running loop."""
 
     def __init__(self) -> None:
-        self.ordered = asyncio.Event()
-        self.insisted = asyncio.Event()
-        """Set by a signal SAME_ORDER_S or more after the first. Earlier ones are repetitions: a
-        scheduler signals every process, and a parent passes the signal on."""
-        self._ordered_s = 0.0
+        self.requested = asyncio.Event()
+        self.repeated = asyncio.Event()
+        """Set by a signal SAME_ORDER_S or more after the first. Signals before that are copies of
+        the first: a scheduler signals every process, and a parent passes the signal on."""
+        self._requested_s = 0.0
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._note, loop)
 
     def _note(self, loop: asyncio.AbstractEventLoop) -> None:
-        if not self.ordered.is_set():
-            self._ordered_s = loop.time()
-            self.ordered.set()
-        elif loop.time() >= self._ordered_s + SAME_ORDER_S:
-            self.insisted.set()
+        if not self.requested.is_set():
+            self._requested_s = loop.time()
+            self.requested.set()
+        elif loop.time() >= self._requested_s + SAME_ORDER_S:
+            self.repeated.set()
 
 
-def listening(listen: str, bind: str, option: str = "--listen") -> str:
+def listen_address(listen: str, bind: str, option: str = "--listen") -> str:
     """host:port to listen on: `listen` is HOST:PORT, or PORT alone at the address `bind`. Raises
-    InvalidSpec, with the name of `option`."""
+    InvalidSpec for other text; the error names `option`."""
     address = listen if ":" in listen else join_address(bind, listen)
     try:
         split_address(address)
@@ -104,8 +104,9 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def opened(listens: Mapping[str, str]) -> dict[str, str]:
-    """Addresses (host:port by service) that are not on loopback. Raises InvalidSpec."""
+def exposed_addresses(listens: Mapping[str, str]) -> dict[str, str]:
+    """Addresses (host:port by service) among `listens` that are not on loopback. Raises InvalidSpec
+    for text that is not host:port."""
     return {
         name: address
         for name, address in listens.items()
@@ -114,9 +115,9 @@ def opened(listens: Mapping[str, str]) -> dict[str, str]:
 
 
 def warn_of_exposure(listens: Mapping[str, str], etcd: Sequence[str]) -> None:
-    """Warn if other machines may reach a port without TLS, or can reach none although etcd is on
-    another machine."""
-    if (found := opened(listens)) and identity.own() is None:
+    """Warn if other machines may reach a port without TLS. Warn too if all ports are on loopback,
+    although etcd is on another machine."""
+    if (found := exposed_addresses(listens)) and identity.own() is None:
         log.warning(
             "ports_open_to_others",
             **found,

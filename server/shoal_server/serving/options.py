@@ -10,7 +10,7 @@ from cyclopts import Parameter
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.tls.names import CertificateRole
 from shoal_proto.tls.options import TlsOptions
-from shoal_server.serving.listening import LOOPBACK, opened
+from shoal_server.serving.listening import LOOPBACK, exposed_addresses
 
 INTERNAL = Parameter(parse=False)
 """Marks a config field that is set in code and is not a command-line option."""
@@ -88,7 +88,7 @@ class ServingOptions(TlsOptions):
                 seen="both --insecure and a certificate",
                 expected="one of them",
             )
-        if not tls and not self.insecure and (found := opened(listens)):
+        if not tls and not self.insecure and (found := exposed_addresses(listens)):
             raise InvalidSpec(
                 "an address that other machines can reach would be served without TLS",
                 seen=", ".join(f"{name} at {address}" for name, address in found.items()),

@@ -23,7 +23,8 @@ REQUEST_WITHIN_S = 10.0
 
 
 def build_info(part: str) -> Metric:
-    """Release of this process, and its part of Shoal."""
+    """Metric with the releases of Shoal and Python that this process runs, and which `part` of
+    Shoal it is."""
     info = InfoMetricFamily("shoal_build", "The release of this process.")
     python = platform.python_version()
     info.add_metric([], {"version": version("shoal"), "python": python, "part": part})

@@ -20,7 +20,7 @@ from shoal_server.parameters.config import ParameterServerConfig
 from shoal_server.serving.listening import (
     advertised_address,
     is_loopback,
-    listening,
+    listen_address,
     warn_of_exposure,
 )
 
@@ -39,13 +39,13 @@ START_S = 60.0
     ],
 )
 def test_a_port_alone_is_served_at_the_bind_address(listen: str, bind: str, address: str) -> None:
-    assert listening(listen, bind) == address
+    assert listen_address(listen, bind) == address
 
 
 @pytest.mark.parametrize("listen", ["", "somewhere", "70000", "host:70000", "-1", "[]:80"])
 def test_an_invalid_listening_address_is_refused(listen: str) -> None:
     with pytest.raises(InvalidSpec, match="expected host:port, or a port"):
-        listening(listen, "127.0.0.1")
+        listen_address(listen, "127.0.0.1")
 
 
 @pytest.mark.parametrize(

@@ -136,7 +136,7 @@ async def served(
     server = new_server()
     address = f"127.0.0.1:{bind(server, address)}"
     options = ParameterOptions() if parameters else None
-    made = Coordinator(store, limits or Limits(), parameters=options, bounds=bounds)
+    made = Coordinator(store, limits or Limits(), parameters=options, job_limits=bounds)
     async with made.running() as coordinator:
         coordinator.add_services(server)
         await coordinator.lead(conditions)

@@ -75,7 +75,7 @@ class CompressedExchange(GradientExchange):
         if work is None:
             self.waiter.complete(average.completion, "")
         else:
-            self._works[index] = self.waiter.begin(work)
+            self._works[index] = self.waiter.track(work)
 
     def _finish(self) -> None:
         """Finish all averages in rounds. Each waits for one collective of each bucket, and begins

@@ -90,7 +90,7 @@ class GradientExchange:
         gradients.div_(self._world_size)
         work = dist.all_reduce(gradients, group=self._group, async_op=True)
         assert work is not None
-        in_progress = self.waiter.begin(work)
+        in_progress = self.waiter.track(work)
         self._in_progress.append(in_progress)
         return in_progress.completion
 

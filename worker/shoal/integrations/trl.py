@@ -66,7 +66,8 @@ class _Publisher:
 
 
 class VLLMClient(_VLLMClient):
-    """TRL's client of a vLLM server, with versions in place of NCCL broadcasts.
+    """TRL's client of a vLLM server, which publishes versions of a series instead of broadcasting
+    over NCCL.
 
     `series`: JOB/NAME; None: the environment variable SHOAL_SERIES. Raises InvalidSpec without
     either. An update raises DeadlineExceeded after 600 s without a commit.
@@ -90,7 +91,7 @@ class VLLMClient(_VLLMClient):
 
     @contextmanager
     def weight_update(self) -> Iterator[None]:
-        """Publish all updates of the block as one version, unless it raises."""
+        """Publish all updates of the block as one version; none if the block raises."""
         self._collected = {}
         try:
             yield

@@ -23,8 +23,8 @@ class ModuleProxy(nn.Module):
     """Proxy of the user's model, which runs the module that `route` returns.
 
     Parameters, names, `state_dict` keys and attributes are the model's. A copy or pickle of the
-    proxy is one of the model. If a member has only a part of the model, state dicts, copies and
-    pickles are refused.
+    proxy holds the model, without a proxy. If a member has only a part of the model, `state_dict`,
+    copies and pickles are refused.
     """
 
     def __init__(self, module: nn.Module, route: Callable[[], nn.Module]) -> None:
@@ -100,8 +100,8 @@ def proxy_of(module: nn.Module, route: Callable[[], nn.Module]) -> nn.Module:
 
 
 def _forward_like(forward: FunctionType) -> Callable[..., Any]:
-    """Return the proxy's forward pass, with the model's signature, by which frameworks choose
-    arguments."""
+    """Return the proxy's `forward`, with the signature of the model's: frameworks choose the
+    arguments by it."""
 
     @routing
     def routed(self: ModuleProxy, *inputs: Any, **options: Any) -> Any:
@@ -120,7 +120,7 @@ def unwrap_proxy(proxy: nn.Module) -> nn.Module:
 
 
 def unwrapped_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules of a model by name, also those behind proxies."""
+    """Return the modules of a model by name, with the module behind it in place of each proxy."""
     return {name: unwrap_proxy(each) for name, each in model.named_modules()}
 
 
@@ -130,10 +130,10 @@ def retarget(proxy: nn.Module, module: nn.Module) -> None:
     share_tables(proxy, module)
 
 
-def copy_modes(held: nn.Module, module: nn.Module) -> None:
-    """Copy the modes of the user's module to a new generation's module: training or evaluation, and
-    compiled or not."""
-    parts = {name: unwrap_proxy(part) for name, part in held.named_modules()}
+def copy_modes(model: nn.Module, module: nn.Module) -> None:
+    """Copy the modes of the script's model to a new generation's module: training or evaluation,
+    and compiled or not."""
+    parts = {name: unwrap_proxy(part) for name, part in model.named_modules()}
     for name, part in module.named_modules():
         if name in parts:
             part.training = parts[name].training

@@ -38,7 +38,7 @@ def scaler_state(scaler: torch.amp.GradScaler) -> dict[str, Any]:
 
 
 def scale_of(scaler: torch.amp.GradScaler) -> float:
-    """Return `scaler.get_scale()`; waits as seldom as `scaler_state`."""
+    """Return `scaler.get_scale()`. Waits for the GPU only when `scaler_state` would."""
     scale: float = scaler_state(scaler)["scale"]
     return scale
 

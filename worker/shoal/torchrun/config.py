@@ -41,7 +41,7 @@ class NodeConfig:
 
     join: JoinConfig
     join_timeout_s: float = 600.0
-    """Longest time of one rendezvous; a standby node waits without a limit."""
+    """Longest time of one rendezvous; a standby node waits longer, while a coordinator answers."""
     last_call_timeout_s: float = 0.0
     """Time that the first generation waits for more nodes once it has enough.
 

@@ -69,7 +69,8 @@ class MembershipService(MembershipServicer):
             raise InvalidSpec(
                 f"job {spec.job} cannot have these bounds",
                 seen=problem,
-                fix="Set min_members <= desired_members <= max_members.",
+                fix="Set 1 <= min_members <= desired_members <= max_members, and last_call_s to at"
+                " least 0.",
             )
         self._registry.require_leading()
         self._registry.check_run(token)

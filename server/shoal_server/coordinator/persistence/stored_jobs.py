@@ -171,7 +171,8 @@ class StoredJobs:
         return bool(assigned) or await self._store.get(keys.sample_ledger(job)) is not None
 
     async def secret_digest(self, job: str) -> str:
-        """Digest of the job's secret, also from a damaged record; empty without one."""
+        """Digest of the job's secret, even if other parts of the job's record are damaged. Empty
+        without a record or a secret, and if the digest cannot be read."""
         item = await self._store.get(keys.job_state(job))
         if item is None:
             return ""

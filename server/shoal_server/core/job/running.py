@@ -27,8 +27,8 @@ def collective_failed(
     if job.deadlines.suspect_since_s is None:
         job.deadlines.suspect_since_s = now_s
     trainers = job.table.trainers(running)
-    if away := _away_in_words(job, [m for m in trainers if m is not member], now_s):
-        job.reason = f"{away}; {refusals.AWAY_FIX}"
+    if in_code := _members_in_own_code(job, [m for m in trainers if m is not member], now_s):
+        job.reason = f"{in_code}; {refusals.OWN_CODE_FIX}"
     job.log("collective_failed", job.reason, member)
     member.reported_broken = running.generation
     for other in job.members_of(running):
@@ -87,13 +87,13 @@ def drop_unsettled(job: JobState, now_s: float) -> None:
     for member in job.table.unsettled():
         if job.members.get(member.member_id) is member:
             reason = f"{member.member_id} did not stop within {limit} of the break"
-            if away := _away_in_words(job, [member], now_s):
-                endings.refuse(job, member, refusals.away(f"{away}: {reason}"), now_s)
+            if in_code := _members_in_own_code(job, [member], now_s):
+                endings.refuse(job, member, refusals.in_own_code(f"{in_code}: {reason}"), now_s)
             else:
                 endings.refuse(job, member, refusals.timeout(reason), now_s)
 
 
-def _away_in_words(job: JobState, members: list[MemberState], now_s: float) -> str:
+def _members_in_own_code(job: JobState, members: list[MemberState], now_s: float) -> str:
     """Name the members that have been in the script's own code for at least half of `collective_s`,
     or return ""."""
     texts = []

@@ -1,4 +1,4 @@
-"""All refusals of the membership."""
+"""All refusals that the membership core makes, of calls and of members."""
 
 from shoal_server.core.generations.conflicts import shorten_conflicts
 from shoal_server.core.generations.progress import JobProgress
@@ -41,7 +41,8 @@ def bad_spec(job: str, problem: str) -> Refusal:
         kind=RefusalKind.SPEC,
         what=f"job {job} cannot have these bounds",
         seen=problem,
-        fix="Set min_members <= desired_members <= max_members.",
+        fix="Set 1 <= min_members <= desired_members <= max_members, and last_call_s to at"
+        " least 0.",
     )
 
 
@@ -51,7 +52,8 @@ def other_bounds(seen: JobSpec, expected: JobSpec) -> Refusal:
         what=f"job {expected.job} has other bounds",
         seen=_bounds(seen),
         expected=_bounds(expected),
-        fix="Start every worker of a job with the same --min and --max.",
+        fix="Start every worker of a job with the same --min and --max (torchrun: --nnodes, and"
+        " last_call_timeout in --rdzv-conf).",
     )
 
 
@@ -201,7 +203,7 @@ def bad_devices(member_id: str, problem: str) -> Refusal:
 def confined(job: str, conflict: Conflict) -> Refusal:
     return Refusal(
         kind=RefusalKind.CONFLICT,
-        what=f"job {job} spans several hosts, which cannot reach every member",
+        what=f"job {job} spans several hosts, and a member's address works on one host only",
         seen=str(conflict),
         expected="addresses that the other hosts reach",
         fix="Give every worker the coordinator's address as other hosts see it, or set"
@@ -220,18 +222,18 @@ def unreachable(job: str, member_id: str, seen: str) -> Refusal:
     )
 
 
-AWAY_FIX = (
+OWN_CODE_FIX = (
     'put code that takes long between steps into `with session.pause("validation"):`,'
     " and the others wait for it"
 )
 
 
-def away(reason: str) -> Refusal:
+def in_own_code(reason: str) -> Refusal:
     return Refusal(
         kind=RefusalKind.TIMEOUT,
         what=reason,
         expected="the next step, or session.pause",
-        fix=AWAY_FIX[0].upper() + AWAY_FIX[1:] + ".",
+        fix=OWN_CODE_FIX[0].upper() + OWN_CODE_FIX[1:] + ".",
     )
 
 

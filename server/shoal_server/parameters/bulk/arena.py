@@ -73,7 +73,7 @@ def _copy(into: memoryview, data: memoryview) -> None:
 
 
 def in_frames(shard_id: int, *values: memoryview) -> Sequence[bytes]:
-    """The values as PIECE frames."""
+    """Copies of the values as PIECE frames: a header and the bytes of each piece in turn."""
     frames: list[bytes] = []
     for start, piece in cut(values):
         data = bytes(piece)

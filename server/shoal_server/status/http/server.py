@@ -18,11 +18,13 @@ from shoal_server.status.http.protocol import BoundedProtocol, raw_answer
 log = structlog.get_logger(__name__)
 
 SEND_BUFFER_BYTES = 256 * 1024
-"""Size of a kernel buffer: a client that does not read is noticed once it is full."""
+"""Size of a connection's send buffer in the kernel: a client that does not read is noticed once
+this buffer is full."""
 
 
 class BoundedServer(uvicorn.Server):
-    """A server that reports when it serves, ignores signals, and accepts connections itself."""
+    """Server that reports when it serves, leaves signals to its process, and accepts connections
+    itself."""
 
     def __init__(
         self,
@@ -41,7 +43,7 @@ class BoundedServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await self.lifespan.startup()
-        # uvicorn itself listens to nothing.
+        # uvicorn gets no listening socket: `_accept` passes it each connection.
         self.servers = []
         self._accepting = asyncio.create_task(self._accept(), name="http-accept")
         self.started = True
@@ -100,7 +102,7 @@ def _refuse(connected: socket.socket, why: str, *, is_plain: bool) -> None:
         if not is_plain:
             return
         try:
-            # A fresh connection has room for these bytes.
+            # These bytes fit into the empty send buffer of a new connection.
             connected.send(raw_answer(503, Overloaded(why, fix="Ask again a little later.")))
         except OSError as error:
             log.debug("refusal_not_sent", reason=str(error))

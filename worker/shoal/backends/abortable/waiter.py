@@ -76,15 +76,15 @@ class AbortableWaiter:
     def wait(self, work: dist.Work | None) -> None:
         """Wait for the collective. Raises DistBackendError if it failed or was aborted."""
         assert work is not None, "begun with async_op=True, by a rank of the group"
-        ongoing = self.begin(work)
+        ongoing = self.track(work)
         try:
             ongoing.wait()
         finally:
             self.forget()
 
-    def begin(self, work: dist.Work) -> "OngoingCollective":
-        """Return an object to wait for the collective later. Other collectives may begin before
-        that."""
+    def track(self, work: dist.Work) -> "OngoingCollective":
+        """Return an object to wait later for a collective that has begun. Other collectives may
+        begin before that wait."""
         return OngoingCollective(work, self.completion_of(work))
 
     def pending(self) -> list[Completion]:

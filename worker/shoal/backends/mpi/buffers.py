@@ -37,20 +37,21 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 class StagedTensor:
-    """A tensor's content in memory that MPI can reduce: the tensor's own, or a copy. `deliver`
-    divides the sum for a mean, and writes a copy back."""
+    """A tensor's content in memory that MPI can reduce: the tensor's own memory, or a copy. After
+    the reduction, `deliver` divides a sum that is to be a mean, and copies back from a copy."""
 
     def __init__(self, tensor: Tensor, op: Any, size: int) -> None:
         if op not in _OPS or (tensor.dtype not in _TYPES and tensor.dtype not in _HALVES):
             raise InvalidSpec(
                 "this reduction is not supported",
                 seen=f"{op} of {tensor.dtype}",
-                expected="sum, avg, product, min, max, band, bor or bxor, of a dtype that MPI has",
+                expected="sum, avg, product, min, max, band, bor or bxor, of bool, uint8, int8 to"
+                " int64, float16, bfloat16, float32 or float64",
             )
         if op == _Op.AVG:
             check_has_mean(tensor)
         self._tensor, self._divisor = tensor, size if op == _Op.AVG else 1
-        # torch's sum of truth values is their "or"; a sum of their bytes may be 2.
+        # torch's sum of bools is their "or"; MPI's sum of their bytes may be 2.
         self.op = MPI.BOR if tensor.dtype == torch.bool and op == _Op.SUM else _OPS[op]
         wide = tensor.float() if tensor.dtype in _HALVES else tensor
         self._flat = wide.contiguous()
