@@ -24,19 +24,19 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bshoal_proto/v1/repair.proto\x12\x08shoal.v1\"n\n\rRepairRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05\x61pply\x18\x02 \x01(\x08\x12\x13\n\x0bmin_members\x18\x03 \x01(\r\x12\x13\n\x0bmax_members\x18\x04 \x01(\r\x12\x17\n\x0f\x64\x65sired_members\x18\x05 \x01(\r\"\x91\x01\n\x0bRepairReply\x12\x13\n\x0bquarantined\x18\x01 \x01(\x08\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x14\n\x0csince_unix_s\x18\x03 \x01(\x01\x12\'\n\x07records\x18\x04 \x03(\x0b\x32\x16.shoal.v1.BrokenRecord\x12\x0f\n\x07goes_on\x18\x05 \x01(\x08\x12\r\n\x05phase\x18\x06 \x01(\t\"\xa1\x01\n\x0c\x42rokenRecord\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x0c\n\x04seen\x18\x03 \x01(\t\x12\x10\n\x08\x65xpected\x18\x04 \x01(\t\x12\x0f\n\x07\x65xcerpt\x18\x05 \x01(\t\x12\x11\n\tnum_bytes\x18\x06 \x01(\x04\x12\x0e\n\x06remedy\x18\x07 \x01(\t\x12\x10\n\x08mendable\x18\x08 \x01(\x08\x12\x10\n\x08moved_to\x18\t \x01(\t2C\n\x07Repairs\x12\x38\n\x06Repair\x12\x17.shoal.v1.RepairRequest\x1a\x15.shoal.v1.RepairReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bshoal_proto/v1/repair.proto\x12\x08shoal.v1\"\x82\x01\n\rRepairRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05\x61pply\x18\x02 \x01(\x08\x12\x13\n\x0bmin_members\x18\x03 \x01(\r\x12\x13\n\x0bmax_members\x18\x04 \x01(\r\x12\x17\n\x0f\x64\x65sired_members\x18\x05 \x01(\r\x12\x12\n\njob_secret\x18\x06 \x01(\t\"\x91\x01\n\x0bRepairReply\x12\x13\n\x0bquarantined\x18\x01 \x01(\x08\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x14\n\x0csince_unix_s\x18\x03 \x01(\x01\x12\'\n\x07records\x18\x04 \x03(\x0b\x32\x16.shoal.v1.BrokenRecord\x12\x0f\n\x07goes_on\x18\x05 \x01(\x08\x12\r\n\x05phase\x18\x06 \x01(\t\"\xa1\x01\n\x0c\x42rokenRecord\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x0c\n\x04seen\x18\x03 \x01(\t\x12\x10\n\x08\x65xpected\x18\x04 \x01(\t\x12\x0f\n\x07\x65xcerpt\x18\x05 \x01(\t\x12\x11\n\tnum_bytes\x18\x06 \x01(\x04\x12\x0e\n\x06remedy\x18\x07 \x01(\t\x12\x10\n\x08mendable\x18\x08 \x01(\x08\x12\x10\n\x08moved_to\x18\t \x01(\t2C\n\x07Repairs\x12\x38\n\x06Repair\x12\x17.shoal.v1.RepairRequest\x1a\x15.shoal.v1.RepairReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'shoal_proto.v1.repair_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_REPAIRREQUEST']._serialized_start=41
-  _globals['_REPAIRREQUEST']._serialized_end=151
-  _globals['_REPAIRREPLY']._serialized_start=154
-  _globals['_REPAIRREPLY']._serialized_end=299
-  _globals['_BROKENRECORD']._serialized_start=302
-  _globals['_BROKENRECORD']._serialized_end=463
-  _globals['_REPAIRS']._serialized_start=465
-  _globals['_REPAIRS']._serialized_end=532
+  _globals['_REPAIRREQUEST']._serialized_start=42
+  _globals['_REPAIRREQUEST']._serialized_end=172
+  _globals['_REPAIRREPLY']._serialized_start=175
+  _globals['_REPAIRREPLY']._serialized_end=320
+  _globals['_BROKENRECORD']._serialized_start=323
+  _globals['_BROKENRECORD']._serialized_end=484
+  _globals['_REPAIRS']._serialized_start=486
+  _globals['_REPAIRS']._serialized_end=553
 # @@protoc_insertion_point(module_scope)

@@ -27,12 +27,15 @@ class RepairRequest(_message.Message):
     MIN_MEMBERS_FIELD_NUMBER: _builtins.int
     MAX_MEMBERS_FIELD_NUMBER: _builtins.int
     DESIRED_MEMBERS_FIELD_NUMBER: _builtins.int
+    JOB_SECRET_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     apply: _builtins.bool
     min_members: _builtins.int
     """The job's bounds, if its own record of them cannot be read while it has members."""
     max_members: _builtins.int
     desired_members: _builtins.int
+    job_secret: _builtins.str
+    """The job's secret, if its own record of it cannot be read. Empty: the job has none from then on."""
     def __init__(
         self,
         *,
@@ -41,10 +44,11 @@ class RepairRequest(_message.Message):
         min_members: _builtins.int = ...,
         max_members: _builtins.int = ...,
         desired_members: _builtins.int = ...,
+        job_secret: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["apply", b"apply", "desired_members", b"desired_members", "job", b"job", "max_members", b"max_members", "min_members", b"min_members"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["apply", b"apply", "desired_members", b"desired_members", "job", b"job", "job_secret", b"job_secret", "max_members", b"max_members", "min_members", b"min_members"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -84,6 +84,16 @@ def test_a_repaired_job_keeps_its_secret(bounds: JobSpec | None) -> None:
     assert mended.spec.secret_digest == "d1"
 
 
+def test_a_secret_that_cannot_be_read_becomes_that_of_the_operator() -> None:
+    """Without it, workers with the secret would be refused, and callers without it accepted."""
+    bounds = JobSpec(job="j", max_members=4)
+    for data in (b'{"spec": {"secret_di', as_json(good_state("j") | {"spec": 7})):
+        mended = repaired_state(
+            "j", data, generations=[1], records=[], bounds=bounds, secret_digest="d2"
+        )
+        assert mended.spec.secret_digest == "d2"
+
+
 def test_a_repaired_job_keeps_the_fields_of_a_later_release() -> None:
     more = {"of_a_later_release": {"says": ["more"]}}
     state = good_state("j") | {"finished": "perhaps"} | more
@@ -228,6 +238,17 @@ async def test_a_broken_record_of_earlier_runs_refuses_no_process_of_a_run_that_
         assert (await ask(world, "j", apply=True)).goes_on
         known = world.coordinator.registry.earlier_runs.get("j")
         assert (known.last_generation if known is not None else 0) == (0 if has_begun else 9)
+
+
+async def test_a_rewritten_record_has_the_generation_that_published_last() -> None:
+    """Its generations' records may be gone: publications of lower ones would be refused."""
+    store = MemoryStore()
+    head = SeriesHead(number=3, epoch=2, publisher=Publisher(generation=9))
+    await store.put(keys.series_head("j/policy"), encode_head(head))
+    await store.put(keys.job_state("j"), as_json(good_state("j") | {"last_generation": "nine"}))
+    async with served(store) as world:
+        assert (await ask(world, "j", apply=True)).goes_on
+        assert world.coordinator.registry.find("j").job.last_generation == 9
 
 
 async def test_a_broken_ledger_is_moved_aside_with_its_deltas() -> None:

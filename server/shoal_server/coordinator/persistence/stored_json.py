@@ -105,13 +105,13 @@ def spec_from(bounds: Fields) -> JobSpec:
     )
 
 
-def secret_digest_from(fields: Fields) -> str:
-    """Digest of the job's secret; empty without a secret or readable bounds. Raises
-    UnreadableRecord for an unreadable digest."""
+def secret_digest_from(fields: Fields, otherwise: str = "") -> str:
+    """Digest of the job's secret; empty without a secret, and `otherwise` without readable bounds.
+    Raises UnreadableRecord for an unreadable digest."""
     try:
         bounds = fields.object("spec")
     except UnreadableRecord:
-        return ""
+        return otherwise
     return bounds.text("secret_digest", "")
 
 

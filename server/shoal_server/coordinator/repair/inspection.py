@@ -30,7 +30,8 @@ class RecordKind(Enum):
 
 REMEDIES: Mapping[RecordKind, str] = {
     RecordKind.STATE: "It is rewritten from its readable fields and from the records of"
-    " generations: the job continues.",
+    " generations: the job continues. A secret that cannot be read becomes that of --job-secret;"
+    " without it, the job has none.",
     RecordKind.GENERATION: "It is moved aside. If it is the newest, members stop, report their"
     " steps, and form the next generation from the state at the highest step.",
     RecordKind.MEMBER: "It is moved aside: the member's process is fenced, and has to join again.",

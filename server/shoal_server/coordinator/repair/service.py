@@ -10,6 +10,7 @@ import structlog
 
 from shoal_proto.errors import InvalidSpec, UnknownJob
 from shoal_proto.names import NAME_RULE, is_name
+from shoal_proto.secrets import digest_of
 from shoal_proto.v1 import repair_pb2 as pb
 from shoal_proto.v1.repair_pb2_grpc import RepairsServicer
 from shoal_server.coordinator.jobs.registry import Registry
@@ -144,7 +145,12 @@ class RepairService(RepairsServicer):
                 # The first member that joins sets the bounds.
                 bounds = state_repair.bounds_of(job, 1, 0, 0)
             state = state_repair.repaired_state(
-                job, item.value, generations=numbers, records=records, bounds=bounds
+                job,
+                item.value,
+                generations=[*numbers, self._published_in(job)],
+                records=records,
+                bounds=bounds,
+                secret_digest=digest_of(request.job_secret),
             )
         except UnreadableRecord as error:
             raise InvalidSpec(

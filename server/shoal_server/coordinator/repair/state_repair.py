@@ -31,6 +31,7 @@ def repaired_state(
     generations: Iterable[int],
     records: Sequence[GenerationRecord],
     bounds: JobSpec | None = None,
+    secret_digest: str = "",
 ) -> StateRecord:
     """Reconstruct a job's record from its readable fields; others get their defaults. Fields of a
     later release are kept.
@@ -39,7 +40,8 @@ def repaired_state(
     (`generations`) and readable records (`records`). A missing `trained_in` becomes the newest
     generation that is not known to be aborted or asynchronous, so that the job never starts again
     from initial values. A missing `reached_step` becomes the step at which the newest committed
-    synchronous generation in `records` was agreed.
+    synchronous generation in `records` was agreed. `secret_digest` is that of the job's secret if
+    the record's bounds, and with them the secret, cannot be read.
 
     Raises UnreadableRecord if neither the record nor `bounds` gives the bounds, or if the digest of
     the job's secret cannot be read.
@@ -51,7 +53,9 @@ def repaired_state(
     numbers = frozenset(generations)
     last = _count(fields, "last_generation")
     record = StateRecord(
-        spec=replace(bounds or _spec(job, fields), secret_digest=secret_digest_from(fields)),
+        spec=replace(
+            bounds or _spec(job, fields), secret_digest=secret_digest_from(fields, secret_digest)
+        ),
         last_generation=Generation(max(numbers | {last or 0})),
         finished=_flag(fields, "finished"),
         reason="its own record could not be read, and was rewritten",
