@@ -227,8 +227,9 @@ class ShardJournal:
                     # Without the end entry before it, the image would seem older than records of an
                     # earlier placement with higher versions.
                     ends.result()
+                # The epoch of the image: the replica may have entered a later one since.
                 self._journal.put_image(
-                    replica.job, replica.epoch, image, placement_id=led.placement_id
+                    replica.job, image.stamp.epoch, image, placement_id=led.placement_id
                 )
                 return image.version
 

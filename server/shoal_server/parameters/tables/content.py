@@ -117,7 +117,7 @@ class TableContent:
         if len(batch.ids) <= self.rows.num_spare:
             return 0
         rows = self.rows.find(batch.ids)
-        idle = self._idle(self._time_of(at_unix_s))
+        idle = self._idle(self.time_of(at_unix_s))
         num_live = len(self.rows) - len(idle)
         num_new = int(np.count_nonzero((rows < 0) | np.isin(rows, idle)))
         num_rows = num_live + min(num_new, max(self.max_rows - num_live, 0))
@@ -131,7 +131,7 @@ class TableContent:
         A gradient of an evicted row is dropped, even if the id has a new row. A gradient of initial
         values is applied to the row that the id has now, or gets.
         """
-        self._now_s = self._time_of(at_unix_s)
+        self._now_s = self.time_of(at_unix_s)
         self.table_step = max(self.table_step + 1, step)
         self._evict_idle()
         rows = self.rows.find(batch.ids)
@@ -148,9 +148,9 @@ class TableContent:
         self.counts.not_admitted += int(np.count_nonzero(fates == NOT_ADMITTED))
         return fates
 
-    def _time_of(self, at_unix_s: float) -> float:
+    def time_of(self, at_unix_s: float) -> float:
         """Return the table's time for a push with that timestamp. A push advances it by at most
-        half of `max_idle_s`: if the clock was set forward, rows in use must not become idle."""
+        half of `max_idle_s`: after a pause, rows in use must not be idle."""
         max_idle_s = self._table.eviction.max_idle_s
         if max_idle_s and self._now_s:
             at_unix_s = min(at_unix_s, self._now_s + max_idle_s / 2)

@@ -61,15 +61,20 @@ class TableBody:
         self._table_index = table_index
         self.answers = answers
         self._ahead_s: float | None = None
-        """Table time minus the monotonic clock; None before the first push here."""
+        """Table time minus the monotonic clock; None before the first push to this server."""
 
     def now_s(self) -> float:
         """Return the table's time for a push that arrives now, in Unix seconds. It starts at the
         shard's newest push, or at the machine's clock for a new shard, and follows the monotonic
-        clock: no row seems older after a change of the clock or of the primary."""
+        clock. Time in which no push was applied counts as in `TableContent.time_of`; the rest of it
+        is not made up for by later pushes."""
+        steady_s = time.monotonic()
         if self._ahead_s is None:
-            self._ahead_s = (self.content.now_s or time.time()) - time.monotonic()
-        return time.monotonic() + self._ahead_s
+            self._ahead_s = (self.content.now_s or time.time()) - steady_s
+        # Bounded at each push: another primary may have led the shard since the last one.
+        now_s = self.content.time_of(steady_s + self._ahead_s)
+        self._ahead_s = now_s - steady_s
+        return now_s
 
     @property
     def num_bytes(self) -> int:

@@ -260,6 +260,44 @@ async def test_a_shard_of_a_new_run_replaces_that_of_the_last_run(tmp_path: Path
     assert found.epoch == 1
 
 
+async def test_an_image_is_stored_with_its_own_epoch(tmp_path: Path) -> None:
+    """Durable records after the image are still replayed if the shard is handed over, and enters
+    the next epoch, before the image is written."""
+    config, goes_on = JournalConfig(directory=tmp_path), threading.Event()
+    taken: list[int] = []
+
+    class HeldJournal(Journal):
+        def overdue(self) -> Sequence[tuple[str, int]]:
+            return (("job", 0),) if replica.state.version == 2 else ()
+
+        def read(self, *what: Any) -> Any:
+            goes_on.wait(LIMIT_S)
+            return super().read(*what)
+
+    async def take(replica: ShardReplica) -> ShardImage:
+        taken.append(replica.state.version)
+        return replica.image()
+
+    replica = new_led(epoch=3)
+    async with journaling(HeldJournal(config), take) as (kept, reports):
+        kept.start_journaling(replica)
+        assert await reports.next() == 1
+        reading = asyncio.ensure_future(kept.read("job", 1))
+        await asyncio.sleep(0)
+        kept.append_update(replica, push(replica))
+        assert await reports.next() == 2
+        await until(lambda: len(taken) == 2)
+        kept.append_update(replica, push(replica))
+        assert await reports.next() == 3
+        kept.end(replica)
+        replica.epoch = 4
+        goes_on.set()
+        await reading
+        await kept.read("job", 0)
+    (found,) = Journal(config).recover(restore)
+    assert (found.epoch, found.state.version) == (3, 3)
+
+
 def make_unreadable(directory: Path) -> None:
     """Replace the only image of a journal by a directory."""
     (path,) = directory.glob("images/job/*")

@@ -19,7 +19,7 @@ from shoal_server.parameters.shard.record import UpdateRecord
 from shoal_server.parameters.shard.sessions import MAX_OUTCOMES
 from shoal_server.parameters.tables.hashing import shards_of
 from shoal_server.parameters.tables.restore import restore
-from shoal_server.parameters.tables.shard import is_table, table_from_image
+from shoal_server.parameters.tables.shard import TableShard, is_table, table_from_image
 
 APPLIED, MADE = RowFate.ROW_FATE_APPLIED, RowFate.ROW_FATE_MADE
 NOT_ADMITTED, EVICTED = RowFate.ROW_FATE_NOT_ADMITTED, RowFate.ROW_FATE_EVICTED
@@ -123,6 +123,55 @@ def test_the_shards_time_continues_from_the_newest_push(monkeypatch: pytest.Monk
     assert copy.body.now_s() == 5000.0
     wall_s, steady_s = 0.0, 14.5
     assert copy.body.now_s() == 5002.5
+
+
+def test_rows_in_use_outlast_a_time_without_pushes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later pushes do not make up for the time beyond half of the idle time."""
+    steady_s = 70.0
+    monkeypatch.setattr("time.monotonic", lambda: steady_s)
+    shard = new_shard(new_table(eviction=Eviction(max_idle_s=80.0)))
+
+    def push(sequence: int, ids: list[int]) -> None:
+        at_unix_s = shard.body.now_s()
+        shard.push(new_push(ids, ones(len(ids)), sequence=sequence, at_unix_s=at_unix_s), live)
+
+    push(1, [1, 2])
+    steady_s += 7200.0
+    for sequence in range(2, 6):
+        push(sequence, [2])
+        steady_s += 1.0
+    assert (look_up(shard, [1, 2])[0] > 0).all()
+    steady_s += 38.0
+    push(6, [2])
+    assert (look_up(shard, [1, 2])[0] > 0).tolist() == [False, True]
+
+
+def test_a_primary_that_leads_again_continues_from_the_newest_push(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its offset from the time when it led before counts no more: rows in use under the primary in
+    between are kept."""
+    steady_s = 70.0
+    monkeypatch.setattr("time.monotonic", lambda: steady_s)
+    table = new_table(eviction=Eviction(max_idle_s=80.0))
+    first, second = new_shard(table), new_shard(table)
+    sequence = 0
+
+    def push(primary: TableShard, backup: TableShard, row: int) -> None:
+        nonlocal sequence
+        sequence += 1
+        at_unix_s = primary.body.now_s()
+        primary.subscribe(backup.replay)
+        primary.push(new_push([row], ones(1), sequence=sequence, at_unix_s=at_unix_s), live)
+        primary.subscribe(None)
+
+    push(first, second, 1)
+    steady_s += 7200.0
+    for row in range(2, 6):
+        push(second, first, row)
+    for _ in range(4):
+        push(first, second, 6)
+    assert (look_up(first, range(2, 7))[0] > 0).all()
 
 
 def test_a_full_shard_without_eviction_makes_no_rows() -> None:
