@@ -38,10 +38,10 @@ class Rows:
 
     version: int
     epoch: int
-    births: bytes
+    births: Bytes
     """Little-endian uint64 for each row: the version that created the row; 0: the row does not
     exist yet, and has initial values."""
-    values: bytes
+    values: Bytes
     step: int
     """The table's steps that the shard knew of."""
 
@@ -203,27 +203,30 @@ class _IncomingRows:
     def __init__(self, found: FoundRows, num_rows: int) -> None:
         self._found = found
         self._births_bytes = num_rows * ID_BYTES
-        self._data = bytearray()
+        self._data = bytearray(found.num_bytes)
+        self._num_received = 0
 
     def take(self, piece: AnyPiece) -> None:
         # Each access to a message's data copies them.
         data = piece.data
-        if piece.offset_bytes != len(self._data):
-            raise _unexpected(f"bytes from {piece.offset_bytes} on, after {len(self._data)} bytes")
-        if len(self._data) + len(data) > self._found.num_bytes:
+        start, stop = self._num_received, self._num_received + len(data)
+        if piece.offset_bytes != start:
+            raise _unexpected(f"bytes from {piece.offset_bytes} on, after {start} bytes")
+        if stop > self._found.num_bytes:
             raise _unexpected(f"more than the {self._found.num_bytes} bytes that were announced")
         verify(f"rows of shard {self._found.shard_id}", piece.checksum, data)
-        self._data += data
+        self._data[start:stop] = data
+        self._num_received = stop
 
     def whole(self) -> Rows | None:
-        if len(self._data) < self._found.num_bytes:
+        if self._num_received < self._found.num_bytes:
             return None
-        births, values = self._data[: self._births_bytes], self._data[self._births_bytes :]
+        data = memoryview(self._data)
         return Rows(
             version=self._found.version,
             epoch=self._found.epoch,
-            births=bytes(births),
-            values=bytes(values),
+            births=data[: self._births_bytes],
+            values=data[self._births_bytes :],
             step=self._found.step,
         )
 

@@ -67,12 +67,15 @@ class HotRows:
         self._ids[slots] = ids
         # Of several rows with one slot, the last one is stored.
         stored = np.flatnonzero(self._ids[slots] == ids)
-        slots = slots[stored]
+        values = held.values
+        if len(stored) < len(ids):
+            slots = slots[stored]
+            values = values.index_select(0, torch.from_numpy(stored))
         self._steps[slots] = step
         self._births[slots] = held.births[stored]
         self._versions[slots] = held.versions[stored]
         self._epochs[slots] = held.epochs[stored]
-        self._values[torch.from_numpy(slots)] = held.values[torch.from_numpy(stored)]
+        self._values.index_copy_(0, torch.from_numpy(slots), values)
 
     def _slots(self, ids: Ids) -> Ids:
         return (hash_ids(ids) & self._mask).view(np.int64)

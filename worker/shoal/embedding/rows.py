@@ -12,6 +12,7 @@ from torch import Tensor
 from shoal.embedding.cache import CachedRows, HotRows
 from shoal.embedding.routing import Ids, RoutedIds, route
 from shoal.embedding.row_codec import RowCodec
+from shoal.model.gradients import is_finite
 from shoal_client.parameters.table_rows import Gradients, Rows, TablePushResult, Where
 from shoal_proto.errors import InvalidSpec, NonFiniteGradient
 from shoal_proto.v1.tables_pb2 import RowFate, TableSpec
@@ -171,7 +172,7 @@ class TableRows:
         if not uses:
             return {}
         routed, births, bases, total = _added_up(uses, self.spec.num_shards)
-        if not torch.isfinite(total).all():
+        if not is_finite(total):
             self._refuse(routed, torch.isfinite(total).all(dim=1), "NaN or Inf")
         step = self._table_step + 1
         data = self._encoded(routed, total)
@@ -227,7 +228,7 @@ class TableRows:
 def _joined(
     rows: Sequence[Rows], counts: Sequence[int], dim: int, dtype: torch.dtype
 ) -> CachedRows:
-    values = bytearray(b"".join(each.values for each in rows))
+    values = bytearray().join(each.values for each in rows)
     flat = torch.frombuffer(values, dtype=dtype) if values else torch.zeros(0, dtype=dtype)
     return CachedRows(
         values=flat.view(-1, dim),

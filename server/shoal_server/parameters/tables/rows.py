@@ -107,10 +107,10 @@ class RowStore:
         self._save(reused)
         self._index.insert(ids, rows)
         at = torch.from_numpy(rows)
-        self._columns[VALUES].tensor[at] = values
-        self._columns[BIRTHS].tensor[at] = birth
+        self._columns[VALUES].tensor.index_copy_(0, at, values)
+        self._columns[BIRTHS].tensor.index_fill_(0, at, birth)
         for name, fill in self._fills.items():
-            self._columns[STATE + name].tensor[at] = fill
+            self._columns[STATE + name].tensor.index_fill_(0, at, fill)
         return rows
 
     def remove(self, rows: Rows) -> None:
@@ -156,9 +156,9 @@ class RowStore:
         """Write values and state of distinct rows."""
         self._save(rows)
         at = torch.from_numpy(rows)
-        self._columns[VALUES].tensor[at] = values.to(self._columns[VALUES].dtype)
+        self._columns[VALUES].tensor.index_copy_(0, at, values.to(self._columns[VALUES].dtype))
         for name, tensor in state.items():
-            self._columns[STATE + name].tensor[at] = tensor
+            self._columns[STATE + name].tensor.index_copy_(0, at, tensor)
 
     @property
     def columns(self) -> Mapping[str, Tensor]:
