@@ -25,6 +25,7 @@ from shoal_proto.errors import (
     UnknownJob,
 )
 from shoal_proto.names import SHOWN_PHASES, check_name
+from shoal_proto.short_lists import sendable
 from shoal_proto.terminal import printable
 from shoal_proto.tls.options import TlsOption, TlsOptions
 from shoal_proto.v1 import membership_pb2 as pb
@@ -136,7 +137,7 @@ def stop(config: StopConfig) -> int:
     check_reachable(config.coordinators, ANSWER_WITHIN_S)
     with closing(Coordinators(config.coordinators)) as coordinators:
         request = pb.StopJobRequest(
-            job=config.job, reason=config.reason, job_secret=secret_in(config.job_secret)
+            job=config.job, reason=sendable(config.reason), job_secret=secret_in(config.job_secret)
         )
         standing = coordinators.call(
             lambda channel: MembershipStub(channel).StopJob, request, timeout_s=ANSWER_WITHIN_S
