@@ -125,6 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     stdout was closed, 2 for bad arguments, 130 after Ctrl-C, else what the command returns."""
     # gRPC's C core prints texts for its own developers.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    _open_standard_streams()
     # At exit the garbage collector would visit all objects twice, for 80 ms of CPU.
     atexit.register(gc.freeze)
     given = sys.argv[1:] if arguments is None else arguments
@@ -145,6 +146,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     return code
+
+
+def _open_standard_streams() -> None:
+    """Open /dev/null for each standard stream without which this process was started: commands use
+    the streams, and workers inherit them. Otherwise the next file or socket would get the number,
+    and what a worker prints."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            file = os.open(os.devnull, os.O_RDWR)  # gets the lowest free number
+            os.set_inheritable(file, True)
+            setattr(sys, name, os.fdopen(file, mode))
 
 
 def _is_stdout_closed() -> bool:
