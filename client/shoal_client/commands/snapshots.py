@@ -165,7 +165,7 @@ def restore(config: RestoreConfig) -> int:
     if printed(config.call, reply):
         return 0
     snapshot = reply.snapshot
-    age_s = time.time() - snapshot.taken_unix_s
+    age_s = max(0.0, time.time() - snapshot.taken_unix_s)
     print(
         f"job {snapshot.job} is restored from snapshot {snapshot.number}, {age_s:.0f} s old:"
         f" {snapshot.num_shards} shards on {', '.join(reply.servers)}"
