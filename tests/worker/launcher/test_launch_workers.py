@@ -1199,6 +1199,10 @@ def test_a_host_gets_as_many_workers_as_it_has_cores_or_gpus(
     assert read_config(arguments, installed_commands()).num_workers == cores
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2,5")
     assert read_config(arguments, installed_commands()).num_workers == 3
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1f, MIG-2e,-1,0")
+    assert read_config(arguments, installed_commands()).num_workers == 2
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "NoDevFiles")
+    assert read_config(arguments, installed_commands()).num_workers == cores, "as in Slurm"
 
 
 def test_a_syntax_error_is_reported_before_anything_starts(
