@@ -309,6 +309,20 @@ def test_a_command_runs_without_a_standard_stream(closed: str) -> None:
         assert bool(done.stderr) == (code == 2 and closed != "2>&-"), done.stderr
 
 
+def test_a_full_disk_under_stdout_is_an_error_in_one_line() -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "shoal_client", "--version"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert done.stderr == "shoal: [Errno 28] No space left on device\n"
+    assert done.returncode == 1
+
+
 def test_a_pipe_that_is_not_stdout_is_no_closed_output(monkeypatch: pytest.MonkeyPatch) -> None:
     """A broken socket of a command is shown with its traceback, as any unexpected error."""
 
