@@ -1,6 +1,7 @@
 """The `shoal` command, with the sub-commands of all installed packages."""
 
 import atexit
+import errno
 import gc
 import io
 import os
@@ -37,6 +38,8 @@ DESTRUCTIVE = frozenset({"--fresh", "--from-scratch", "--insecure", "--yes", "--
 """Options that remove or expose data: never suggested for a mistyped option."""
 _SUGGESTION = re.compile(r"Did you mean \"?(--[\w-]+)\"?\?")
 INTERRUPTED = 130
+NOT_WRITTEN = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO})
+"""Errors of the file that stdout is: they do not name it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     stdout was closed, 2 for bad arguments, 130 after Ctrl-C, else what the command returns."""
     # gRPC's C core prints texts for its own developers.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    _open_standard_streams()
     # At exit the garbage collector would visit all objects twice, for 80 ms of CPU.
     atexit.register(gc.freeze)
     given = sys.argv[1:] if arguments is None else arguments
@@ -137,14 +141,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="replace")
     try:
         code = _carry_out(given)
-        sys.stdout.flush()
     except BrokenPipeError:
         if not _is_stdout_closed():
             raise  # a socket or another pipe broke
-        # Without this, Python would complain again in its last flush.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_unwritten()
         return FAILED
     return code
+
+
+def _open_standard_streams() -> None:
+    """Open /dev/null for each standard stream without which this process was started: commands use
+    the streams, and workers inherit them. Otherwise the next file or socket would get the number,
+    and what a worker prints."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            file = os.open(os.devnull, os.O_RDWR)  # gets the lowest free number
+            os.set_inheritable(file, True)
+            setattr(sys, name, os.fdopen(file, mode))
+
+
+def _discard_unwritten() -> None:
+    """Discard output that stdout does not take: Python would complain again in its last flush."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _is_stdout_closed() -> bool:
@@ -161,15 +182,18 @@ def _carry_out(given: Sequence[str]) -> int:
             print(f"{f'shoal {_name_of(given)}'.rstrip()}: {_sentence(error)}", file=sys.stderr)
             return BAD_ARGUMENTS
         tracing.from_environment(_name_of(given))
-        return run()
+        code = run()
+        sys.stdout.flush()
+        return code
     except ShoalError as error:
         message = printable(str(error), lines=True)
         print(f"shoal: {message} [{type(error).__name__}]", file=sys.stderr)
         return FAILED
     except OSError as error:
-        if error.filename is None:
+        if error.filename is None and error.errno not in NOT_WRITTEN:
             raise
         print(f"shoal: {printable(str(error))}", file=sys.stderr)
+        _discard_unwritten()
         return FAILED
     except KeyboardInterrupt:
         return INTERRUPTED

@@ -29,6 +29,7 @@ from shoal_proto.errors import (
     UnknownShard,
     UnknownSnapshot,
 )
+from shoal_proto.short_lists import sendable
 from shoal_proto.v1.identity_pb2 import ErrorDetail
 
 ERROR_METADATA_KEY = "shoal-error-bin"
@@ -57,11 +58,11 @@ def to_detail(error: ShoalError) -> ErrorDetail:
     """Return the error as a message."""
     return ErrorDetail(
         kind=type(error).__name__,
-        what=error.what,
-        seen=error.seen,
-        expected=error.expected,
-        fix=error.fix,
-        details=error.details,
+        what=sendable(error.what),
+        seen=sendable(error.seen),
+        expected=sendable(error.expected),
+        fix=sendable(error.fix),
+        details={key: sendable(value) for key, value in error.details.items()},
     )
 
 
@@ -84,7 +85,8 @@ def to_status(error: ShoalError) -> tuple[grpc.StatusCode, str, tuple[tuple[str,
     detail = to_detail(error)
     if detail.ByteSize() > _MAX_DETAIL_BYTES:
         detail = _shortened(detail)
-    return code, _status_text(str(error)), ((ERROR_METADATA_KEY, detail.SerializeToString()),)
+    text = _status_text(sendable(str(error)))
+    return code, text, ((ERROR_METADATA_KEY, detail.SerializeToString()),)
 
 
 _MAX_DETAIL_BYTES = 4096

@@ -291,6 +291,38 @@ def test_a_closed_pipe_ends_a_command_without_a_traceback() -> None:
     assert done.returncode == 1
 
 
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-"])
+def test_a_command_runs_without_a_standard_stream(closed: str) -> None:
+    """Wrappers such as those of cron may close the streams. What a command writes to a stream that
+    is closed goes nowhere else."""
+    command = [sys.executable, "-m", "shoal_client"]
+    for argument, code in (("--version", 0), ("--unknown", 2)):
+        done = subprocess.run(
+            ["bash", "-c", f'"$@" {closed}', "bash", *command, argument],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert done.returncode == code, done.stderr
+        assert bool(done.stdout) == (code == 0 and closed != ">&-"), done.stdout
+        assert bool(done.stderr) == (code == 2 and closed != "2>&-"), done.stderr
+
+
+def test_a_full_disk_under_stdout_is_an_error_in_one_line() -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "shoal_client", "--version"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert done.stderr == "shoal: [Errno 28] No space left on device\n"
+    assert done.returncode == 1
+
+
 def test_a_pipe_that_is_not_stdout_is_no_closed_output(monkeypatch: pytest.MonkeyPatch) -> None:
     """A broken socket of a command is shown with its traceback, as any unexpected error."""
 

@@ -69,6 +69,7 @@ def test_a_jobs_name_can_be_used_again(shoal_command: Shoal, tmp_path: Path) -> 
         line = output.strip().splitlines()[-1]
         assert line.startswith("shoal: job train is finished (")
         assert line.endswith("run it again with --fresh, or give another --job [JobFinished]")
+        assert "workers elsewhere" not in output, "no worker can join a finished job"
         # As a Job of Kubernetes that replaces a pod late.
         code, output = shoal("run", "--finished-ok", "--job", "train", "train.py")
         assert (code, "job train is finished (" in output) == (0, True), output

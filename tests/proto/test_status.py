@@ -1,5 +1,6 @@
 """A status code tells clients in any language which side caused a failure."""
 
+import os
 import string
 from base64 import b64encode
 from urllib.parse import quote
@@ -47,3 +48,11 @@ def test_a_long_error_fits_into_the_header_in_any_script(character: str) -> None
     assert text.startswith(message) and len(message) > 80
     assert text.startswith(detail.fix) and len(detail.fix) > 100
     assert detail.details
+
+
+def test_an_error_that_names_a_file_with_bytes_that_are_not_utf8_is_sent() -> None:
+    name = os.fsdecode(b"/data/caf\xe9")
+    error = InvalidSpec(name, seen=name, expected=name, fix=name, details={"path": name})
+    _, message, ((_, value),) = to_status(error)
+    assert message.startswith(r"/data/caf\udce9; saw")
+    assert ErrorDetail.FromString(value).details["path"] == r"/data/caf\udce9"

@@ -10,6 +10,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 
 from shoal_client.certificates.authority import (
+    CLOCK_SKEW,
     Authority,
     CertificateHolder,
     IssuedCertificate,
@@ -240,12 +241,14 @@ def keep_renewed(
     wait: Callable[[float], object],
     say: Callable[[str], None],
 ) -> None:
-    """Call `renew` after each `every`, until `wait` returns True. If it fails, `say` why, and call
-    it again after a minute."""
+    """Call `renew` after each `every`, and if the clock was set back, until `wait` returns True. If
+    it fails, `say` why, and call it again after a minute."""
     look_every_s = min(LOOK_EVERY_S, every.total_seconds())
-    due_unix_s = time.time() + every.total_seconds()
+    renewed_unix_s = time.time()
     while not wait(look_every_s):
-        if time.time() < due_unix_s:
+        # The newest certificates are not valid yet if the clock was set back behind their begin.
+        begin_unix_s = renewed_unix_s - CLOCK_SKEW.total_seconds()
+        if begin_unix_s <= time.time() < renewed_unix_s + every.total_seconds():
             continue
         try:
             renew()
@@ -253,4 +256,4 @@ def keep_renewed(
             with suppress(OSError):  # the disk of the messages may be full as well
                 say(f"the certificates could not be renewed, and will be tried again: {error}")
             continue
-        due_unix_s = time.time() + every.total_seconds()
+        renewed_unix_s = time.time()

@@ -97,8 +97,12 @@ class CertsConfig:
                 seen=f"{self.valid_h:g}",
                 expected=f"above 0, {MAX_VALID_H:g} at most",
             )
-        if not self.every_h >= 0:
-            raise InvalidSpec("bad --every-h", seen=f"{self.every_h:g}", expected="0 or more")
+        if not 0 <= self.every_h <= MAX_VALID_H:
+            raise InvalidSpec(
+                "bad --every-h",
+                seen=f"{self.every_h:g}",
+                expected=f"0 or more, {MAX_VALID_H:g} at most",
+            )
 
     def _check_action(self) -> None:
         given = {

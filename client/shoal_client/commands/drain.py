@@ -21,6 +21,7 @@ from shoal_proto.errors import (
     UnknownMember,
 )
 from shoal_proto.names import check_name
+from shoal_proto.short_lists import sendable
 from shoal_proto.v1.membership_pb2 import DrainRequest
 
 ANSWER_WITHIN_S = 10.0
@@ -65,7 +66,7 @@ def drain(config: DrainConfig) -> int:
             job=job,
             member_id=member_id,
             public_id=process,
-            reason=config.reason,
+            reason=sendable(config.reason),
             job_secret=secret_in(config.job_secret),
         )
 

@@ -2,7 +2,6 @@
 
 import json
 import math
-import time
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -12,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from shoal_client.commands.address import StatusAddress
-from shoal_client.commands.status import Json, StatusClient
+from shoal_client.commands.status import Json, StatusClient, now_of
 
 RECENT_S = 24 * 3600.0
 State = Literal[
@@ -82,7 +81,7 @@ def _is_wanted(job: Json, config: JobListConfig) -> bool:
     if config.state is not None:
         return bool(job["shown_state"] == config.state)
     ended_s = job["ended_unix_s"]
-    return config.every or not ended_s or time.time() - ended_s < RECENT_S
+    return config.every or not ended_s or now_of(job) - ended_s < RECENT_S
 
 
 def _table(jobs: list[Json]) -> Table:
@@ -114,6 +113,6 @@ def _loss(loss: float | str | None) -> str:
 def _took(job: Json) -> str:
     if not job["begun_unix_s"]:
         return ""
-    seconds = (job["ended_unix_s"] or time.time()) - job["begun_unix_s"]
+    seconds = (job["ended_unix_s"] or now_of(job)) - job["begun_unix_s"]
     hours, rest = divmod(math.floor(max(seconds, 0.0)), 3600)
     return f"{hours}:{rest // 60:02}:{rest % 60:02}"

@@ -2,6 +2,7 @@
 
 import math
 import os
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import closing, suppress
@@ -25,6 +26,7 @@ from shoal_proto.errors import (
     UnknownJob,
 )
 from shoal_proto.names import SHOWN_PHASES, check_name
+from shoal_proto.short_lists import sendable
 from shoal_proto.terminal import printable
 from shoal_proto.tls.options import TlsOption, TlsOptions
 from shoal_proto.v1 import membership_pb2 as pb
@@ -94,7 +96,7 @@ class StopConfig:
 class WaitConfig:
     """Waits for the end of a job; the exit code is its outcome. 0: it is finished. 1: it failed,
     was stopped, its state is lost, or there is no such job. 75: it was not over when the time was
-    up."""
+    up, or no coordinator answered."""
 
     job: str = field(kw_only=False)
     """Name of the job."""
@@ -136,7 +138,7 @@ def stop(config: StopConfig) -> int:
     check_reachable(config.coordinators, ANSWER_WITHIN_S)
     with closing(Coordinators(config.coordinators)) as coordinators:
         request = pb.StopJobRequest(
-            job=config.job, reason=config.reason, job_secret=secret_in(config.job_secret)
+            job=config.job, reason=sendable(config.reason), job_secret=secret_in(config.job_secret)
         )
         standing = coordinators.call(
             lambda channel: MembershipStub(channel).StopJob, request, timeout_s=ANSWER_WITHIN_S
@@ -161,18 +163,21 @@ def stop(config: StopConfig) -> int:
 
 
 def wait(config: WaitConfig) -> int:
-    """Wait for the job's end. Raises UnknownJob, or Unavailable if no coordinator answers at
-    first."""
-    check_reachable(config.coordinators, ANSWER_WITHIN_S)
+    """Wait for the job's end. Raises UnknownJob."""
     deadline_s = time.monotonic() + config.wait_s
     asked, phase, reason = pb.GetJobRequest(job=config.job), "not known", ""
     with closing(Coordinators(config.coordinators)) as coordinators:
         while True:
             try:
+                if phase == "not known":
+                    # Fails at once if nothing listens; a call tries again for a while.
+                    check_reachable(config.coordinators, ANSWER_WITHIN_S)
                 standing = coordinators.call(_get, asked, timeout_s=ANSWER_WITHIN_S)
                 phase, reason = standing.phase, standing.reason
             except (RetryError, JobQuarantined) as error:
                 # A quarantined job is not over: it continues once it is repaired.
+                if not reason:
+                    print(f"shoal wait: {printable(str(error))}", file=sys.stderr, flush=True)
                 reason = str(error)
             if phase in OVER or time.monotonic() >= deadline_s:
                 break

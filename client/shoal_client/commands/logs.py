@@ -5,6 +5,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
@@ -180,8 +181,11 @@ def _follow(
 ) -> None:
     """Print new lines until all launchers have ended; without a member in `config`, also those of
     members that join later."""
-    known, ask_s = set(positions), time.monotonic() + JOINED_EACH_S
-    while positions:
+    known: set[tuple[str, str]] = set()
+    with suppress(RetryError, UnknownJob):
+        known = _processes(client, config.job)
+    ask_s = time.monotonic() + JOINED_EACH_S
+    while True:
         time.sleep(ASK_EACH_S)
         for member, after in list(positions.items()):
             try:
@@ -201,14 +205,24 @@ def _follow(
         if not config.member_id and (not positions or time.monotonic() >= ask_s):
             ask_s = time.monotonic() + JOINED_EACH_S
             try:
-                detail = client.job(config.job)
-            except (RetryError, UnknownJob):
+                present = _processes(client, config.job)
+            except RetryError:
                 continue
-            present = {str(each["member"]["member_id"]) for each in detail["members"]}
-            for member in sorted(present - known):
-                _say(f"{member} has joined")
-                positions[member], prefixed = None, True
-            known = present | set(positions)
+            except UnknownJob:
+                present = set()
+            for member, _ in sorted(present - known):
+                if member not in positions:
+                    _say(f"{member} has joined")
+                    positions[member], prefixed = None, True
+            known = present
+        if not positions:
+            return
+
+
+def _processes(client: StatusClient, job: str) -> set[tuple[str, str]]:
+    """Id and public id of each member: a member that is started again may keep its id."""
+    members = [each["member"] for each in client.job(job)["members"]]
+    return {(str(each["member_id"]), str(each["public_id"])) for each in members}
 
 
 # --- in files of this host ---

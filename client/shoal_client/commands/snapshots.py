@@ -22,6 +22,7 @@ from shoal_client.connection.tls_refusals import explained
 from shoal_client.host.reports import check_reachable
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.names import check_name
+from shoal_proto.short_lists import sendable
 from shoal_proto.status import from_rpc_error
 from shoal_proto.terminal import printable
 from shoal_proto.tls.names import COORDINATOR_NAME
@@ -164,7 +165,7 @@ def restore(config: RestoreConfig) -> int:
     if printed(config.call, reply):
         return 0
     snapshot = reply.snapshot
-    age_s = time.time() - snapshot.taken_unix_s
+    age_s = max(0.0, time.time() - snapshot.taken_unix_s)
     print(
         f"job {snapshot.job} is restored from snapshot {snapshot.number}, {age_s:.0f} s old:"
         f" {snapshot.num_shards} shards on {', '.join(reply.servers)}"
@@ -178,6 +179,8 @@ Call = Callable[[Callable[[SnapshotsStub], Any], Message], Any]
 @contextmanager
 def _leader(job: str, url: str, options: CallOptions) -> Iterator[Call]:
     """Yield a function that calls the leader. A failed call is not repeated: calls take long."""
+    if sendable(url) != url:
+        raise InvalidSpec("bad URL of a folder", seen=repr(url), expected="text in UTF-8")
     check_reachable(options.addresses, min(ANSWER_WITHIN_S, options.timeout_s))
     with closing(Coordinators(options.addresses)) as coordinators:
 

@@ -177,9 +177,15 @@ class StatusClient:
 
     def job_of(self, member_id: str) -> str:
         """The job that has this member. Raises UnknownMember, or InvalidSpec if several jobs do."""
-        found, known = [], []
+        found, known, unread = [], [], list[Unavailable]()
         for job in (each["job"] for each in self.jobs() if each["num_members"]):
-            members = [entry["member"]["member_id"] for entry in self.job(job)["members"]]
+            try:
+                members = [entry["member"]["member_id"] for entry in self.job(job)["members"]]
+            except UnknownJob:
+                continue  # removed since it was listed
+            except Unavailable as error:
+                unread.append(error)  # a new leader still reads this job
+                continue
             known += members
             found += [job] if member_id in members else []
         if len(found) > 1:
@@ -189,6 +195,8 @@ class StatusClient:
                 expected="the name of one",
                 fix="Give it with --job NAME.",
             )
+        if not found and unread:
+            raise unread[0]
         if not found:
             shown = ", ".join(known[:MAX_SHOWN_MEMBERS])
             raise UnknownMember(
@@ -285,6 +293,10 @@ def status(config: StatusConfig) -> int:
                 jobs.append({**client.job(name), **_shards(client, name)})
             except Unavailable as error:
                 failed.append(error)  # a new leader still reads this job
+            except UnknownJob:
+                if config.job:
+                    raise
+                # Another job was removed since it was listed.
         if failed and not jobs:
             raise failed[0]
         for failure in failed:
@@ -393,6 +405,7 @@ def _print_last_ending(console: Console, summary: Json) -> None:
 
 def _print_job(console: Console, job: Json) -> None:
     summary = job["summary"]
+    now_s = now_of(summary)
     console.print()
     console.rule(f"[bold]{escape(summary['job'])}[/bold]  {summary['shown_state']}", align="left")
     _print_last_ending(console, summary)
@@ -404,12 +417,12 @@ def _print_job(console: Console, job: Json) -> None:
         _print_run(console, run)
     if job["shards_error"]:
         console.print(f"its shards are not known: {escape(job['shards_error'])}", style="red")
-    _print_members(console, job["members"])
-    _print_generations(console, job["generations"][:5])
+    _print_members(console, job["members"], now_s)
+    _print_generations(console, job["generations"][:5], now_s)
     if job["samples"]:
         _print_samples(console, job["samples"])
     if job["shards"]["shards"]:
-        _print_servers(console, job["shards"])
+        _print_servers(console, job["shards"], now_s)
     for series in job.get("weights", ()):
         _print_weights(console, series)
 
@@ -447,7 +460,7 @@ def _print_weights(console: Console, series: Json) -> None:
         )
 
 
-def _print_members(console: Console, members: Json) -> None:
+def _print_members(console: Console, members: Json, now_s: float) -> None:
     # In a narrow terminal the reasons are printed below the table.
     wide = console.width >= WIDE
     stale = any((entry["health"] or {}).get("staleness_steps") is not None for entry in members)
@@ -458,7 +471,6 @@ def _print_members(console: Console, members: Json) -> None:
     table = table_of(*names)
     if wide:
         table.add_column("waits for", overflow="fold", ratio=1)
-    now_s = time.time()
     for entry in members:
         member, health = entry["member"], entry["health"] or {}
         table.add_row(
@@ -492,12 +504,11 @@ def _print_waits(console: Console, members: Json) -> None:
         console.print(escape(line), highlight=False)
 
 
-def _print_generations(console: Console, generations: Json) -> None:
+def _print_generations(console: Console, generations: Json, now_s: float) -> None:
     if not generations:
         return
     table = table_of("generation>", "verdict", "members>", "from step>", "ago>")
     table.add_column("reason", overflow="fold", ratio=1)
-    now_s = time.time()
     for record in generations:
         table.add_row(
             str(record["generation"]),
@@ -519,7 +530,7 @@ def _print_samples(console: Console, samples: Json) -> None:
     )
 
 
-def _print_servers(console: Console, view: Json) -> None:
+def _print_servers(console: Console, view: Json, now_s: float) -> None:
     columns = ["state", "address", "shards>", "copies>", "MiB>", "updates>"]
     load = ["pushes>", "retries>", "refused>", "lag>", "queued MiB>", "held MiB>", "limit MiB>"]
     # In a narrow terminal these are two tables.
@@ -537,7 +548,7 @@ def _print_servers(console: Console, view: Json) -> None:
             console.print(escape(text + peer["reason"]), highlight=False)
     for loss in view["lost_in_words"]:
         console.print(f"lost: {escape(loss)}", style="red", highlight=False)
-    _print_accepted_losses(console, view["accepted_losses"])
+    _print_accepted_losses(console, view["accepted_losses"], now_s)
     versions = {s["torch_version"]: s["server_id"] for s in view["servers"] if s["torch_version"]}
     if len(versions) > 1:
         listed = ", ".join(f"{server_id} {version}" for version, server_id in versions.items())
@@ -548,7 +559,7 @@ def _print_servers(console: Console, view: Json) -> None:
     console.print(f"skew of parameter bytes over servers: {view['skew']:.3f}", highlight=False)
 
 
-def _print_accepted_losses(console: Console, accepted: Json) -> None:
+def _print_accepted_losses(console: Console, accepted: Json, now_s: float) -> None:
     alike: dict[tuple[str, float, bool], list[Json]] = {}
     for each in accepted:
         key = (each["by"], each["accepted_unix_s"], each.get("samples_anew", False))
@@ -557,7 +568,7 @@ def _print_accepted_losses(console: Console, accepted: Json) -> None:
         texts = (in_short(s["shard_id"], s["version"]) for s in shards)
         which = short_list(texts, MAX_SHOWN_SHARDS, len(shards))
         samples = "samples started over" if samples_anew else "samples stayed counted"
-        ago = duration(time.time() - accepted_unix_s)
+        ago = duration(now_s - accepted_unix_s)
         console.print(
             f"loss of {escape(which)} accepted by {escape(by)} {ago} ago; {samples}",
             highlight=False,
@@ -602,6 +613,12 @@ def number(value: float | str | None, form: str) -> str:
     if value is None:
         return "-"
     return value if isinstance(value, str) else format(value, form)
+
+
+def now_of(summary: Json) -> float:
+    """The coordinator's time when it gave the summary of a job: this host's clock may differ.
+    Coordinators of an earlier release do not send it."""
+    return float(summary.get("now_unix_s") or time.time())
 
 
 def duration(seconds: float) -> str:

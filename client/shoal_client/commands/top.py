@@ -14,7 +14,7 @@ from rich.text import Text
 
 from shoal_client.commands.address import StatusAddress
 from shoal_client.commands.events import line_of
-from shoal_client.commands.status import Json, StatusClient, duration, number, table_of
+from shoal_client.commands.status import Json, StatusClient, duration, now_of, number, table_of
 from shoal_proto.errors import RetryError
 from shoal_proto.names import check_name
 
@@ -100,7 +100,7 @@ def _job_screen(job: Json, events: Json, height: int) -> RenderableType:
     ]
     slow = slowest(job["members"])
     table = _table("member", "rank>", "state", "step>", "loss>", "ms/step>", "seen>")
-    now_s = time.time()
+    now_s = now_of(summary)
     for entry in job["members"][:height]:
         member = entry["member"]
         step_s = _health_figure(entry, "step_time_s")

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from shoal_client.membership.identity import Identity
 from shoal_client.membership.member_events import BEGUN, BringUpGeneration, StepBegun
+from shoal_proto.short_lists import sendable
 from shoal_proto.v1 import membership_pb2 as pb
 
 
@@ -116,7 +117,7 @@ class GenerationTrack:
     def report_broken(self, error: str, *, own: bool, state_lost: bool) -> pb.ReportBrokenRequest:
         token = self._identity.token(self.generation)
         self._reported = pb.ReportBrokenRequest(
-            token=token, error=error[:1000], own=own, state_lost=state_lost
+            token=token, error=sendable(error, 1000), own=own, state_lost=state_lost
         )
         return self._reported
 

@@ -3,6 +3,7 @@
 from shoal_client.membership import member_events as ev
 from shoal_client.membership.identity import Identity
 from shoal_proto.errors import Fenced, JobFinished, MemberDrained, ShoalError, Unavailable
+from shoal_proto.short_lists import sendable
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.identity_pb2 import Token
 
@@ -84,7 +85,7 @@ class LeaveState:
         self.work_done_request = pb.LeaveRequest(
             token=token,
             completed=True,
-            reason=event.reason[:1000],
+            reason=sendable(event.reason, 1000),
             stays=event.finished or before.stays,
             closes=event.closes or before.closes,
         )
@@ -98,5 +99,5 @@ class LeaveState:
             job=identity.spec.job,
             member_id=identity.member_id,
             incarnation=identity.incarnation,
-            reason=reason[:1000],
+            reason=sendable(reason, 1000),
         )

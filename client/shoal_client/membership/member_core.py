@@ -27,6 +27,7 @@ from shoal_proto.errors import (
     ShoalError,
 )
 from shoal_proto.rosters import roster_digest
+from shoal_proto.short_lists import sendable
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.identity_pb2 import Token
 
@@ -56,7 +57,7 @@ class OwnPause:
         return pb.PauseRequest(
             token=token,
             paused=not self.over,
-            reason=self.reason[:1000],
+            reason=sendable(self.reason, 1000),
             limit_s=self.limit_s,
             elapsed_s=now_s - self.since_s,
             pause_number=self.number,
@@ -477,7 +478,7 @@ class MemberCore:
             request = pb.LeaveRequest(
                 token=self.token,
                 completed=event.completed,
-                reason=event.reason[:1000],
+                reason=sendable(event.reason, 1000),
                 failed=event.failed,
             )
             within_s = self.leaving.call_timeout_s(event.timeout_s)

@@ -8,7 +8,6 @@ from functools import partial
 import structlog
 
 from shoal_client.connection.coordinators import OUTLASTED, Coordinators
-from shoal_client.connection.log_limit import LogLimit
 from shoal_client.connection.transport import transport_of
 from shoal_client.parameters.calls import ParameterCalls
 from shoal_client.parameters.servers import Attempt, ShardServers, most_severe
@@ -26,6 +25,7 @@ from shoal_proto.errors import (
 from shoal_proto.pieces import OnlyPiece
 from shoal_proto.status import from_detail
 from shoal_proto.traces import tracing
+from shoal_proto.traces.log_limit import LogLimit
 from shoal_proto.v1.acknowledgement_pb2 import Acknowledgement
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.parameters_pb2 import (

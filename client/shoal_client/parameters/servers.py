@@ -14,7 +14,6 @@ import structlog
 
 from shoal_client.connection.certificate_wait import CertificateWait, wait_s
 from shoal_client.connection.coordinators import Channels, chance, close_channels
-from shoal_client.connection.log_limit import LogLimit
 from shoal_client.connection.tls_refusals import explained, note_answer
 from shoal_proto import routes
 from shoal_proto.back_off import BackOff
@@ -33,6 +32,7 @@ from shoal_proto.errors import (
 from shoal_proto.short_lists import short_list
 from shoal_proto.status import from_rpc_error, is_explained
 from shoal_proto.tls.names import SERVER_NAME
+from shoal_proto.traces.log_limit import LogLimit
 from shoal_proto.v1.shards_pb2 import Shard, ShardMap
 
 log = structlog.get_logger(__name__)

@@ -1,1 +1,1 @@
-"""Optional traces of calls, through all processes that take part in them."""
+"""Optional traces of calls through all processes that take part in them, and bounds of logs."""

@@ -18,7 +18,7 @@ from shoal_server.coordinator.job_reset import JobReset
 from shoal_server.coordinator.jobs.job_actor import JobDependencies
 from shoal_server.coordinator.jobs.membership import MembershipService
 from shoal_server.coordinator.jobs.outputs import OutputsService
-from shoal_server.coordinator.jobs.registry import Registry, steady_unix_clock
+from shoal_server.coordinator.jobs.registry import Registry
 from shoal_server.coordinator.persistence.durable import DurableJobs
 from shoal_server.coordinator.persistence.stored_jobs import StoredJobs
 from shoal_server.coordinator.plug_in.interface import Host, load_plug_in
@@ -38,6 +38,7 @@ from shoal_server.etcd.api import Compare, KeyValueStore
 from shoal_server.etcd.leader_store import LeaderStore, Term
 from shoal_server.serving.admission.config import JobLimits
 from shoal_server.serving.tasks import run_restarting, running
+from shoal_server.serving.unix_clock import unix_s
 from shoal_server.status.board import StatusBoard
 from shoal_server.status.reading import StatusQueries
 
@@ -116,7 +117,7 @@ class Coordinator:
             jobs=DurableJobs(store),
             stored=StoredJobs(store),
             board=self.board,
-            clock=steady_unix_clock(),
+            clock=unix_s,
             on_lost_leadership=self.term.depose,
             on_failed=job_failed,
             on_member_lost=member_lost,

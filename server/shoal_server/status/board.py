@@ -1,6 +1,5 @@
 """Data that the coordinator keeps only to show it: health reports and events, both bounded."""
 
-import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ import structlog
 
 from shoal_proto.health import CourseFigures, RunOrigin
 from shoal_server.core.membership.changes import ChangeSummary
+from shoal_server.serving.unix_clock import unix_s
 from shoal_server.status.history.change_reports import ChangeReport, ChangeReports, ChangeTotals
 from shoal_server.status.history.logged import LoggedValues
 from shoal_server.status.history.records import ChangeView, LoggedView, SeriesView
@@ -114,7 +114,7 @@ class StatusBoard:
 
     def __init__(
         self,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = unix_s,
         is_live: Callable[[str], bool] = lambda job: False,
     ) -> None:
         """`is_live`: True for a job that has not ended; its board is never dropped."""

@@ -2,7 +2,6 @@
 what the API shows."""
 
 import dataclasses
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,6 +25,7 @@ from shoal_server.serving.loop_lag import LoopLag
 from shoal_server.serving.process_metrics import build_info, histogram, loop_lag
 from shoal_server.serving.rpc import call_durations
 from shoal_server.serving.tasks import gather_bounded
+from shoal_server.serving.unix_clock import unix_s
 from shoal_server.status import shard_metrics, weight_metrics
 from shoal_server.status.port_metrics import PortMetrics
 from shoal_server.status.reading import StatusQueries
@@ -230,7 +230,7 @@ class _Snapshot(Collector):
             for _, buckets, sum_s in totals.recoveries.series():
                 recovery.add_metric([name], buckets=buckets, sum_value=sum_s)
             if (taken_s := board.snapshot_unix_s(name)) is not None:
-                age.add_metric([name], max(0.0, time.time() - taken_s))
+                age.add_metric([name], max(0.0, unix_s() - taken_s))
         yield from (restarts, idle, goodput, lost, steps, recovery, age)
 
     def _members(self) -> Iterator[Metric]:
@@ -250,7 +250,7 @@ class _Snapshot(Collector):
             (GaugeMetricFamily(name, FIGURES[field], labels=labels), field)
             for field, name in gauges().items()
         ]
-        now_s = time.time()
+        now_s = unix_s()
         for job in self.jobs:
             name = job.summary.job
             for member in (entry.member for entry in job.members):

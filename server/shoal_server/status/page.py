@@ -20,6 +20,7 @@ from pydantic import RootModel, TypeAdapter
 from shoal_proto.errors import ShoalError, Unavailable
 from shoal_proto.names import MAX_NAME_LENGTH
 from shoal_server.serving.json_view import View
+from shoal_server.serving.unix_clock import unix_s
 from shoal_server.status.access.guard import Guard
 from shoal_server.status.http.streams import LiveResponse, LiveStreams
 from shoal_server.status.reading import StatusQueries
@@ -221,7 +222,7 @@ class PageMaker:
             except ShoalError as error:
                 shards_error = str(error)
         return PageState(
-            now_unix_s=time.time(),
+            now_unix_s=unix_s(),
             readiness=reading.source.readiness(),
             jobs=self._summaries(),
             job=self._job(job, all_members=selection.all_members) if job else None,

@@ -1,6 +1,5 @@
 """Queries over a coordinator's state and its board, shared by the API, the metrics and the page."""
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -15,6 +14,7 @@ from shoal_proto.errors import (
 from shoal_proto.incarnation import public_id
 from shoal_proto.short_lists import short_list
 from shoal_server.serving.json_view import View
+from shoal_server.serving.unix_clock import unix_s
 from shoal_server.status.board import StatusBoard
 from shoal_server.status.health import HealthReport
 from shoal_server.status.history.records import ChangeView, LoggedView, SeriesView
@@ -164,6 +164,7 @@ class StatusQueries:
             last_ending=board.last_removal_reason(known.job)
             if known.state in ("interrupted", "waiting")
             else "",
+            now_unix_s=unix_s(),
         )
 
     def _job_step(self, job: JobDetail) -> int:
@@ -227,7 +228,7 @@ class StatusQueries:
         if not progress or summary.state in OVER:
             return None
         if num_steps is None:
-            return (time.time() - summary.begun_unix_s) * (1 - progress) / progress
+            return (unix_s() - summary.begun_unix_s) * (1 - progress) / progress
         known = self.board.history(summary.job)
         pace = known[1].steps_per_s() if known is not None else None
         return (1 - progress) * num_steps / pace if pace else None
@@ -249,7 +250,7 @@ class StatusQueries:
             state=member.state,
             waiting_for=member.waiting_for,
             waiting_since_unix_s=member.waiting_since_unix_s,
-            waiting_s=max(0.0, time.time() - member.waiting_since_unix_s),
+            waiting_s=max(0.0, unix_s() - member.waiting_since_unix_s),
             phase=job.phase,
             shown_state=job.shown_state,
             reason=job.reason,
@@ -280,7 +281,7 @@ class StatusQueries:
                 fix="Join the job again: this process was declared lost or replaced.",
                 details={"generation": str(self.job(name).summary.generation)},
             )
-        self.board.report(name, member_id, report.view(time.time()))
+        self.board.report(name, member_id, report.view(unix_s()))
 
     def history(self, name: str, last_s: float = 0.0) -> HistoryView:
         """Figures of the job over the newest `last_s` seconds; 0: over its whole life. Raises
@@ -302,7 +303,7 @@ class StatusQueries:
 
 
 def _goodput(job: JobSummary, unproductive_s: float) -> float | None:
-    wall_s = (job.ended_unix_s or time.time()) - job.begun_unix_s
+    wall_s = (job.ended_unix_s or unix_s()) - job.begun_unix_s
     if not job.begun_unix_s or wall_s <= 0:
         return None
     return min(1.0, max(0.0, 1.0 - unproductive_s / wall_s))

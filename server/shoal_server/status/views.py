@@ -161,6 +161,8 @@ class JobSummary(View):
     """Seconds of the job's life in which it did not train."""
     last_ending: str = ""
     """Reason for the removal of the last member of an interrupted or waiting job; else empty."""
+    now_unix_s: float = 0.0
+    """The coordinator's time when it answered: the clock of all its times."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -126,6 +126,7 @@ def test_a_worker_may_be_bound_to_a_job(tmp_path: Path) -> None:
         (("issue", "viewer", "--valid-h", "0"), "bad --valid-h"),
         (("issue", "viewer", "--valid-h", "nan"), "bad --valid-h"),
         (("renew", "--every-h", "-1"), "bad --every-h"),
+        (("renew", "--every-h", "inf"), "bad --every-h"),
         (("renew", "--host", "page"), "--host is only for issue and init"),
         (("renew", "--valid-h", "720"), "--valid-h is only for issue and init"),
         (("init", "--name", "w"), "--name is only for issue"),

@@ -105,6 +105,17 @@ async def test_a_wait_for_a_quarantined_job_goes_on(capsys: pytest.CaptureFixtur
         assert "job j is not over: not known" in shown and "a record that does not parse" in shown
 
 
+def test_a_wait_without_a_coordinator_is_no_failure_of_the_job(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A coordinator that starts again is away for a moment."""
+    waiting = ["wait", "j", "--wait-s", "0", "--coordinator", "127.0.0.1:1"]
+    assert parse(waiting)() == os.EX_TEMPFAIL
+    shown, errors = capsys.readouterr()
+    assert "job j is not over: not known (no coordinator answers at" in shown
+    assert "127.0.0.1:1" in errors
+
+
 def jobs_at(url: str) -> Json:
     with StatusClient(url) as client:
         return client.jobs()

@@ -118,6 +118,35 @@ def test_members_that_join_later_are_followed_as_well(
 
 
 @pytest.mark.long
+def test_a_member_that_comes_back_under_its_id_is_followed_again(
+    world: World, url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A container that is started again keeps its name. The member is not followed again while its
+    ended process is still listed."""
+    first, again = member("w0", 0), member("w0", 0, public_id="another")
+    world.change("digits", members=[first, member("w1", 1)])
+    world.printed = {"w0": ["zero"], "w1": ["one"]}
+    rounds = count(1)
+
+    def meanwhile(seconds: float) -> None:
+        match next(rounds):
+            case 1:
+                del world.printed["w0"]
+            case 3:
+                world.change("digits", members=[again, member("w1", 1)])
+                world.printed["w0"] = ["zero again"]
+            case 5:
+                world.printed = {}
+
+    monkeypatch.setattr(logs, "time", SimpleNamespace(sleep=meanwhile, monotonic=time.monotonic))
+    monkeypatch.setattr(logs, "JOINED_EACH_S", 0.0)
+    assert main(["logs", "digits", "-f", "--http", url]) == 0
+    shown, errors = capsys.readouterr()
+    assert shown.splitlines() == ["[w0] zero", "[w1] one", "[w0] zero again"]
+    assert errors.count("w0 has joined") == 1
+
+
+@pytest.mark.long
 def test_last_lines_of_an_ended_launcher_are_marked_as_such(
     world: World, url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

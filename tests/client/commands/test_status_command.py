@@ -12,6 +12,7 @@ from support.clusters import status_world
 from support.clusters.status_world import World
 
 from shoal_client.cli import main, parse
+from shoal_client.commands.status import Json, StatusClient
 from shoal_proto.errors import Unavailable, UnknownJob, UnknownMember
 from shoal_proto.health import CourseFigures, RunOrigin
 
@@ -59,6 +60,31 @@ def test_status_shows_the_other_jobs_while_one_is_read(
     assert "job other is being read from etcd" in shown.err
     with pytest.raises(Unavailable, match="job other is being read from etcd"):
         shoal("status", "--job", "other", "--http", url)
+
+
+@pytest.mark.parametrize("command", ["status", "why w1"])
+def test_a_job_that_is_removed_meanwhile_hides_no_other(
+    world: World,
+    url: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    command: str,
+) -> None:
+    """Nor does a job that a new leader still reads hide the job of a member."""
+    world.put(status_world.job("a-removed"))
+    listed = StatusClient.jobs
+
+    def jobs(client: StatusClient) -> Json:
+        answer = listed(client)
+        world.by_name.pop("a-removed", None)
+        return answer
+
+    monkeypatch.setattr(StatusClient, "jobs", jobs)
+    assert shoal(*command.split(), "--http", url) == 0
+    assert "digits" in capsys.readouterr().out
+    world.put(status_world.job("a-read"))
+    world.unread.add("a-read")
+    assert shoal("why", "w1", "--http", url) == 0
 
 
 @pytest.mark.long

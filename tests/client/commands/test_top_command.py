@@ -1,6 +1,7 @@
 """`shoal top` as it refreshes its screen."""
 
 import sys
+import time
 from io import StringIO
 from types import SimpleNamespace
 
@@ -8,7 +9,8 @@ import pytest
 from rich.console import Console
 from support.clusters.status_world import World
 
-from shoal_client.commands import top
+from shoal_client.cli import parse
+from shoal_client.commands import status, top
 from shoal_client.commands.address import StatusAddress
 from shoal_client.commands.status import StatusClient
 from shoal_client.commands.top import TopConfig
@@ -57,3 +59,16 @@ def test_output_to_a_pipe_is_printed_once(
     monkeypatch.setattr(top, "time", SimpleNamespace())
     assert top.top(TopConfig(address=StatusAddress(http=url))) == 0
     assert "digits" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["top --once --job digits", "status --job digits"])
+def test_ages_do_not_depend_on_the_clock_of_this_host(
+    url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    """The coordinator sends its own time with its answer."""
+    own = SimpleNamespace(time=lambda: time.time() + 8 * 3600, monotonic=time.monotonic)
+    monkeypatch.setattr(status, "time", own)
+    monkeypatch.setenv("COLUMNS", "200")
+    assert parse([*command.split(), "--http", url])() == 0
+    shown = capsys.readouterr().out
+    assert "w0" in shown and "8 h" not in shown

@@ -4,6 +4,7 @@ import errno
 import threading
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -42,3 +43,26 @@ def test_certificates_are_renewed_though_a_failure_cannot_be_reported(
         assert renewed.wait(DEADLINE_S)
     finally:
         local.close()
+
+
+def test_certificates_are_renewed_once_the_clock_is_set_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Certificates of a host whose clock was ahead are valid later only: connections are
+    refused."""
+    hour_s = 3600.0
+    clock_s = 100 * hour_s
+    steps_s = iter([60.0, -60.0, -10 * hour_s, *[60.0] * 4])
+    renewed_at_s = []
+
+    def wait(seconds: float) -> bool:
+        nonlocal clock_s
+        step_s = next(steps_s, None)
+        clock_s += step_s or 0.0
+        return step_s is None
+
+    monkeypatch.setattr(folder, "time", SimpleNamespace(time=lambda: clock_s))
+    folder.keep_renewed(
+        lambda: renewed_at_s.append(clock_s), timedelta(hours=8), wait=wait, say=print
+    )
+    assert renewed_at_s == [90 * hour_s]

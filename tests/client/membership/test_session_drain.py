@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import threading
 
 import grpc.aio
@@ -71,18 +72,21 @@ async def test_a_drained_member_leaves_before_the_others_next_step() -> None:
         assert a.begin_step(100) is None
 
 
-async def test_the_last_member_leaves_at_once_when_drained() -> None:
+@pytest.mark.parametrize("reason", ["spot notice", os.fsdecode(b"spot notice of caf\xe9")])
+async def test_the_last_member_leaves_at_once_when_drained(reason: str) -> None:
     """The last member of a job stops before its next step when drained, and its state is gone with
-    it: the next member gets StateLost instead of starting over."""
+    it: the next member gets StateLost instead of starting over. A reason may name a file, whose
+    name may have any bytes."""
     async with served(MemoryStore()) as world:
         (a,) = await world.training("a")
-        a.drain("spot notice")
+        a.pause(reason, WITHIN_S)
+        a.drain(reason)
         assert await asyncio.to_thread(a.wait_generation_over, 1, WITHIN_S)
         with pytest.raises(MemberDrained, match="spot notice"):
             a.begin_step(0)
         with pytest.raises(MemberDrained):
             a.await_generation(above=1)
-        assert await asyncio.to_thread(a.leave, completed=False, reason="drained")
+        assert await asyncio.to_thread(a.leave, completed=False, reason=reason)
         b = await world.joined("b", desired=1)
         with pytest.raises(StateLost, match="its first steps, in generation 1"):
             await entered(b, 1)

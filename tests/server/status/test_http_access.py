@@ -224,6 +224,17 @@ async def test_an_actions_reason_is_optional(world: World, tmp_path: Path) -> No
         assert len(served.recorded.calls) == 2
 
 
+async def test_callers_without_a_token_do_not_fill_the_log(world: World, tmp_path: Path) -> None:
+    """Lines on holders of tokens are not limited."""
+    stop = "/api/v1/jobs/digits/stop"
+    async with serving(world, tmp_path) as served:
+        with structlog.testing.capture_logs() as logs:
+            for who in ({}, {}, {}, served.viewer, served.viewer):
+                await served.http.post(stop, json={}, headers=who)
+    calls = [line for line in logs if line["event"] == "operator_call"]
+    assert [line["by"] for line in calls] == ["", "ann", "ann"]
+
+
 @pytest.mark.long
 async def test_actions_are_logged_with_their_caller(world: World, tmp_path: Path) -> None:
     """Refused actions are logged as well; reads are not, and tokens never are."""

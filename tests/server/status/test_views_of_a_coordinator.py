@@ -1,6 +1,7 @@
 """Views of a coordinator and parameter servers, most of them through the status endpoint."""
 
 import asyncio
+import time
 from array import array
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -56,6 +57,28 @@ class HeldStore(MemoryStore):
         if self.holds and prefix == keys.members("j"):
             await self.goes_on.wait()
         return await super().range(prefix)
+
+
+async def test_no_time_depends_on_the_setting_of_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host was suspended, or its clock was set: members that send heartbeats are seen just
+    now."""
+    async with endpoint() as (world, http):
+        await world.training("a")
+        seconds = time.time
+        monkeypatch.setattr("time.time", lambda: seconds() + 8 * 3600)
+        why = (await http.get("/api/v1/jobs/j/members/a/why")).json()
+        assert why["waiting_s"] < 3600
+        job = (await http.get("/api/v1/jobs/j")).json()
+        now_s = job["summary"]["now_unix_s"]
+        assert 0 <= now_s - job["summary"]["begun_unix_s"] < 3600
+        assert 0 <= now_s - job["members"][0]["member"]["last_seen_unix_s"] < 3600
+        events = (await http.get("/api/v1/jobs/j/events")).json()["events"]
+        assert all(0 <= now_s - each["unix_s"] < 3600 for each in events) and events
+        metrics = (await http.get("/metrics")).text
+        (age,) = [
+            line for line in metrics.splitlines() if line.startswith("shoal_member_last_seen_age")
+        ]
+        assert float(age.split()[-1]) < 3600
 
 
 async def test_a_job_that_a_new_leader_still_reads_is_not_unknown() -> None:

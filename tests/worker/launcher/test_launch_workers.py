@@ -238,6 +238,16 @@ def test_a_given_member_id_is_kept(
     } == expected
 
 
+@pytest.mark.parametrize("member_id", ["../out", "a/b", "a" * 127])
+def test_a_bad_member_id_is_refused_before_a_worker_starts(
+    monkeypatch: pytest.MonkeyPatch, member_id: str
+) -> None:
+    """The id of one of two workers has two more characters. A log file has the id as its name."""
+    monkeypatch.setenv("SHOAL_MEMBER_ID", member_id)
+    with pytest.raises(InvalidSpec, match="bad SHOAL_MEMBER_ID"):
+        read_config(["run", "-n", "2", "train.py"], installed_commands())
+
+
 @pytest.mark.long
 def test_a_module_is_run_with_m(shoal_run: Run, tmp_path: Path) -> None:
     """`-m module args` runs the module, found from the working directory as with python -m."""
@@ -1189,6 +1199,10 @@ def test_a_host_gets_as_many_workers_as_it_has_cores_or_gpus(
     assert read_config(arguments, installed_commands()).num_workers == cores
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2,5")
     assert read_config(arguments, installed_commands()).num_workers == 3
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1f, MIG-2e,-1,0")
+    assert read_config(arguments, installed_commands()).num_workers == 2
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "NoDevFiles")
+    assert read_config(arguments, installed_commands()).num_workers == cores, "as in Slurm"
 
 
 def test_a_syntax_error_is_reported_before_anything_starts(

@@ -1,5 +1,6 @@
 """The background reporter with a real status endpoint, and without one."""
 
+import os
 import socket
 import ssl
 import threading
@@ -126,6 +127,15 @@ def test_a_non_finite_loss_is_reported(board: Board, loss: float, shown: str) ->
         health.update(HealthFigures(step=1, loss=loss))
         (report,) = board.wait_for(1)
     assert str(report.loss) == shown
+
+
+def test_a_warning_that_names_a_file_with_bytes_that_are_not_utf8_is_reported(
+    board: Board,
+) -> None:
+    with endpoint(board) as server, reporter(server.url) as health:
+        health.update(HealthFigures(step=1, last_error=os.fsdecode(b"/data/caf\xe9")))
+        (report,) = board.wait_for(1)
+    assert report.last_error == r"/data/caf\udce9"
 
 
 def test_training_is_not_held_up_by_a_silent_coordinator() -> None:

@@ -1,5 +1,6 @@
 """A script's own validators: their verdict holds for all members, and comes in bounded time."""
 
+import os
 import threading
 
 import pytest
@@ -54,6 +55,8 @@ def test_a_validator_sees_the_roster_and_its_rejection_has_its_name() -> None:
 
     answer = pb.Rejection(field="mine", seen="1 GB", expected="10 GB (Clear /scratch.)")
     assert rejections(rejects) == [answer]
+    (answer,) = rejections(lambda roster: shoal.Reject(seen=os.fsdecode(b"/data/caf\xe9")))
+    assert answer.seen == r"/data/caf\udce9", "a message cannot hold such bytes"
     (roster,) = seen
     assert (roster.generation, roster.step, roster.planned) == (3, 7, True)
     assert (roster.world_size, roster.rank, roster.own.member_id) == (2, 0, "a")

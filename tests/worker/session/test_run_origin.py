@@ -1,5 +1,6 @@
 """The command line and commit that the status page shows, without secrets."""
 
+import os
 import shlex
 import subprocess
 import sys
@@ -90,3 +91,12 @@ def test_a_module_is_shown_as_it_was_started(monkeypatch: pytest.MonkeyPatch) ->
     spec = ModuleSpec("pkg.__main__", None)
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", spec)
     assert run_origin().command == "-m pkg a"
+
+
+def test_an_argument_with_bytes_that_are_not_utf8_can_be_reported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The coordinator would refuse the whole report."""
+    monkeypatch.setattr(sys, "argv", ["train.py", os.fsdecode(b"/data/caf\xe9")])
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
+    assert run_origin().command == r"train.py '/data/caf\udce9'"

@@ -110,8 +110,8 @@ def _run_workers(config: RunConfig, orders: StopOrders) -> int:
             config = hosts.connect()
         if config.coordinators:
             _await_coordinator(config)
-            say(f"job {config.job}: workers elsewhere join it with --job {config.job}")
             _check_job(config)
+            say(f"job {config.job}: workers elsewhere join it with --job {config.job}")
             return hosts.run(config) if hosts else Launcher(config, orders).run()
         address = hosts.address if hosts else LOOPBACK
         cluster = _own_cluster(stack, config, "" if address == LOOPBACK else address)

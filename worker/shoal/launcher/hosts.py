@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -53,11 +54,16 @@ def num_workers_of(text: str, option: str = "-n") -> WorkerCount:
     return count
 
 
+_DEVICE = re.compile(r"\d+$|GPU-|MIG-")
+"""Entry of CUDA_VISIBLE_DEVICES that names a device."""
+
+
 def _num_gpus() -> int:
     """Count this process' GPUs, without torch, which takes seconds to import."""
     shown = os.environ.get("CUDA_VISIBLE_DEVICES")
     if shown is not None:
-        return len([each for each in shown.split(",") if each.strip() not in ("", "-1")])
+        # CUDA ignores everything from the first entry on that names no device.
+        return len(list(takewhile(_DEVICE.match, map(str.strip, shown.split(",")))))
     return len(list(_GPUS.iterdir())) if _GPUS.is_dir() else 0
 
 

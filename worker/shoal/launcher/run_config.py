@@ -14,7 +14,7 @@ from shoal.launcher.metrics import parse_address
 from shoal_client.connection.addresses import CoordinatorAddresses
 from shoal_client.local.options import ClusterOptions
 from shoal_proto.errors import InvalidSpec
-from shoal_proto.names import NAME_RULE, is_name
+from shoal_proto.names import MAX_NAME_LENGTH, NAME_RULE, is_name
 from shoal_proto.secrets import job_secret
 from shoal_proto.tls.files import TlsFiles
 from shoal_proto.tls.identity import files_at, without_tls
@@ -182,6 +182,7 @@ class RunConfig:
         if self.over_ssh.hosts and not self.alone:
             check_reached(self.over_ssh.hosts, self.coordinators)
         job_secret(self.environment)  # else each worker would refuse a bad secret
+        check_member_ids(self)
         if not self.over_ssh.hosts:
             self._set_bounds(self.num_workers)
 
@@ -284,6 +285,15 @@ def worker_environment(config: RunConfig, member_id: str, index: int = 0) -> dic
         for key, value in KEPT_MEMORY.items():
             environment.setdefault(key, value)
     return environment
+
+
+def check_member_ids(config: RunConfig) -> None:
+    """Raise InvalidSpec if SHOAL_MEMBER_ID makes bad names: log files have them, too."""
+    if config.environment.get("SHOAL_MEMBER_ID"):
+        for member_id in member_ids(config, ""):
+            if not is_name(member_id):
+                seen = repr(member_id[: 2 * MAX_NAME_LENGTH])
+                raise InvalidSpec("bad SHOAL_MEMBER_ID", seen=seen, expected=NAME_RULE)
 
 
 def member_ids(config: RunConfig, host: str) -> list[str]:

@@ -18,6 +18,7 @@ import structlog
 from shoal.membership.health_connection import CoordinatorHttp
 from shoal_proto.health import CourseFigures, HealthFigures, StepParts, max_lengths
 from shoal_proto.protocol import OWN_PROTOCOLS
+from shoal_proto.short_lists import sendable
 
 log = structlog.get_logger(__name__)
 
@@ -73,7 +74,7 @@ class HealthReporter:
         """Change the next report; figures that are None stay unchanged. Never blocks. Convert
         tensors seldom: `float(loss)` waits for the device."""
         changed = {
-            name: value[: _MAX_LENGTHS[name]] if isinstance(value, str) else _json(value)
+            name: sendable(value, _MAX_LENGTHS[name]) if isinstance(value, str) else _json(value)
             for name, value in figures.known_figures().items()
         }
         with self._changed:

@@ -20,6 +20,7 @@ from typing import TypeVar
 
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.names import is_name
+from shoal_proto.short_lists import sendable
 from shoal_proto.v1 import membership_pb2 as pb
 
 MAX_TEXT = 500
@@ -214,8 +215,11 @@ def view(roster: pb.Roster, member_id: str) -> Roster:
 
 def _rejection(name: str, reject: Reject) -> pb.Rejection:
     expected = f"{reject.expected} ({reject.fix})" if reject.fix else reject.expected
-    seen = str(reject.seen)
-    return pb.Rejection(field=name, seen=seen[:MAX_TEXT], expected=expected[:MAX_TEXT])
+    return pb.Rejection(
+        field=name,
+        seen=sendable(str(reject.seen), MAX_TEXT),
+        expected=sendable(expected, MAX_TEXT),
+    )
 
 
 def _origin(function: Validator) -> str:

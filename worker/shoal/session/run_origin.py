@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from shoal_proto.health import MAX_COMMAND, RunOrigin
+from shoal_proto.short_lists import sendable
 
 GIT_WITHIN_S = 10.0
 """Limit of a command of git: a large repository on network storage may take long."""
@@ -40,7 +41,7 @@ _SECRET_VALUES = re.compile(
 def run_origin() -> RunOrigin:
     """Return the command line and commit of this process. Runs git, each time for up to
     GIT_WITHIN_S."""
-    script, *arguments = [str(each) for each in sys.argv] or [""]
+    script, *arguments = [sendable(str(each)) for each in sys.argv] or [""]
     commit, is_modified = _commit_of(script)
     main = getattr(sys.modules.get("__main__"), "__spec__", None)
     started = [script]

@@ -1,7 +1,6 @@
 """Registry of all jobs of one coordinator, each with its actor."""
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
@@ -57,12 +56,6 @@ MAX_SHOWN = 20
 
 async def _nothing(job: str) -> None:
     """Do nothing: the default of `prepare`."""
-
-
-def steady_unix_clock() -> Callable[[], float]:
-    """Return a clock of Unix seconds that never jump."""
-    offset_s = time.time() - time.monotonic()
-    return lambda: offset_s + time.monotonic()
 
 
 class KnownLeader:

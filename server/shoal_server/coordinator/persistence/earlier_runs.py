@@ -5,7 +5,6 @@ without a generation are recognised by their incarnations.
 """
 
 import json
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -17,6 +16,7 @@ from shoal_server.core.job.job import Job
 from shoal_server.core.membership import refusals
 from shoal_server.core.membership.events import Refusal
 from shoal_server.etcd.json_fields import Fields, UnreadableRecord
+from shoal_server.serving.unix_clock import unix_s
 
 MAX_EXPELLED = 1000
 """Maximum number of incarnations, 40 bytes each."""
@@ -42,7 +42,7 @@ class EarlierRuns:
             job=self.job,
             last_generation=Generation(max(self.last_generation, last_generation)),
             expelled=tuple(expelled)[-MAX_EXPELLED:],
-            ended_unix_s=time.time(),
+            ended_unix_s=unix_s(),
         )
 
     def prepare_run(self, job: Job) -> None:

@@ -4,7 +4,6 @@ If no trained shard is left, the sample ledger is deleted, so that all samples a
 the operator may keep the ledger instead. If trained shards are left, the operator has to choose.
 """
 
-import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from shoal_server.etcd import keys
 from shoal_server.etcd.api import Delete
 from shoal_server.etcd.leader_store import LeaderStore
 from shoal_server.etcd.records import assignments as records
+from shoal_server.serving.unix_clock import unix_s
 
 MAX_BY_LENGTH = 200
 _SAMPLES = {
@@ -91,7 +91,7 @@ class LossAcceptance:
             raise InvalidSpec("bad name of a job", seen=repr(job[:128]), expected=NAME_RULE)
         choice = _SAMPLES.get(request.samples)
         counts = await self._samples.counts(job)
-        now_unix_s = time.time()
+        now_unix_s = unix_s()
         given_up: list[ShardAssignment] = []
         try:
             while True:

@@ -1,7 +1,6 @@
 """Log of lost, restored and moved shards."""
 
 import asyncio
-import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 
@@ -10,6 +9,7 @@ import structlog
 from shoal_server.core.processes import Holder
 from shoal_server.core.shards import losses, moves
 from shoal_server.core.shards.assignments import JobAssignments, ShardAssignment, ShardContent
+from shoal_server.serving.unix_clock import unix_s
 
 log = structlog.get_logger(__name__)
 
@@ -62,7 +62,7 @@ class LossLog:
     ) -> JobAssignments:
         """Return `after` with details of each lost shard. `snapshot`: outcome of a restore."""
         known = self.versions(before.job)
-        return losses.with_losses(before, after, known, snapshot, time.time())
+        return losses.with_losses(before, after, known, snapshot, unix_s())
 
     def log_changes(
         self,

@@ -2,7 +2,6 @@
 
 import asyncio
 import secrets
-import time
 import zlib
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -54,6 +53,7 @@ from shoal_server.etcd.records.deflated_chunks import MAX_LAYOUT_BYTES
 from shoal_server.etcd.repeat import is_outcome_unknown
 from shoal_server.serving.admission.config import JobLimits
 from shoal_server.serving.rpc import Context
+from shoal_server.serving.unix_clock import unix_s
 
 log = structlog.get_logger(__name__)
 
@@ -73,7 +73,7 @@ class _WithoutServers:
         """Reason, and times of the first and last refusal, by job and member."""
 
     def refused(self, token: Token, why: str) -> None:
-        now_s = time.time()
+        now_s = unix_s()
         known = dict(self._of(token.job, now_s))
         since_s = known.get(token.member_id, ("", now_s, now_s))[1]
         self._refused[token.job] = {**known, token.member_id: (why, since_s, now_s)}
@@ -82,7 +82,7 @@ class _WithoutServers:
         self._refused.pop(job, None)
 
     def waiting(self, job: str) -> Mapping[str, tuple[str, float]]:
-        return {name: (why, since_s) for name, (why, since_s, _) in self._of(job, time.time())}
+        return {name: (why, since_s) for name, (why, since_s, _) in self._of(job, unix_s())}
 
     def _of(self, job: str, now_s: float) -> list[tuple[str, tuple[str, float, float]]]:
         entries = self._refused.get(job, {}).items()

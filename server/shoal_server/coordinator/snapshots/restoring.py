@@ -10,7 +10,6 @@ shards are deleted.
 import asyncio
 import json
 import secrets
-import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
@@ -55,6 +54,7 @@ from shoal_server.etcd.json_fields import UnreadableRecord
 from shoal_server.etcd.leader_store import LeaderStore
 from shoal_server.etcd.records import assignments, restored_from, shard_map
 from shoal_server.etcd.records.restored_from import RestoredFrom
+from shoal_server.serving.unix_clock import unix_s
 from shoal_server.snapshots.library import SnapshotLibrary
 from shoal_server.snapshots.manifest import Manifest
 
@@ -254,7 +254,7 @@ class SnapshotRestorer:
 
     async def _record_loss(self, before: JobAssignments, wanted: JobAssignments, why: str) -> None:
         """Record that the job's shards are lost, unless another restore followed."""
-        record = losses.after_failed_restore(before, wanted, why, time.time())
+        record = losses.after_failed_restore(before, wanted, why, unix_s())
         record = replace(record, placement_id=secrets.token_hex(8))
         try:
             await assignments.place(self._store, record, compares=[_is_placed(wanted)])

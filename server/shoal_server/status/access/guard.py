@@ -7,9 +7,11 @@ from urllib.parse import urlsplit
 
 import structlog
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from structlog.typing import FilteringBoundLogger
 
 from shoal_proto.errors import AccessDenied, InvalidSpec
 from shoal_proto.tls import identity
+from shoal_proto.traces.log_limit import LogLimit
 from shoal_server.serving.access.local_users import PEER_USER
 from shoal_server.serving.access.roles import READS_STATUS
 from shoal_server.status.access.sessions import COOKIE, Sessions
@@ -112,6 +114,8 @@ class AccessControl:
     def __init__(self, app: ASGIApp, guard: Guard) -> None:
         self._app = app
         self._guard = guard
+        # Whoever reaches the port could fill the disk, and push operators' lines out of the log.
+        self._of_strangers = LogLimit(log)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -141,7 +145,8 @@ class AccessControl:
             headers = {"WWW-Authenticate": 'Bearer realm="shoal"'} if code == 401 else None
             await answer(why, code, headers)(scope, receive, sending)
         if acts:
-            _audit(scope, holder, status)
+            is_stranger = holder is None and status >= 400
+            _audit(scope, holder, status, self._of_strangers if is_stranger else log)
 
     def _refusal(
         self, scope: Scope, holder: TokenHolder | None, *, acts: bool
@@ -211,10 +216,15 @@ def _unknown(path: str, *, takes_tokens: bool) -> AccessDenied:
     )
 
 
-def _audit(scope: Scope, holder: TokenHolder | None, status: int) -> None:
+def _audit(
+    scope: Scope,
+    holder: TokenHolder | None,
+    status: int,
+    to: LogLimit | FilteringBoundLogger,
+) -> None:
     job = _JOB.match(scope["path"])
     client = scope.get("client")
-    log.info(
+    to.info(
         "operator_call",
         call=f"{scope['method']} {scope['path']}"[:500],
         job=job[1][:128] if job else "",

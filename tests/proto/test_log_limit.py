@@ -3,7 +3,7 @@
 import structlog
 from structlog.testing import capture_logs
 
-from shoal_client.connection.log_limit import LogLimit
+from shoal_proto.traces.log_limit import LogLimit
 
 
 def test_later_lines_of_an_event_are_rare_and_count_the_others() -> None:

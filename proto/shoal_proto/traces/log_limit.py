@@ -1,4 +1,4 @@
-"""Limit on log lines that repeat during an outage."""
+"""Limit on log lines that repeat, as during an outage."""
 
 import time
 from collections.abc import Callable

@@ -1,0 +1,11 @@
+"""The clock of a coordinator, for all times that it shows or compares with each other."""
+
+import time
+
+_OFFSET_S = time.time() - time.monotonic()
+
+
+def unix_s() -> float:
+    """Unix seconds that never jump: the system's clock may be set, and runs on while the host is
+    suspended."""
+    return _OFFSET_S + time.monotonic()
