@@ -75,9 +75,9 @@ def test_a_jobs_name_can_be_used_again(shoal_command: Shoal, tmp_path: Path) -> 
         assert (code, "job train is finished (" in output) == (0, True), output
 
     assert shoal("rm", "train") == (0, "job train is removed\n")
-    code, output = shoal("rm", "train")
+    code, output = shoal("rm", "trains")
     assert code == 1, output
-    assert "there is no job 'train'" in output
+    assert "there is no job 'trains'" in output
     up.send_signal(signal.SIGINT)
     code, output = finish(up)
     assert code == 0, output

@@ -209,8 +209,9 @@ def retry(config: RetryConfig) -> int:
 
 
 def reset_job(addresses: Sequence[str], job: str, job_secret: str = "") -> bool:
-    """Remove all data of a job; True if there was any. Raises JobInUse while the job has members,
-    Unavailable without a coordinator.
+    """Remove all data of a job; True if there was any, or if it was removed seconds ago, as by an
+    earlier attempt of this call. Raises JobInUse while the job has members, Unavailable without a
+    coordinator.
     """
     with closing(Coordinators(addresses)) as coordinators:
         request = pb.ResetJobRequest(job=job, job_secret=job_secret)

@@ -35,8 +35,9 @@ class WeightsConfig:
     """Shows the published weights of jobs and scripts, and acts on their versions.
 
     list: the series, their versions, and the readers with the version and digest that each has
-    installed. pin: keeps a version until it is unpinned. rollback: commits a new version with the
-    bytes of an older one. export: writes a version as a directory of safetensors files.
+    installed. pin: keeps a version until it is unpinned or the job is removed. rollback: commits a
+    new version with the bytes of an older one. export: writes a version as a directory of
+    safetensors files.
     """
 
     action: Annotated[
@@ -121,7 +122,11 @@ def weights(config: WeightsConfig) -> int:
         pin = pb.PinVersionRequest(series=config.series, number=config.number, unpin=not pins)
         view: pb.SeriesView = _call(config, coordinators, lambda stub: stub.Pin, pin)
         if not printed(options, view):
-            kept = "is kept until it is unpinned" if pins else "is kept like any other"
+            kept = (
+                "is kept until it is unpinned or the job is removed"
+                if pins
+                else "is kept like any other"
+            )
             print(f"version {config.number} of {config.series} {kept}")
         return 0
 

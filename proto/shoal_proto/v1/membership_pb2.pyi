@@ -1636,7 +1636,7 @@ class ResetJobReply(_message.Message):
 
     EXISTED_FIELD_NUMBER: _builtins.int
     existed: _builtins.bool
-    """True if anything was stored of the job."""
+    """True if anything was stored of the job, or it was reset seconds ago."""
     def __init__(
         self,
         *,

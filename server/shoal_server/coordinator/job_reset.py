@@ -4,6 +4,7 @@ The job's published versions are dropped first. Servers drop shards without a re
 earlier runs are refused (`EarlierRuns`).
 """
 
+import time
 from collections.abc import Sequence
 
 import structlog
@@ -26,6 +27,9 @@ from shoal_server.etcd.leader_store import LeaderStore
 log = structlog.get_logger(__name__)
 
 WRITTEN_WITHIN_S = 10.0
+REPEATED_WITHIN_S = 30.0
+"""Time after a reset within which another one counts as its repetition: a client repeats its call
+for this long, and the first answer may have been lost."""
 FORGOTTEN_AT_ONCE = 100
 
 
@@ -68,7 +72,8 @@ class JobReset:
         self._registry.earlier_runs = earlier_runs
 
     async def reset(self, job: str, *, forgets_processes: bool = False) -> bool:
-        """Delete the job's state. Returns True if it had any state or published versions.
+        """Delete the job's state. Returns True if it had any state or published versions, or was
+        reset less than REPEATED_WITHIN_S ago.
 
         `forgets_processes`: True to keep no record of earlier runs, once none of their processes
         can return; series that plain scripts publish then stay. Raises JobInUse while the job has
@@ -92,7 +97,7 @@ class JobReset:
             had_weights = await self._weights.clear(job, forgets_numbers=forgets_processes)
             if not existed:
                 # A plain script may have published under this name.
-                return had_weights
+                return had_weights or (known is not None and _is_recent(known))
             earlier = known or EarlierRuns(job=job)
             # Kept series refuse earlier generations, also if no record of earlier runs is readable.
             last_generation, expelled = self._weights.last_generation(job), list[str]()
@@ -159,6 +164,11 @@ class JobReset:
             log.warning("series_not_forgotten", job=job, reason=str(error))
             return False
         return True
+
+
+def _is_recent(earlier: EarlierRuns) -> bool:
+    # The clock of another coordinator may be ahead.
+    return abs(time.time() - earlier.ended_unix_s) < REPEATED_WITHIN_S
 
 
 def _newest_generation(job: str, held: Sequence[KeyValue]) -> int:

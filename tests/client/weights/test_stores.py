@@ -107,15 +107,17 @@ def test_servers_pass_on_to_one_another_at_once(
             lambda of, *args, **named: opened(of, *args, **{**named, "may_be_local": False})
         ),
     )
+    # Servers keep their connections for further calls about the same series.
+    series = "job/socket"
     ranks = [rank % 3 for rank in range(3 * WEIGHT_THREADS)]
     together = threading.Barrier(len(ranks))
 
     def put_along(first: int) -> list[str]:
         segment, chain = drawn(CHUNK_BYTES), at(servers, first, (first + 1) % 3, (first + 2) % 3)
-        with closing(segment), closing(WeightStores(SERIES, may_be_local=False)) as stores:
-            put(stores, segment, chain[:1])
+        with closing(segment), closing(WeightStores(series, may_be_local=False)) as stores:
+            put(stores, segment, chain[:1], series=series)
             together.wait(LIMIT_S)
-            return list(put(stores, segment, chain).holders)
+            return list(put(stores, segment, chain, series=series).holders)
 
     with ThreadPoolExecutor(len(ranks)) as threads:
         assert all(len(holders) == 3 for holders in threads.map(put_along, ranks))

@@ -1,8 +1,10 @@
 """Jobs that start over: what is deleted, what stays, and which processes are refused then."""
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from dataclasses import replace
 
 import grpc.aio
 import pytest
@@ -36,6 +38,8 @@ from shoal_proto.v1.repair_pb2 import RepairRequest
 from shoal_proto.v1.repair_pb2_grpc import RepairsStub
 from shoal_proto.v1.samples_pb2 import LeaseRequest
 from shoal_proto.v1.weights_pb2_grpc import WeightSeriesStub
+from shoal_server.coordinator.job_reset import REPEATED_WITHIN_S
+from shoal_server.coordinator.persistence.earlier_runs import from_json
 from shoal_server.core.limits import Limits
 from shoal_server.core.membership.phases import Phase
 from shoal_server.core.processes import MemberProcess
@@ -250,6 +254,22 @@ async def test_a_reset_of_an_unknown_job_does_nothing() -> None:
         await asyncio.to_thread(check_not_finished, [world.address], "j")
         assert not await asyncio.to_thread(reset_job, [world.address], "j")
         assert await names(store) == set()
+
+
+async def test_a_repeated_reset_has_the_answer_of_the_first() -> None:
+    """A client repeats its call at the next leader, since the first answer may have been lost. A
+    reset of long ago is none that it repeats."""
+    store = MemoryStore()
+    async with served(store) as world:
+        await finished_job(world)
+        assert await asyncio.to_thread(reset_job, [world.address], "j")
+    async with served(store) as world:
+        assert await asyncio.to_thread(reset_job, [world.address], "j")
+    runs = (await store.range(keys.RESETS)).items
+    earlier = replace(from_json("j", runs[0].value), ended_unix_s=time.time() - REPEATED_WITHIN_S)
+    await store.put(keys.reset("j"), earlier.to_json())
+    async with served(store) as world:
+        assert not await asyncio.to_thread(reset_job, [world.address], "j")
 
 
 async def test_a_job_with_members_is_not_reset() -> None:

@@ -17,8 +17,9 @@ MAX_PINS = 16
 MAX_KEEP = 64
 MAX_COPIES = 16
 MAX_WORLD = 4096
-SEGMENTS_A_WRITE = 4096
-"""Segments after which a write revises no further version."""
+MAX_RECORD_BYTES = 1024 * 1024
+"""Bound on a version's record, and on the versions that one write revises. A request to etcd has at
+most 1.5 MiB, and the head is in it, too."""
 MAX_PENDING = 4
 """Unfinished publications of a series; a further publication abandons the oldest."""
 ABANDONED_AFTER_S = 600.0

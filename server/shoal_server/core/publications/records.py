@@ -9,6 +9,9 @@ DEFAULT_COPIES = 2
 DIGESTS_KEPT = 64
 """Number of newest versions, dropped ones included, whose digests the head has."""
 LOSSES_KEPT = 16
+_FIELD_BYTES, _NUMBER_BYTES, _FIXED_BYTES = 6, 16, 512
+"""Upper bounds in a version's record: tag and length of a text, a segment's number with the tag of
+the segment, and all fields but metadata and segments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,12 @@ class PublishedSegment:
     num_bytes: int
     holders: tuple[str, ...] = ()
     """Servers that are to hold the segment."""
+
+    @property
+    def record_bytes(self) -> int:
+        """Upper bound on the segment's share of a version's record."""
+        texts = (len(self.digest), *map(len, self.holders))
+        return sum(texts) + _FIELD_BYTES * len(texts) + _NUMBER_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +68,14 @@ class PublishedVersion:
     @property
     def num_bytes(self) -> int:
         return sum(segment.num_bytes for segment in self.segments)
+
+    @property
+    def record_bytes(self) -> int:
+        """Upper bound on the size of this version's record in etcd."""
+        texts = (
+            len(each.encode()) + _FIELD_BYTES for pair in self.metadata.items() for each in pair
+        )
+        return _FIXED_BYTES + sum(texts) + sum(segment.record_bytes for segment in self.segments)
 
 
 def content_digest(layout_digest: bytes, segments: Iterable[bytes]) -> bytes:

@@ -15,7 +15,7 @@ from shoal_server.core.publications.limits import (
     HELD_S,
     MAX_PENDING,
     MAX_PINS,
-    SEGMENTS_A_WRITE,
+    MAX_RECORD_BYTES,
 )
 from shoal_server.core.publications.protocol import (
     BeginRequested,
@@ -480,6 +480,9 @@ class PublishedSeries:
             metadata=first.metadata,
             tables_cut=first.tables_cut,
         )
+        if version.record_bytes > MAX_RECORD_BYTES:
+            yield from self._abandon(_too_large(version))
+            return
         yield self._put_newest(version, now_s, committed=publication)
 
     def _put_newest(
@@ -584,14 +587,15 @@ class PublishedSeries:
     def _revise(self, event: VersionsChanged) -> Effects:
         put: list[PublishedVersion] = []
         for number, version in self.versions.items():
-            if sum(len(each.segments) for each in put) >= SEGMENTS_A_WRITE:
-                break  # The next VersionsChanged revises the others.
             segments = self._revised(version, event.replaced.get(number))
             is_durable = version.is_durable or number in event.durable
             # New holders have not written the segments to disk yet.
             is_durable = is_durable and not _adds_holders(version.segments, segments)
             changed = replace(version, segments=segments, is_durable=is_durable)
-            if changed != version and number not in event.lost:
+            if changed == version or number in event.lost:
+                continue
+            # The next VersionsChanged revises the others. A record that would grow too large stays.
+            if sum(each.record_bytes for each in (*put, changed)) <= MAX_RECORD_BYTES:
                 put.append(changed)
         lost = sorted(event.lost & self.versions.keys())
         if put or lost:
@@ -632,6 +636,18 @@ class PublishedSeries:
             and now_s - publication.received_s > ABANDONED_AFTER_S
         ]:
             yield from self._give_up(number, f"no part arrived for {ABANDONED_AFTER_S:g} s")
+
+
+def _too_large(version: PublishedVersion) -> PartsRejected:
+    num_holders = max(len(segment.holders) for segment in version.segments)
+    return PartsRejected(
+        epoch=version.epoch,
+        publication=version.publication,
+        what="the record of the version is too large to keep; publish with fewer copies",
+        seen=f"{version.record_bytes} bytes, {len(version.segments)} segments on up to"
+        f" {num_holders} servers",
+        expected=f"at most {MAX_RECORD_BYTES} bytes",
+    )
 
 
 def _adds_holders(before: Iterable[PublishedSegment], after: Iterable[PublishedSegment]) -> bool:

@@ -640,7 +640,7 @@ async def test_the_command_lists_pins_and_rolls_back(
         assert shown.startswith("rl/policy: version 2, by generation 1, keeps 2 in 2 copies\n")
         assert await shoal("pin", SERIES, "1") == (
             0,
-            "version 1 of rl/policy is kept until it is unpinned\n",
+            "version 1 of rl/policy is kept until it is unpinned or the job is removed\n",
         )
         assert "pinned" in (await shoal("list", "rl"))[1]
         assert await shoal("unpin", SERIES, "1") == (

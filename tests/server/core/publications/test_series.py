@@ -14,6 +14,7 @@ from shoal_server.core.publications.limits import (
     HELD_S,
     LOST_AFTER_S,
     MAX_PENDING,
+    MAX_RECORD_BYTES,
     REPLACED_AFTER_S,
 )
 from shoal_server.core.publications.protocol import (
@@ -50,6 +51,7 @@ from shoal_server.core.publications.records import (
     StoredSeries,
 )
 from shoal_server.core.publications.series import PublishedSeries
+from shoal_server.etcd.records.series import encode_version
 
 ONE = Publisher(generation=1)
 
@@ -315,6 +317,42 @@ def test_parts_of_a_rejected_publication_are_refused() -> None:
     assert refusals(run.submit(contributed(1, call="again"))) == {
         "again": PublicationRefusal.ABANDONED
     }
+
+
+def test_a_version_whose_record_exceeds_a_write_is_not_committed() -> None:
+    """The publication is abandoned, and the next one is committed."""
+    run = Run()
+    run.begin()
+    (check,) = run.submit(contributed(1))
+    assert isinstance(check, VerifyParts)
+    holders = tuple(f"{number:060}" for number in range(16))
+    segments = (PublishedSegment(digest=b"d" * 32, num_bytes=8, holders=holders),) * 1100
+    effects = run.submit(replace(verified(check), segments=segments))
+    assert refusals(effects) == {"1.0": PublicationRefusal.ABANDONED}
+    run.settle()
+    assert run.publish(2) == 1
+
+
+def test_a_write_revises_no_more_than_etcd_takes() -> None:
+    """Versions that are left are revised by the next change; a record that would be too large
+    stays as it was."""
+    segments = {n: (PublishedSegment(digest=b"d%d" % n, num_bytes=8),) * 1000 for n in range(1, 4)}
+    versions = {n: replace(held_by(), number=n, segments=segments[n]) for n in segments}
+    run = Run(StoredSeries(head=SeriesHead(number=3, kept=(1, 2, 3), keep=3), versions=versions))
+
+    def grown(number: int, copies: int) -> tuple[PublishedSegment, ...]:
+        holders = tuple(f"{each:060}" for each in range(copies))
+        return tuple(replace(segment, holders=holders) for segment in segments[number])
+
+    replaced = {1: grown(1, 8), 2: grown(2, 8), 3: grown(3, 17)}
+    for expected in (1, 2):
+        (write, *_) = run.submit(VersionsChanged(replaced=replaced))
+        assert isinstance(write, WriteSeries)
+        assert [each.number for each in write.put] == [expected]
+        sizes = [len(encode_version(each)) for each in write.put]
+        assert sum(sizes) <= sum(each.record_bytes for each in write.put) <= MAX_RECORD_BYTES
+        run.settle()
+    assert run.submit(VersionsChanged(replaced=replaced)) == []
 
 
 def test_a_repeated_part_gets_its_version_in_a_later_epoch() -> None:
