@@ -91,6 +91,10 @@ class CertsConfig:
         for option, name in (("--name", self.name), ("--job", self.job)):
             if name and not is_name(name):
                 raise InvalidSpec(f"bad {option}", seen=repr(name), expected=NAME_RULE)
+        for host in self.hosts:
+            if not host or any(each.isspace() for each in host):
+                expected = "a name or an address, without spaces"
+                raise InvalidSpec("bad --host", seen=repr(host), expected=expected)
         if self.valid_h is not None and not 0 < self.valid_h <= MAX_VALID_H:
             raise InvalidSpec(
                 "bad --valid-h",

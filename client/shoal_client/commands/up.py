@@ -161,8 +161,8 @@ def up(config: UpConfig) -> int:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, interrupt)
         try:
-            directory = (
-                stack.enter_context(temporary_directory("shoal-up-"))
+            directory = stack.enter_context(
+                temporary_directory("shoal-up-")
                 if config.directory is None
                 else given_directory(config.directory)
             )

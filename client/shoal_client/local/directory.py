@@ -9,10 +9,10 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from shoal_proto.errors import RefusedError, Unavailable
+from shoal_proto.errors import InvalidSpec, RefusedError, Unavailable
 
 TEMPORARY = "removed-once-unlocked"
 """An empty file of this name, followed by the id of the machine's boot, marks a temporary directory
@@ -45,13 +45,26 @@ def temporary_directory(prefix: str) -> Iterator[Path]:
         os.close(lock)
 
 
-def given_directory(directory: Path) -> Path:
-    """Return a directory that the user has named. If it was a killed command's temporary directory,
-    it is not removed any more."""
-    with suppress(OSError):  # the cluster refuses the directory
-        for mark in (*directory.glob(f"{TEMPORARY}-*"), directory / KEPT_LOGS):
-            mark.unlink(missing_ok=True)
-    return directory
+@contextmanager
+def given_directory(directory: Path) -> Iterator[Path]:
+    """A directory that the user has named, locked during the block. If it was a killed command's
+    temporary directory, it is not removed any more. Raises InvalidSpec if it is in use."""
+    with ExitStack() as stack:
+        try:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            stack.enter_context(_locked(directory))
+        except BlockingIOError as error:
+            raise InvalidSpec(
+                "another `shoal up` uses the directory",
+                seen=str(directory),
+                expected="a directory for each cluster",
+            ) from error
+        except OSError:
+            pass  # the cluster refuses the directory
+        with suppress(OSError):
+            for mark in (*directory.glob(f"{TEMPORARY}-*"), directory / KEPT_LOGS):
+                mark.unlink(missing_ok=True)
+        yield directory
 
 
 def remove_left_over(parent: Path, now_s: float) -> None:

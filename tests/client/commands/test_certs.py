@@ -125,6 +125,8 @@ def test_a_worker_may_be_bound_to_a_job(tmp_path: Path) -> None:
         (("issue", "viewer", "--name", "a/b"), "bad --name"),
         (("issue", "viewer", "--valid-h", "0"), "bad --valid-h"),
         (("issue", "viewer", "--valid-h", "nan"), "bad --valid-h"),
+        (("init", "--host", ""), "bad --host"),
+        (("init", "--host", "a b"), "bad --host"),
         (("renew", "--every-h", "-1"), "bad --every-h"),
         (("renew", "--every-h", "inf"), "bad --every-h"),
         (("renew", "--host", "page"), "--host is only for issue and init"),

@@ -17,7 +17,7 @@ from shoal_client.local.directory import (
     temporary_directory,
 )
 from shoal_client.local.start_time import MOST_S, StartTime, cpu_s
-from shoal_proto.errors import Unavailable
+from shoal_proto.errors import InvalidSpec, Unavailable
 
 LATER_S = 3600.0
 
@@ -85,17 +85,31 @@ def test_logs_that_a_killed_command_meant_to_keep_are_kept(parent: Path) -> None
 
 
 def test_a_directory_that_the_user_has_named_is_never_removed(parent: Path) -> None:
-    """`shoal up --dir` holds no lock on it, also if it has the name of a temporary directory, or
-    was one."""
+    """It may have the name of a temporary directory, or have been one."""
     named, taken_over = parent / "shoal-up-data", _left_by_a_kill("shoal-up-")
     (named / "certs").mkdir(parents=True)
-    assert given_directory(named) == named
-    assert given_directory(taken_over) == taken_over
+    for each in (named, taken_over):
+        with given_directory(each) as directory:
+            assert directory == each
     for each in (named, taken_over):
         os.utime(each, (1, 1))
     with temporary_directory("shoal-run-"):
         assert (named / "certs").exists()
         assert (taken_over / "certs" / "ca.key").exists()
+
+
+def test_a_directory_is_refused_while_another_cluster_uses_it(parent: Path) -> None:
+    """Nothing in it is changed: the other cluster has its certificates there."""
+    with given_directory(parent / "data") as directory:
+        (directory / directories.KEPT_LOGS).touch()
+        with (
+            pytest.raises(InvalidSpec, match="another `shoal up` uses the directory"),
+            given_directory(directory),
+        ):
+            pass
+        assert (directory / directories.KEPT_LOGS).exists()
+    with given_directory(directory):
+        pass
 
 
 def _left_by_a_kill(prefix: str) -> Path:
