@@ -136,6 +136,15 @@ def test_a_push_after_a_rollback_shows_that_cached_rows_are_of_undone_training()
     assert is_missing(rows, 1)
 
 
+def test_forgotten_rows_are_looked_up_again() -> None:
+    """No later step shows that other members have changed a row since the last lookup."""
+    rows = new_rows(bound=4)
+    rows.begin_step()
+    use(rows, {1: 0}, version=10)
+    rows.forget()
+    assert is_missing(rows, 1)
+
+
 def by_id(part: Gradients) -> dict[int, tuple[int, float]]:
     """Return birth and gradient of each id."""
     columns = (array("q", part.ids), array("Q", part.births), array("f", part.gradients))

@@ -268,6 +268,10 @@ def test_hot_rows_are_kept_within_the_bound(servers: ParameterServers, bound: in
     for _ in range(bound):
         strategy.begin_step()
     torch.testing.assert_close(weight_of(strategy, table, 10), first - 4.0)
+    asked.clear()
+    strategy.finish()
+    table(ids)
+    assert asked == [10]
     strategy.close()
 
 

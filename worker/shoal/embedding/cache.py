@@ -74,5 +74,8 @@ class HotRows:
         self._epochs[slots] = held.epochs[stored]
         self._values[torch.from_numpy(slots)] = held.values[torch.from_numpy(stored)]
 
+    def clear(self) -> None:
+        self._steps.fill(NEVER)
+
     def _slots(self, ids: Ids) -> Ids:
         return (hash_ids(ids) & self._mask).view(np.int64)

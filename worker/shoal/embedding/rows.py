@@ -113,6 +113,11 @@ class TableRows:
         self._uses.clear()
         self._step += 1
 
+    def forget(self) -> None:
+        """Begin a step without cached rows: the next lookups return the servers' present rows."""
+        self.begin_step()
+        self._cache.clear()
+
     # --- lookups ---
 
     def begin(self, routed: RoutedIds) -> "Lookup":

@@ -475,7 +475,7 @@ class AsyncSGD(LeasingStrategy):
         """Get the job's final values."""
         self._clock.rest()
         # Embedding rows that are looked up after this have the present values, too.
-        self._tables.begin_step()
+        self._tables.forget_rows()
         self._refresh()
 
     def rest(self) -> None:
