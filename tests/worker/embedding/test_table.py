@@ -309,6 +309,12 @@ def test_a_gradient_that_is_not_finite_is_refused_with_its_row(servers: Paramete
     strategy.close()
 
 
+@pytest.mark.parametrize("setting, value", [("staleness_bound", 2**62)])
+def test_numbers_out_of_range_are_refused_by_name(setting: str, value: int) -> None:
+    with pytest.raises(InvalidSpec, match=setting):
+        EmbeddingTable(DIM, **{setting: value})
+
+
 @pytest.mark.long
 def test_wrong_uses_of_a_table_are_refused(servers: ParameterServers) -> None:
     """Errors for ids out of range, ids of another dtype, and tables that conflict or are not

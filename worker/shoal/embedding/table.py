@@ -23,6 +23,7 @@ from shoal_proto.numbers_given import as_index
 from shoal_proto.v1.tables_pb2 import TableSpec
 
 DEFAULT_NUM_SHARDS = 16
+MAX_STALENESS = 1 << 20
 
 
 class Source(Protocol):
@@ -228,11 +229,11 @@ def _count(setting: str, value: int) -> int:
 
 
 def _check(table: EmbeddingTable) -> None:
-    if table.staleness_bound < 0 or table.cache_rows < 1:
+    if not 0 <= table.staleness_bound <= MAX_STALENESS or table.cache_rows < 1:
         raise InvalidSpec(
             "a setting of a table is out of range",
             seen=f"staleness_bound {table.staleness_bound}, cache_rows {table.cache_rows}",
-            expected="0 or more, and 1 or more",
+            expected=f"0 to {MAX_STALENESS}, and 1 or more",
         )
     bound, padding = table.num_embeddings, table.padding_idx
     if bound is not None and padding is not None and not 0 <= padding < bound:
