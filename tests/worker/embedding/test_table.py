@@ -309,10 +309,21 @@ def test_a_gradient_that_is_not_finite_is_refused_with_its_row(servers: Paramete
     strategy.close()
 
 
-@pytest.mark.parametrize("setting, value", [("staleness_bound", 2**62)])
-def test_numbers_out_of_range_are_refused_by_name(setting: str, value: int) -> None:
+@pytest.mark.parametrize(
+    "setting, make",
+    [
+        ("staleness_bound", lambda: EmbeddingTable(DIM, staleness_bound=2**62)),
+        ("seed", lambda: EmbeddingTable(DIM, seed=-1)),
+        ("num_shards", lambda: EmbeddingTable(DIM, num_shards=2**33)),
+        ("embedding_dim", lambda: EmbeddingTable(2**33)),
+        ("max_rows", lambda: Eviction(max_rows=-1)),
+        ("max_shard_bytes", lambda: Eviction(max_shard_bytes=2**64)),
+        ("min_pushes", lambda: Admission(min_pushes=-1)),
+    ],
+)
+def test_numbers_out_of_range_are_refused_by_name(setting: str, make: Callable[[], object]) -> None:
     with pytest.raises(InvalidSpec, match=setting):
-        EmbeddingTable(DIM, **{setting: value})
+        make()
 
 
 @pytest.mark.long
@@ -327,7 +338,7 @@ def test_wrong_uses_of_a_table_are_refused(servers: ParameterServers) -> None:
     with pytest.raises(TypeError, match="float32"):
         table(torch.tensor([1.0]))
     for dim, options in ((0, {}), (-1, {}), (4, {"num_shards": 0}), (4, {"num_embeddings": 0})):
-        with pytest.raises(InvalidSpec, match=r"of a table is out of range; saw (0|-1)"):
+        with pytest.raises(InvalidSpec, match=r"is out of range; saw (0|-1)"):
             EmbeddingTable(dim, **options)
     with pytest.raises(InvalidSpec, match="padding_idx"):
         EmbeddingTable(DIM, num_embeddings=10, padding_idx=10)
