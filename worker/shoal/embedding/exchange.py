@@ -96,7 +96,7 @@ class TableExchange:
                 rows.begin_step()
 
     def forget_rows(self) -> None:
-        """Make the next lookups return the servers' present rows."""
+        """End training: the next lookups return the servers' present rows."""
         with self._lock:
             for rows in self._rows.values():
                 rows.forget()
