@@ -56,10 +56,12 @@ def loss_of(model: nn.Module, step: int) -> torch.Tensor:
 servers = servers_fixture(2)
 
 
-def start(servers: ParameterServers, model: nn.Module, *, rank: int = 0) -> AsyncSGD:
+def start(
+    servers: ParameterServers, model: nn.Module, *, rank: int = 0, compression: str | None = None
+) -> AsyncSGD:
     """Return a strategy that has entered the first generation; the dense part steps by SGD."""
     token = servers.admit(f"w{rank}", incarnation=f"i{rank}")
-    strategy = AsyncSGD()
+    strategy = AsyncSGD(compression=compression)
     strategy.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
     strategy.attach(
         Context(job="job", coordinators=[servers.coordinator], token=lambda: token, limits=LIMITS)
@@ -324,6 +326,24 @@ def test_a_gradient_that_is_not_finite_is_refused_with_its_row(servers: Paramete
 def test_numbers_out_of_range_are_refused_by_name(setting: str, make: Callable[[], object]) -> None:
     with pytest.raises(InvalidSpec, match=setting):
         make()
+
+
+def test_no_row_is_pushed_if_a_dense_gradient_cannot_be_encoded(
+    servers: ParameterServers,
+) -> None:
+    """Otherwise the rows would get the step, and get it again when its samples are trained on
+    anew."""
+    table = EmbeddingTable(DIM, optimizer=RowSGD(lr=1.0))
+    strategy = start(servers, Model(table), compression="fp16")
+    before = weight_of(strategy, table, 1)
+    strategy.begin_step()
+    model = strategy.module
+    loss = table(torch.tensor([0])).sum() + 1e6 * model.head.bias.sum()
+    strategy.backward(loss, 1.0)
+    with pytest.raises(NonFiniteGradient):
+        strategy.end_step(lambda: None)
+    assert torch.equal(weight_of(strategy, table, 1), before)
+    strategy.close()
 
 
 @pytest.mark.long
