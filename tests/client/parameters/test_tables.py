@@ -286,6 +286,12 @@ REFUSED: list[tuple[dict[str, object], type[Exception], str]] = [
     ({"num_shards": 5000}, InvalidSpec, "1 to 1024"),
     ({"optimizer": RowOptimizer(kind="lamb")}, UnsupportedOptimizer, "sparse_adam"),
     ({"optimizer": RowOptimizer(kind="sgd", lr=-1.0)}, InvalidSpec, "lr of table users"),
+    ({"optimizer": RowOptimizer(kind="sgd", weight_decay=1e39)}, InvalidSpec, "weight_decay"),
+    (
+        {"dtype": "float16", "initialiser": Initialiser(kind="constant", center=7e4)},
+        InvalidSpec,
+        "center of initialiser",
+    ),
     ({"optimizer": RowOptimizer(kind="adam", beta1=1.0)}, InvalidSpec, "below 1"),
     ({"optimizer": RowOptimizer(kind="sgd", nesterov=True)}, InvalidSpec, "momentum"),
     ({"initialiser": Initialiser(kind="xavier")}, InvalidSpec, "initialiser"),

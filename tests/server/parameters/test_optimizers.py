@@ -223,6 +223,7 @@ def test_results_equal_those_of_unfused_torch_up_to_rounding(
         (OptimizerSpec(kind="sgd"), InvalidSpec, "0 groups"),
         (to_spec("sgd", SGD | {"lr": -1.0}), InvalidSpec, "lr"),
         (to_spec("sgd", SGD | {"lr": float("nan")}), InvalidSpec, "nan"),
+        (to_spec("sgd", SGD | {"lr": 1e39}), InvalidSpec, "lr"),
         (to_spec("sgd", SGD | {"nesterov": True}), InvalidSpec, "nesterov"),
         (to_spec("adam", ADAM | {"betas": (1.0, 0.9)}), InvalidSpec, "beta1"),
         (to_spec("adamw", ADAM | {"weight_decay": float("inf")}), InvalidSpec, "weight_decay"),

@@ -302,6 +302,7 @@ async def test_missing_and_misplaced_shards_have_different_errors(world: World) 
         (header(SMALL, SMALL), MalformedMessage),
         (header(SMALL, lr=[float("nan")]), InvalidSpec),
         (header(SMALL, lr=[-1.0]), InvalidSpec),
+        (header(SMALL, lr=[1e39]), InvalidSpec),
         (header(LARGE), MalformedMessage),
         (header(SMALL, token=Token(job=JOB, member_id="w0", incarnation="zero")), Fenced),
         (header(SMALL, token=Token(job=JOB, member_id="w1", incarnation="one")), Fenced),

@@ -1,5 +1,7 @@
 """Rows inside one worker: sorting ids, caching rows, adding up gradients."""
 
+import gc
+import weakref
 from array import array
 
 import numpy as np
@@ -134,6 +136,27 @@ def test_a_push_after_a_rollback_shows_that_cached_rows_are_of_undone_training()
     )
     rows.pushed(rows.gradients(1.0), result)
     assert is_missing(rows, 1)
+
+
+def test_forgotten_rows_are_looked_up_again() -> None:
+    """No later step shows that other members have changed a row since the last lookup."""
+    rows = new_rows(bound=4)
+    rows.begin_step()
+    use(rows, {1: 0}, version=10)
+    rows.forget()
+    assert is_missing(rows, 1)
+
+
+def test_rows_of_an_evaluation_after_training_are_not_kept() -> None:
+    """With gradients enabled, each evaluated batch would stay in memory."""
+    rows = new_rows()
+    rows.forget()
+    values = weakref.ref(use(rows, {1: 0}, version=10))
+    gc.collect()
+    assert values() is None
+    rows.begin_step()
+    use(rows, {1: 0}, version=10).sum().backward()  # type: ignore[no-untyped-call]
+    assert rows.gradients(1.0)
 
 
 def by_id(part: Gradients) -> dict[int, tuple[int, float]]:

@@ -56,10 +56,12 @@ def loss_of(model: nn.Module, step: int) -> torch.Tensor:
 servers = servers_fixture(2)
 
 
-def start(servers: ParameterServers, model: nn.Module, *, rank: int = 0) -> AsyncSGD:
+def start(
+    servers: ParameterServers, model: nn.Module, *, rank: int = 0, compression: str | None = None
+) -> AsyncSGD:
     """Return a strategy that has entered the first generation; the dense part steps by SGD."""
     token = servers.admit(f"w{rank}", incarnation=f"i{rank}")
-    strategy = AsyncSGD()
+    strategy = AsyncSGD(compression=compression)
     strategy.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
     strategy.attach(
         Context(job="job", coordinators=[servers.coordinator], token=lambda: token, limits=LIMITS)
@@ -268,6 +270,10 @@ def test_hot_rows_are_kept_within_the_bound(servers: ParameterServers, bound: in
     for _ in range(bound):
         strategy.begin_step()
     torch.testing.assert_close(weight_of(strategy, table, 10), first - 4.0)
+    asked.clear()
+    strategy.finish()
+    table(ids)
+    assert asked == [10]
     strategy.close()
 
 
@@ -305,6 +311,41 @@ def test_a_gradient_that_is_not_finite_is_refused_with_its_row(servers: Paramete
     strategy.close()
 
 
+@pytest.mark.parametrize(
+    "setting, make",
+    [
+        ("staleness_bound", lambda: EmbeddingTable(DIM, staleness_bound=2**62)),
+        ("seed", lambda: EmbeddingTable(DIM, seed=-1)),
+        ("num_shards", lambda: EmbeddingTable(DIM, num_shards=2**33)),
+        ("embedding_dim", lambda: EmbeddingTable(2**33)),
+        ("max_rows", lambda: Eviction(max_rows=-1)),
+        ("max_shard_bytes", lambda: Eviction(max_shard_bytes=2**64)),
+        ("min_pushes", lambda: Admission(min_pushes=-1)),
+    ],
+)
+def test_numbers_out_of_range_are_refused_by_name(setting: str, make: Callable[[], object]) -> None:
+    with pytest.raises(InvalidSpec, match=setting):
+        make()
+
+
+def test_no_row_is_pushed_if_a_dense_gradient_cannot_be_encoded(
+    servers: ParameterServers,
+) -> None:
+    """Otherwise the rows would get the step, and get it again when its samples are trained on
+    anew."""
+    table = EmbeddingTable(DIM, optimizer=RowSGD(lr=1.0))
+    strategy = start(servers, Model(table), compression="fp16")
+    before = weight_of(strategy, table, 1)
+    strategy.begin_step()
+    model = strategy.module
+    loss = table(torch.tensor([0])).sum() + 1e6 * model.head.bias.sum()
+    strategy.backward(loss, 1.0)
+    with pytest.raises(NonFiniteGradient):
+        strategy.end_step(lambda: None)
+    assert torch.equal(weight_of(strategy, table, 1), before)
+    strategy.close()
+
+
 @pytest.mark.long
 def test_wrong_uses_of_a_table_are_refused(servers: ParameterServers) -> None:
     """Errors for ids out of range, ids of another dtype, and tables that conflict or are not
@@ -317,7 +358,7 @@ def test_wrong_uses_of_a_table_are_refused(servers: ParameterServers) -> None:
     with pytest.raises(TypeError, match="float32"):
         table(torch.tensor([1.0]))
     for dim, options in ((0, {}), (-1, {}), (4, {"num_shards": 0}), (4, {"num_embeddings": 0})):
-        with pytest.raises(InvalidSpec, match=r"of a table is out of range; saw (0|-1)"):
+        with pytest.raises(InvalidSpec, match=r"is out of range; saw (0|-1)"):
             EmbeddingTable(dim, **options)
     with pytest.raises(InvalidSpec, match="padding_idx"):
         EmbeddingTable(DIM, num_embeddings=10, padding_idx=10)

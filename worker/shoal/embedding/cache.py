@@ -77,5 +77,8 @@ class HotRows:
         self._epochs[slots] = held.epochs[stored]
         self._values.index_copy_(0, torch.from_numpy(slots), values)
 
+    def clear(self) -> None:
+        self._steps.fill(NEVER)
+
     def _slots(self, ids: Ids) -> Ids:
         return (hash_ids(ids) & self._mask).view(np.int64)

@@ -95,6 +95,12 @@ class TableExchange:
             for rows in self._rows.values():
                 rows.begin_step()
 
+    def forget_rows(self) -> None:
+        """End training: the next lookups return the servers' present rows."""
+        with self._lock:
+            for rows in self._rows.values():
+                rows.forget()
+
     def rows(self, table: str, ids: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the rows of the distinct ids, as a leaf of the graph, and for each id the index of
         its row. Raises what `TableClient` raises."""

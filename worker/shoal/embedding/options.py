@@ -1,12 +1,12 @@
 """Options of a table: initialiser, row optimizer, admission and eviction.
 
-Only types are checked here. The coordinator checks ranges when it places the table.
+The sizes of whole numbers are checked here. The coordinator checks ranges when it places the table.
 """
 
 from dataclasses import dataclass
 from typing import Protocol
 
-from shoal_proto.numbers_given import as_number, convert_fields
+from shoal_proto.numbers_given import as_index, as_number, convert_fields
 from shoal_proto.v1 import tables_pb2 as pb
 
 
@@ -148,7 +148,9 @@ class Admission:
     """Probability that an id gets a row at each push. Replaces `min_pushes`."""
 
     def __post_init__(self) -> None:
-        convert_fields(self, indices=("min_pushes",), numbers=("probability",))
+        convert_fields(self, numbers=("probability",))
+        min_pushes = as_index("min_pushes", self.min_pushes, least=0, most=2**31 - 1)
+        object.__setattr__(self, "min_pushes", min_pushes)
 
     def to_proto(self) -> pb.Admission:
         if self.probability is not None:
@@ -173,7 +175,10 @@ class Eviction:
     """True: a full shard removes the rows pushed longest ago. False: new ids get no row."""
 
     def __post_init__(self) -> None:
-        convert_fields(self, indices=("max_rows", "max_shard_bytes"), numbers=("max_idle_s",))
+        convert_fields(self, numbers=("max_idle_s",))
+        for setting in ("max_rows", "max_shard_bytes"):
+            number = as_index(setting, getattr(self, setting), least=0, most=2**63 - 1)
+            object.__setattr__(self, setting, number)
 
     def to_proto(self) -> pb.Eviction:
         return pb.Eviction(max_idle_s=self.max_idle_s, oldest_when_full=self.oldest_when_full)

@@ -107,12 +107,21 @@ class TableRows:
         self._step = 0
         self._table_step = 0
         self._uses: list[UsedRows] = []
+        self._is_training = True
         self.fates = dict.fromkeys(FATES.values(), 0)
 
     def begin_step(self) -> None:
         """Begin a step: gradients of earlier lookups are not pushed any more. Cached rows stay."""
         self._uses.clear()
+        self._is_training = True
         self._step += 1
+
+    def forget(self) -> None:
+        """End training: the next lookups return the servers' present rows, and no gradients are
+        pushed before the next step begins."""
+        self.begin_step()
+        self._is_training = False
+        self._cache.clear()
 
     # --- lookups ---
 
@@ -153,11 +162,12 @@ class TableRows:
 
     def make_leaf(self, routed: RoutedIds, held: CachedRows, device: torch.device) -> Tensor:
         """Return the rows' values on the device. With gradients enabled, the values are a leaf of
-        the graph; `gradients` reads the leaf's gradient."""
+        the graph; during training, it is kept for `gradients` until the next step."""
         values = held.values.to(device)
         if torch.is_grad_enabled():
             values.requires_grad_()
-            self._uses.append(UsedRows(routed, held, values))
+            if self._is_training:
+                self._uses.append(UsedRows(routed, held, values))
         return values
 
     # --- pushes ---

@@ -23,6 +23,7 @@ from shoal_proto.numbers_given import as_index
 from shoal_proto.v1.tables_pb2 import TableSpec
 
 DEFAULT_NUM_SHARDS = 16
+MAX_STALENESS = 1 << 20
 
 
 class Source(Protocol):
@@ -71,14 +72,16 @@ class EmbeddingTable(nn.Module):
         `optimizer`, `init`, `admission` and `eviction` when it places the table.
         """
         super().__init__()
-        self.embedding_dim = _count("embedding_dim", embedding_dim)
+        self.embedding_dim = as_index("embedding_dim", embedding_dim, least=1, most=2**31 - 1)
         self.num_embeddings = (
-            None if num_embeddings is None else _count("num_embeddings", num_embeddings)
+            None if num_embeddings is None else as_index("num_embeddings", num_embeddings, least=1)
         )
         self.padding_idx = None if padding_idx is None else as_index("padding_idx", padding_idx)
         self.name = name
-        self.cache_rows = as_index("cache_rows", cache_rows)
-        self.staleness_bound = as_index("staleness_bound", staleness_bound)
+        self.cache_rows = as_index("cache_rows", cache_rows, least=1)
+        self.staleness_bound = as_index(
+            "staleness_bound", staleness_bound, least=0, most=MAX_STALENESS
+        )
         self._dtype = dtype
         row_optimizer = (optimizer or RowAdagrad()).to_proto()
         self.lr = row_optimizer.lr
@@ -86,12 +89,12 @@ class EmbeddingTable(nn.Module):
         self._spec = TableSpec(
             dim=self.embedding_dim,
             dtype=str(dtype).removeprefix("torch."),
-            seed=as_index("seed", seed),
+            seed=as_index("seed", seed, least=0, most=2**64 - 1),
             initialiser=(init or RowNormal()).to_proto(),
             optimizer=row_optimizer,
             admission=(admission or Admission()).to_proto(),
             eviction=bounds.to_proto(),
-            num_shards=_count("num_shards", num_shards),
+            num_shards=as_index("num_shards", num_shards, least=1, most=2**31 - 1),
             max_rows=bounds.max_rows,
             max_shard_bytes=bounds.max_shard_bytes,
         )
@@ -218,22 +221,7 @@ def tables_of(model: nn.Module) -> dict[str, EmbeddingTable]:
     return tables
 
 
-def _count(setting: str, value: int) -> int:
-    number = as_index(setting, value)
-    if number < 1:
-        raise InvalidSpec(
-            f"{setting} of a table is out of range", seen=str(number), expected="at least 1"
-        )
-    return number
-
-
 def _check(table: EmbeddingTable) -> None:
-    if table.staleness_bound < 0 or table.cache_rows < 1:
-        raise InvalidSpec(
-            "a setting of a table is out of range",
-            seen=f"staleness_bound {table.staleness_bound}, cache_rows {table.cache_rows}",
-            expected="0 or more, and 1 or more",
-        )
     bound, padding = table.num_embeddings, table.padding_idx
     if bound is not None and padding is not None and not 0 <= padding < bound:
         raise InvalidSpec(

@@ -4,7 +4,7 @@ import hashlib
 import math
 from collections.abc import Iterator, Sequence
 
-from shoal_proto.dtypes import DTYPE_BYTES
+from shoal_proto.dtypes import DTYPE_BYTES, LARGEST, MAX_SETTING
 from shoal_proto.errors import InvalidSpec, ProposalConflict, UnsupportedOptimizer
 from shoal_proto.names import NAME_RULE, is_name
 from shoal_proto.v1.shards_pb2 import Shard
@@ -67,7 +67,7 @@ def _check_optimizer(name: str, optimizer: RowOptimizer) -> None:
             expected=" or ".join(OPTIMIZERS),
         )
     for setting in ("lr", "weight_decay", "momentum", "eps", "initial_accumulator"):
-        _check_range(name, setting, getattr(optimizer, setting), 0.0, math.inf)
+        _check_range(name, setting, getattr(optimizer, setting), 0.0, MAX_SETTING)
     for setting in ("beta1", "beta2"):
         _check_range(name, setting, getattr(optimizer, setting), 0.0, 1.0)
     if optimizer.kind.endswith("adam") and not (optimizer.beta1 < 1.0 and optimizer.beta2 < 1.0):
@@ -90,8 +90,9 @@ def _check_rows(table: TableSpec) -> None:
             seen=repr(initialiser.kind),
             expected=" or ".join(INITIALISERS),
         )
-    _check_range(table.name, "center of initialiser", initialiser.center, -math.inf, math.inf)
-    _check_range(table.name, "spread of initialiser", initialiser.spread, 0.0, math.inf)
+    largest = LARGEST[table.dtype]
+    _check_range(table.name, "center of initialiser", initialiser.center, -largest, largest)
+    _check_range(table.name, "spread of initialiser", initialiser.spread, 0.0, largest)
     if admission.kind not in ADMISSIONS:
         raise InvalidSpec(
             f"no such admission for table {table.name}",

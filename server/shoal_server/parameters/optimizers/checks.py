@@ -1,8 +1,8 @@
 """Checks of optimizer settings, with the rules of `torch.optim`."""
 
-import math
 from collections.abc import Sequence
 
+from shoal_proto.dtypes import MAX_SETTING
 from shoal_proto.errors import InvalidSpec, UnsupportedOptimizer
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_server.parameters.optimizers.schedules import check_schedule
@@ -45,25 +45,25 @@ def check_spec(spec: OptimizerSpec, num_groups: int) -> None:
 
 
 def _ranges(kind: str, hyper: HyperParameters) -> Sequence[tuple[str, float, float, float]]:
-    lr = ("lr", hyper.lr, 0.0, math.inf)
-    weight_decay = ("weight_decay", hyper.weight_decay, 0.0, math.inf)
-    eps = ("eps", hyper.eps, 0.0, math.inf)
+    lr = ("lr", hyper.lr, 0.0, MAX_SETTING)
+    weight_decay = ("weight_decay", hyper.weight_decay, 0.0, MAX_SETTING)
+    eps = ("eps", hyper.eps, 0.0, MAX_SETTING)
     if kind == "outer":
         return (lr, ("momentum", hyper.momentum, 0.0, 1.0))
     if kind == "sgd":
         return (
             lr,
             weight_decay,
-            ("momentum", hyper.momentum, 0.0, math.inf),
-            ("dampening", hyper.dampening, -math.inf, math.inf),
+            ("momentum", hyper.momentum, 0.0, MAX_SETTING),
+            ("dampening", hyper.dampening, -MAX_SETTING, MAX_SETTING),
         )
     if kind == "adagrad":
         return (
             lr,
             weight_decay,
             eps,
-            ("lr_decay", hyper.lr_decay, 0.0, math.inf),
-            ("initial_accumulator_value", hyper.initial_accumulator_value, 0.0, math.inf),
+            ("lr_decay", hyper.lr_decay, 0.0, MAX_SETTING),
+            ("initial_accumulator_value", hyper.initial_accumulator_value, 0.0, MAX_SETTING),
         )
     return (
         lr,

@@ -1,7 +1,6 @@
 """Pushes of gradients and of rows. The data of each shard are applied as one push."""
 
 import asyncio
-import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -9,6 +8,7 @@ from typing import TypeVar
 
 from google.protobuf.message import Message
 
+from shoal_proto.dtypes import MAX_SETTING
 from shoal_proto.errors import InvalidSpec, MalformedMessage, ShoalError
 from shoal_proto.status import to_detail
 from shoal_proto.v1.parameters_pb2 import (
@@ -374,9 +374,9 @@ def _check(header: PushHeader) -> None:
 
 
 def _check_rate(what: str, number: int, lr: float) -> None:
-    if not 0.0 <= lr < math.inf:
+    if not 0.0 <= lr <= MAX_SETTING:
         raise InvalidSpec(
             f"the learning rate of {what} {number} is out of range",
             seen=f"{lr:g}",
-            expected="0 <= lr, finite",
+            expected=f"0 to {MAX_SETTING:g}",
         )

@@ -26,7 +26,8 @@ class GrowingTensor:
         return int(self.tensor.shape[0])
 
     def grow(self, num_rows: int) -> None:
-        """Grow to `num_rows`, which must be more than before."""
+        """Grow to `num_rows`, which must be more than before. Raises OSError, without a
+        change, if there is no memory."""
         before = self.tensor
         num_bytes = max(num_rows * self.row_bytes, 1)
         # The mapping cannot move while a view of it exists.
@@ -37,7 +38,12 @@ class GrowingTensor:
             self._memory.resize(num_bytes)
         except (BufferError, SystemError, OSError):
             # A view exists, or this system cannot move memory.
-            old, self._memory = self._memory, _reserved(num_bytes)
+            try:
+                new = _reserved(num_bytes)
+            except OSError:
+                self.tensor = self._view(num_before)
+                raise
+            old, self._memory = self._memory, new
             self.tensor = self._view(num_rows)
             held = torch.frombuffer(old, dtype=self.dtype, count=num_before * self._row_numel)
             self.tensor[:num_before] = held.view(num_before, *self.row_shape)

@@ -52,9 +52,9 @@ class RowIndex:
     def num_bytes(self) -> int:
         return len(self._ids) * self._ids.row_bytes + self._slots.nbytes
 
-    def reserve(self, num_rows: int) -> None:
-        """Allocate memory in an empty index for `num_rows` rows."""
-        self._grow(num_rows, num_rows)
+    def reserve(self, top_row: int, num_more: int) -> None:
+        """Allocate memory for `num_more` more rows, all below `top_row`."""
+        self._grow(top_row, num_more)
 
     def moves_for(self, num_more: int) -> bool:
         """True if inserting `num_more` rows rebuilds the slots."""

@@ -99,9 +99,11 @@ class RowStore:
     def add(self, ids: Ids, values: Tensor, *, birth: int) -> Rows:
         """Make a row for each of these ids, which have none; return the rows in the ids' order."""
         reused = self._free[len(self._free) - min(len(ids), len(self._free)) :]
-        self._free = self._free[: len(self._free) - len(reused)]
         num_fresh = len(ids) - len(reused)
+        # Before any change: there may be no memory.
         self._reserve(self._top + num_fresh)
+        self._index.reserve(self._top + num_fresh, len(ids))
+        self._free = self._free[: len(self._free) - len(reused)]
         rows = np.concatenate([reused, np.arange(self._top, self._top + num_fresh)])
         self._top += num_fresh
         self._save(reused)
@@ -181,7 +183,7 @@ class RowStore:
     def reserve(self, num_rows: int) -> None:
         """Allocate memory in an empty store for rows that `fill` adds."""
         self._reserve(num_rows)
-        self._index.reserve(num_rows)
+        self._index.reserve(num_rows, num_rows)
 
     def fill(self, rows: slice, columns: Mapping[str, Tensor]) -> None:
         """Add the next rows, at the positions that they had in another store. Positions with birth
@@ -252,4 +254,6 @@ class RowStore:
         if capacity == self._capacity:
             return
         for column in self._columns.values():
-            column.grow(capacity)
+            # A column may have grown before another could not.
+            if len(column) < capacity:
+                column.grow(capacity)

@@ -2,11 +2,13 @@
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal_proto.row_hash import mix64 as mix64_of_one
 from shoal_proto.row_hash import shard_of
+from shoal_server.parameters.tables.growing import GrowingTensor
 from shoal_server.parameters.tables.hashing import hash_ids, mix64, shards_of
 from shoal_server.parameters.tables.index import RowIndex
 
@@ -71,3 +73,14 @@ def test_rows_that_are_made_and_removed_take_bounded_memory() -> None:
         index.remove(index.find(ids))
     assert len(index) == 0
     assert index.num_bytes < 8192
+
+
+def test_a_tensor_that_cannot_grow_keeps_its_rows() -> None:
+    """No machine has the requested memory."""
+    growing = GrowingTensor(4, (2,), torch.float32)
+    growing.tensor[:] = 7.0
+    with pytest.raises(OSError, match="memory"):
+        growing.grow(2**45)
+    assert growing.tensor.tolist() == [[7.0, 7.0]] * 4
+    growing.grow(8)
+    assert growing.tensor.tolist() == [[7.0, 7.0]] * 4 + [[0.0, 0.0]] * 4

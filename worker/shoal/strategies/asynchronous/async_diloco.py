@@ -123,7 +123,7 @@ class AsyncDiLoCo(AsyncSGD):
         if not self._steps_of_round:
             return
         diff = {n: self._began[n] - _on_host(p) for n, p in self._shared.values.parameters.items()}
-        result = self._push(diff)
+        result = self._push(diff, self._encode(diff))
         if result.stale:
             raise _round_refused(self._steps_of_round, result.stale)
         self._count(result)

@@ -56,6 +56,7 @@ from shoal_client.connection.coordinators import Coordinators
 from shoal_client.parameters.dense import ParameterClient, PushResult
 from shoal_client.parameters.job_shards import JointStep
 from shoal_client.progress.samples import SampleClient
+from shoal_client.shards.parts import EncodedPush
 from shoal_proto.errors import (
     InternalError,
     InvalidSpec,
@@ -397,12 +398,14 @@ class AsyncSGD(LeasingStrategy):
         gradients = gradients_of(self._shared.values.parameters, self._step)
         rows = self._tables.collect_gradients()
         self._clock.before_push()
+        # Before rows are pushed: a gradient that cannot be encoded must not end half of a step.
+        encoded = self._encode(gradients)
         # A repeated step has pushed its rows to the tables already.
         step, push_of_rows = None, None
         if rows and not self._refusals.num_redone:
             step = self._connected().joint_step(self._tables.shard_ids(rows))
             push_of_rows = self._tables.start_push(rows, step)
-        result = self._push(gradients, step)
+        result = self._push(gradients, encoded, step)
         if push_of_rows is not None:
             with waiting:
                 push_of_rows.result()
@@ -437,14 +440,22 @@ class AsyncSGD(LeasingStrategy):
     def _count(self, result: PushResult) -> None:
         self._counts.pushed(result)
 
-    def _push(self, gradients: Mapping[str, Tensor], step: JointStep | None = None) -> PushResult:
+    def _encode(self, gradients: Mapping[str, Tensor]) -> EncodedPush | None:
+        """Return the gradients by shard as the compressor encodes them; None without one."""
+        if self._shared.compressor is None:
+            return None
+        shards = self._refusals.shards or None
+        return self._shared.compressor.encode(self._connected().shard_map, gradients, shards)
+
+    def _push(
+        self,
+        gradients: Mapping[str, Tensor],
+        encoded: EncodedPush | None,
+        step: JointStep | None = None,
+    ) -> PushResult:
         compensates = self._shared.spec.staleness.kind == "compensate"
         # Copied: a retry must send the same values, but new ones may arrive in between.
         bases = self._shared.values.copies() if compensates else None
-        encoded = None
-        if self._shared.compressor is not None:
-            shards = self._refusals.shards or None
-            encoded = self._shared.compressor.encode(self._connected().shard_map, gradients, shards)
         with waiting:
             result = self._connected().push(
                 {name: bytes_of(gradient) for name, gradient in gradients.items()},
@@ -475,7 +486,7 @@ class AsyncSGD(LeasingStrategy):
         """Get the job's final values."""
         self._clock.rest()
         # Embedding rows that are looked up after this have the present values, too.
-        self._tables.begin_step()
+        self._tables.forget_rows()
         self._refresh()
 
     def rest(self) -> None:
