@@ -97,3 +97,22 @@ def test_a_member_without_samples_counts_none(
     assert found[2]["drawn"] == found[0]["drawn"]
     if strategy == "local-sgd":
         assert [each["seen"] for each in found] == [2, 2, 1]
+
+
+def test_a_part_without_samples_logs_nothing() -> None:
+    """Such parts come last: their values would replace those of the member's samples."""
+    logged = []
+    model: Any = Skipping()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inputs = torch.arange(9.0)[:, None]
+    with shoal.join() as session:
+        model, optimizer = session.distribute(
+            model, optimizer, strategy=shoal.DDP(find_unused_parameters=True)
+        )
+        for batch in session.batches((inputs, inputs), global_batch_size=8, shuffle=False):
+            with session.step():
+                for part in batch.parts(4):
+                    session.backward(mse_loss(model(part.inputs), part.targets))
+                    session.log({"stand_in": float(part.is_stand_in)})
+            logged.append(session._controller.job_log._newest["stand_in"])
+    assert [value for _, value in logged] == [0.0, 0.0]

@@ -26,10 +26,17 @@ from support.training.elastic_bodies import numbers as data
 from support.training.evaluation_bodies import BATCH, Evaluating
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import StepLR
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+)
 
 import shoal
 from shoal.data.batches import Batch
+from shoal.session.evaluation import Measure
 from shoal.session.session import Session
 from shoal.session.shared_calls import Reduction, values_by_name
 from shoal_client.local.cluster import LocalCluster
@@ -291,6 +298,48 @@ def test_a_value_for_each_sample_is_refused_and_not_spread_over_another_batch() 
                 session.evaluate((torch.ones(5),), measure, batch_size=4)
 
 
+def evaluated_alone(samples: Any, measure: Measure, batch_size: int) -> dict[str, float]:
+    """Return the sums after one step of a session without other members."""
+    model: Any
+    model, optimizer = build("sgd", "layers")
+    found = {}
+    with shoal.join() as session:
+        model, optimizer = session.distribute(model, optimizer)
+        for batch in session.batches(data(), global_batch_size=NUM_SAMPLES):
+            with session.step():
+                session.backward(cross_entropy(model(batch.inputs), batch.targets))
+            found = session.evaluate(samples, measure, batch_size=batch_size)
+    return {name: float(value) for name, value in found.items()}
+
+
+def test_an_evaluation_adds_half_precision_sums_in_float32() -> None:
+    """In bfloat16, 4 added to 1,024 gives 1,024."""
+
+    def measure(batch: Batch) -> dict[str, torch.Tensor]:
+        num = batch.inputs.sum()
+        return {"bf16": num.bfloat16(), "fp16": (100 * num).half()}
+
+    found = evaluated_alone(TensorDataset(torch.ones(4_000), torch.ones(4_000)), measure, 4)
+    assert found == {"bf16": 4e3, "fp16": 4e5}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"batch_size": 10, "sampler": SubsetRandomSampler(range(80, 100))},
+        {"batch_sampler": BatchSampler(SubsetRandomSampler(range(80, 100)), 10, drop_last=False)},
+        {"batch_size": 10, "sampler": RandomSampler(range(100), num_samples=20)},
+    ],
+    ids=["subset", "batches", "drawn"],
+)
+def test_a_loader_that_leaves_samples_out_is_not_evaluated_as_a_whole(
+    options: dict[str, Any],
+) -> None:
+    loader = DataLoader(TensorDataset(torch.ones(100), torch.ones(100)), **options)
+    with pytest.raises(InvalidSpec, match="sampler decides"):
+        evaluated_alone(loader, lambda batch: {"n": batch.num_samples}, 10)
+
+
 def test_an_evaluation_of_a_subclass_of_tensor_dataset_measures_its_samples() -> None:
     """Regression: whole tensors were indexed, without the subclass's `__getitem__`."""
 
@@ -299,19 +348,13 @@ def test_an_evaluation_of_a_subclass_of_tensor_dataset_measures_its_samples() ->
             inputs, targets = super().__getitem__(index)
             return 2 * inputs, targets
 
-    def measure(batch: Batch) -> dict[str, float]:
-        return {"sum": float(batch.inputs.sum())}
-
-    model: Any
-    model, optimizer = build("sgd", "layers")
     inputs, targets = data()
-    with shoal.join() as session:
-        model, optimizer = session.distribute(model, optimizer)
-        for step in session.batches(data(), global_batch_size=NUM_SAMPLES):
-            with session.step():
-                session.backward(cross_entropy(model(step.inputs), step.targets))
-            found = session.evaluate(Doubled(inputs, targets), measure, batch_size=NUM_SAMPLES)
-            assert found["sum"] == pytest.approx(2 * float(inputs.sum()), abs=1e-3)
+    found = evaluated_alone(
+        Doubled(inputs, targets),
+        lambda batch: {"sum": float(batch.inputs.sum())},
+        NUM_SAMPLES,
+    )
+    assert found["sum"] == pytest.approx(2 * float(inputs.sum()), abs=1e-3)
 
 
 @pytest.mark.parametrize(("body", "words"), refusals())

@@ -141,6 +141,13 @@ def test_keys_of_one_parameter_that_read_alike_are_refused_by_name() -> None:
         take_slots(state, "0.weight", torch.optim.SGD([torch.ones(1)]))
 
 
+def test_a_slash_in_a_key_within_a_value_is_refused_by_name() -> None:
+    """A stored tensor's name has its parameter before the last slash."""
+    state = {"odd": {"a/b": torch.ones(1)}}
+    with pytest.raises(UnsupportedOptimizer, match=r"state 'odd\.a/b' of 0\.weight"):
+        take_slots(state, "0.weight", torch.optim.SGD([torch.ones(1)]))
+
+
 def test_settings_that_read_alike_are_refused_by_name() -> None:
     optimizer = torch.optim.SGD([torch.ones(1)])
     optimizer.param_groups[0] |= {"odd": {1: 0.1, "1": 0.2}}

@@ -10,13 +10,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from shoal import randomness
-from shoal.data.batch_options import own_collate
+from shoal.data.batch_options import check_takes_all, own_collate
 from shoal.data.batches import Batch, Dataset, Loader, dataset_size, describe
 from shoal.data.content import content_of
 from shoal.data.order import Order
 from shoal.data.samples import Collate
 from shoal.membership.generation import Generation
-from shoal.session.shared_calls import SharedCalls, reduce, values_by_name
+from shoal.session.shared_calls import HALVES, SharedCalls, reduce, values_by_name
 from shoal.strategies.base import Strategy
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.numbers_given import as_index
@@ -38,8 +38,10 @@ class Evaluation:
         collate: Collate | None,
     ) -> None:
         """`batch_size` is per member. A DataLoader gives its data set, and the default batch size
-        and collate function. Raises InvalidSpec without a batch size."""
+        and collate function. Raises InvalidSpec without a batch size, and for a DataLoader that
+        leaves samples out or repeats some."""
         if isinstance(data, DataLoader):
+            check_takes_all(data)
             batch_size = data.batch_size if batch_size is None else batch_size
             collate = collate or own_collate(data)
             data = data.dataset
@@ -86,7 +88,9 @@ class Evaluation:
         for step in range(order.num_steps):
             batch = loader.synchronous(step, index, count)
             # Measure even without samples: a forward pass may need all members.
-            measured = values_by_name(self._measured(batch))
+            measured = {
+                name: _wide(value) for name, value in values_by_name(self._measured(batch)).items()
+            }
             if not batch.indices:
                 measured = {name: _zero_like(value) for name, value in measured.items()}
             if sums and sums.keys() != measured.keys():
@@ -120,6 +124,11 @@ def _check_shape(name: str, value: float | int | Tensor, before: float | int | T
             expected="the sum over the batch's samples, in a shape that does not depend on"
             " their number",
         )
+
+
+def _wide(value: float | int | Tensor) -> float | int | Tensor:
+    """Half-precision types would soon lose the next batch's part of a sum."""
+    return value.float() if isinstance(value, Tensor) and value.dtype in HALVES else value
 
 
 def _zero_like(value: float | int | Tensor) -> float | int | Tensor:

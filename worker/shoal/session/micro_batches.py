@@ -155,6 +155,12 @@ class MicroBatches:
         self.num_gathered = 0
         """Number of rows that the last `session.gather` returned; 0 without a call."""
 
+    @property
+    def is_in_stand_in(self) -> bool:
+        """True within a part, or a batch, that repeats a sample since this member has no other."""
+        present = self._part or self._batch
+        return present is not None and present.is_stand_in
+
     def _fraction(self) -> float:
         if self._part is None or self._batch is None:
             return 1.0

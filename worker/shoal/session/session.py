@@ -538,12 +538,11 @@ class Session:
         Of the values given within a step, the last of each name is logged, once the step is
         committed. Values given between two steps belong to the step before, unless it has a value
         of that name. All members must call it; one member's values are shown. Within a step, a
-        member without samples logs nothing: see `Batch.is_stand_in`. Raises InvalidSpec before
-        `distribute`, for a value that is not one number, and for an invalid name.
+        batch or part without samples logs nothing: see `Batch.is_stand_in`. Raises InvalidSpec
+        before `distribute`, for a value that is not one number, and for an invalid name.
         """
         in_step, step = self._steps.in_step, self._controller.strategy.step
-        batch = None if self._source is None else self._source.batch
-        counts = not (in_step and batch is not None and batch.is_stand_in)
+        counts = not self._steps.in_stand_in
         self._controller.job_log.log(values, step=step, in_step=in_step, counts=counts)
 
     def stop(self, reason: str) -> None:

@@ -29,10 +29,10 @@ Reduction = Literal["sum", "mean", "max", "min"]
 MAX_BYTES = 1 << 30
 """Limit of the bytes reduced in one call, which is meant for metrics, not for state."""
 MAX_REASON_CHARS = 200
-_HALVES = (torch.float16, torch.bfloat16)
+HALVES = (torch.float16, torch.bfloat16)
 _COMPLEX = (torch.complex64, torch.complex128)
 _COUNTS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-_DTYPES = (*_HALVES, torch.float32, torch.float64, *_COMPLEX, *_COUNTS)
+_DTYPES = (*HALVES, torch.float32, torch.float64, *_COMPLEX, *_COUNTS)
 _EXTREMES = {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -277,7 +277,7 @@ def _reduced(
     tensor: Tensor, op: Reduction, group: dist.ProcessGroup, counts: Sequence[bool]
 ) -> Tensor:
     """Return the reduced tensor. Half-precision types are reduced as float32 and rounded once."""
-    dtype = torch.float32 if tensor.dtype in _HALVES else tensor.dtype
+    dtype = torch.float32 if tensor.dtype in HALVES else tensor.dtype
     host = tensor.detach().to("cpu", dtype, copy=True)
     if not counts[group.rank()]:
         host.zero_()
@@ -286,7 +286,7 @@ def _reduced(
         results = host / sum(counts) if op == "mean" else host
     else:
         results = _extreme(host, op, group)
-    if tensor.dtype in _HALVES:
+    if tensor.dtype in HALVES:
         results = results.to(tensor.dtype)
     return results.to(tensor.device)
 

@@ -359,6 +359,12 @@ class Steps:
     def in_step(self) -> bool:
         return self._newest is not None and self._newest.is_open
 
+    @property
+    def in_stand_in(self) -> bool:
+        """True within a step, for a batch or part that repeats a sample."""
+        step = self._newest
+        return step is not None and step.is_open and step.micro_batches.is_in_stand_in
+
     def check_closed(self, call: str) -> None:
         """Raise InvalidSpec within a step, for a call that belongs between two steps."""
         if self.in_step:

@@ -66,6 +66,9 @@ def take_slots(state: Mapping[Any, Any], parameter: str, optimizer: Optimizer) -
             values[key] = value
         else:
             values[key], inner = split_state_exactly(value, (key,), refused, taken=taken)
+            # A name has the parameter before its last "/", and the key after it.
+            if bad := next((path for path in inner if "/" in path), None):
+                raise refused((bad,), "a key with '/'", "keys without '/'")
             tensors |= {INNER + path: tensor for path, tensor in inner.items()}
     return Slots(tensors=tensors, values=values)
 
