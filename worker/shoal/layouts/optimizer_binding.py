@@ -22,7 +22,6 @@ from shoal.model.initialisation import (
 from shoal.model.local_parts import local_part, placed_like
 from shoal.model.same_optimizer import KINDS, check_same_optimizer, kinds_of
 from shoal.model.script_hooks import shared_with_copies
-from shoal.model.several import optimizers_of
 from shoal.model.tied_tensors import persistent_buffers, refuse_hidden_ties, tied
 from shoal.state.optimizer_state import (
     INNER,
@@ -210,7 +209,7 @@ class OptimizerBinding:
     def collect(self, step: int) -> StateShard:
         """Return the state that this rank holds, not copied: valid until the next step. Raises
         UnsupportedOptimizer for state that cannot be sent to another member."""
-        contents = contents_of(optimizers_of(self.optimizer).values())
+        contents = contents_of([self.optimizer])
         if not self._objects.has(contents) or not all(
             map(_shows, self._shards.values(), self._sources)
         ):

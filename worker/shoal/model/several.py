@@ -72,7 +72,11 @@ class _States(MutableMapping[Tensor, dict[str, Any]]):
                 for group in each.param_groups
                 for parameter in group["params"]
             }
-        return self._owners[id(parameter)].state
+        owner = self._owners.get(id(parameter))
+        if owner is None:
+            # State for something that is not a parameter, which is refused by name later.
+            owner = next(each for each in self._optimizers.values() if parameter in each.state)
+        return owner.state
 
     def __getitem__(self, parameter: Tensor) -> dict[str, Any]:
         state: dict[str, Any] = self._of(parameter)[parameter]
