@@ -4,7 +4,6 @@ The job's published versions are dropped first. Servers drop shards without a re
 earlier runs are refused (`EarlierRuns`).
 """
 
-import time
 from collections.abc import Sequence
 
 import structlog
@@ -23,6 +22,7 @@ from shoal_server.etcd import keys
 from shoal_server.etcd.api import Delete, KeyValue, Operation, Put
 from shoal_server.etcd.json_fields import Fields, UnreadableRecord, as_unreadable
 from shoal_server.etcd.leader_store import LeaderStore
+from shoal_server.serving.unix_clock import unix_s
 
 log = structlog.get_logger(__name__)
 
@@ -168,7 +168,7 @@ class JobReset:
 
 def _is_recent(earlier: EarlierRuns) -> bool:
     # The clock of another coordinator may be ahead.
-    return abs(time.time() - earlier.ended_unix_s) < REPEATED_WITHIN_S
+    return abs(unix_s() - earlier.ended_unix_s) < REPEATED_WITHIN_S
 
 
 def _newest_generation(job: str, held: Sequence[KeyValue]) -> int:

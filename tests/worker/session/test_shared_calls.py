@@ -336,8 +336,19 @@ def test_a_loader_that_leaves_samples_out_is_not_evaluated_as_a_whole(
     options: dict[str, Any],
 ) -> None:
     loader = DataLoader(TensorDataset(torch.ones(100), torch.ones(100)), **options)
-    with pytest.raises(InvalidSpec, match="sampler decides"):
+    with pytest.raises(InvalidSpec, match="each sample once"):
         evaluated_alone(loader, lambda batch: {"n": batch.num_samples}, 10)
+
+
+def test_a_loader_that_takes_all_samples_in_an_order_of_its_own_is_evaluated() -> None:
+    samples = TensorDataset(torch.ones(100), torch.ones(100))
+    sampler = SubsetRandomSampler(range(100))
+    for options in (
+        {"sampler": sampler},
+        {"batch_sampler": BatchSampler(sampler, 7, drop_last=False)},
+    ):
+        loader: Any = DataLoader(samples, **options)
+        assert evaluated_alone(loader, lambda batch: {"n": batch.num_samples}, 10) == {"n": 100}
 
 
 def test_an_evaluation_of_a_subclass_of_tensor_dataset_measures_its_samples() -> None:

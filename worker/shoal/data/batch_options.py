@@ -165,18 +165,30 @@ def _completed(options: BatchOptions, loader: "DataLoader[Any]") -> BatchOptions
     if loader.batch_size is None:
         seen = type(loader.batch_sampler).__name__
         raise _unkept("batch_sampler", seen, "batch_size=..., and no batch_sampler")
-    check_takes_all(loader)
     sampler: Any = loader.sampler
+    source: Any
     seed: int | None = None
     generator = loader.generator
+    # Not isinstance: a subclass may choose other samples.
     if type(sampler) is DistributedSampler:
-        shuffle, seed = sampler.shuffle, sampler.seed
+        source, shuffle, seed = sampler.dataset, sampler.shuffle, sampler.seed
+        if sampler.drop_last:
+            raise _unkept("sampler", "DistributedSampler(drop_last=True)", "drop_last=False")
         if sampler.num_replicas > 1 and options.global_batch_size is None:
             raise _two_sizes(loader.batch_size, sampler.num_replicas)
     elif type(sampler) is RandomSampler:
-        shuffle, generator = True, sampler.generator or generator
+        if sampler.replacement or sampler.num_samples != len(sampler.data_source):
+            drawn = f"RandomSampler of {sampler.num_samples} samples"
+            raise _unkept("sampler", drawn, "each sample once an epoch")
+        source, shuffle, generator = sampler.data_source, True, sampler.generator or generator
+    elif type(sampler) is SequentialSampler:
+        source, shuffle = sampler.data_source, False
     else:
-        shuffle = False
+        raise _unkept("sampler", type(sampler).__name__, "shuffle=True or shuffle=False")
+    num_samples = dataset_size(loader.dataset)
+    if len(source) != num_samples:
+        seen = f"{type(sampler).__name__} of {len(source)} samples"
+        raise _unkept("sampler", seen, f"a sampler of all {num_samples} samples of the dataset")
     if seed is None and isinstance(generator, torch.Generator):
         seed = generator.initial_seed()
     return replace(
@@ -190,33 +202,6 @@ def _completed(options: BatchOptions, loader: "DataLoader[Any]") -> BatchOptions
         drop_last=loader.drop_last if options.drop_last is None else options.drop_last,
         loading={**_loading_of(loader), **options.loading},
     )
-
-
-def check_takes_all(loader: "DataLoader[Any]") -> None:
-    """Raise InvalidSpec unless the loader takes each sample of its data set once an epoch."""
-    sampler: Any = loader.sampler
-    num_samples = dataset_size(loader.dataset)
-    source: Any
-    if loader.batch_size is None and loader.batch_sampler is not None:
-        seen = type(loader.batch_sampler).__name__
-        raise _unkept("batch_sampler", seen, "batch_size=..., and no batch_sampler")
-    # Not isinstance: a subclass may choose other samples.
-    if type(sampler) is DistributedSampler:
-        source = sampler.dataset
-        if sampler.drop_last:
-            raise _unkept("sampler", "DistributedSampler(drop_last=True)", "drop_last=False")
-    elif type(sampler) is RandomSampler:
-        source = sampler.data_source
-        if sampler.replacement or sampler.num_samples != len(source):
-            drawn = f"RandomSampler of {sampler.num_samples} samples"
-            raise _unkept("sampler", drawn, "each sample once an epoch")
-    elif type(sampler) is SequentialSampler:
-        source = sampler.data_source
-    else:
-        raise _unkept("sampler", type(sampler).__name__, "shuffle=True or shuffle=False")
-    if len(source) != num_samples:
-        seen = f"{type(sampler).__name__} of {len(source)} samples"
-        raise _unkept("sampler", seen, f"a sampler of all {num_samples} samples of the dataset")
 
 
 def own_collate(loader: "DataLoader[Any]") -> Collate | None:

@@ -2,15 +2,16 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
 from shoal import randomness
-from shoal.data.batch_options import check_takes_all, own_collate
+from shoal.data.batch_options import own_collate
 from shoal.data.batches import Batch, Dataset, Loader, dataset_size, describe
 from shoal.data.content import content_of
 from shoal.data.order import Order
@@ -41,7 +42,7 @@ class Evaluation:
         and collate function. Raises InvalidSpec without a batch size, and for a DataLoader that
         leaves samples out or repeats some."""
         if isinstance(data, DataLoader):
-            check_takes_all(data)
+            _check_takes_all(data)
             batch_size = data.batch_size if batch_size is None else batch_size
             collate = collate or own_collate(data)
             data = data.dataset
@@ -113,6 +114,33 @@ class Evaluation:
                 expected='sums over the batch by name, as {"correct": number, "loss": tensor}',
             )
         return measured
+
+
+def _check_takes_all(loader: DataLoader[Any]) -> None:
+    """Raise InvalidSpec unless the loader takes each sample once, in any order."""
+    sampler: Any = loader.sampler
+    everything = range(dataset_size(loader.dataset))
+    if type(sampler) is DistributedSampler:
+        # All processes together take every sample, some of them twice.
+        takes_all = not sampler.drop_last and dataset_size(sampler.dataset) == len(everything)
+    elif loader.batch_size is None and loader.batch_sampler is not None:
+        sampler = loader.batch_sampler
+        with randomness.preserved():
+            takes_all = sorted(chain.from_iterable(sampler)) == [*everything]
+    elif type(sampler) is SequentialSampler:
+        takes_all = len(sampler) == len(everything)
+    elif type(sampler) is RandomSampler and not sampler.replacement:
+        takes_all = sampler.num_samples == len(sampler.data_source) == len(everything)
+    else:
+        with randomness.preserved():
+            takes_all = sorted(sampler) == [*everything]
+    if not takes_all:
+        raise InvalidSpec(
+            "an evaluation measures each sample once, and the DataLoader's sampler does not",
+            seen=f"{type(sampler).__name__}, and {len(everything)} samples in the data set",
+            expected="a sampler that takes every sample once, in any order",
+            fix="Give the part to measure as a data set: torch.utils.data.Subset(dataset, indices).",
+        )
 
 
 def _check_shape(name: str, value: float | int | Tensor, before: float | int | Tensor) -> None:
