@@ -274,6 +274,10 @@ def test_settings_that_a_session_cannot_keep_exact_are_refused(session: shoal.Se
         model.compile(optimizer=optimizer, loss="mse")
         with pytest.raises(UnsupportedOptimizer, match=message):
             session.distribute(model, optimizer)
+    for reduction in ("sum", "mean_with_sample_weight"):
+        model.compile(optimizer="sgd", loss=keras.losses.MeanSquaredError(reduction=reduction))
+        with pytest.raises(InvalidSpec, match=reduction):
+            session.distribute(model, model.optimizer)
     model.compile(optimizer="sgd", loss="mse")
     with pytest.raises(InvalidSpec, match="strategy pipeline"):
         session.distribute(model, model.optimizer, strategy="pipeline")
@@ -281,6 +285,21 @@ def test_settings_that_a_session_cannot_keep_exact_are_refused(session: shoal.Se
         session.distribute(model, model.optimizer, sync_batchnorm=True)
     with pytest.raises(InvalidSpec, match="in no session"):
         SessionBatches(model, bodies.data(), global_batch_size=12)
+
+
+def test_a_loss_over_the_items_that_are_not_masked_is_refused(cluster: LocalCluster) -> None:
+    """Members' means over different numbers of items do not add up to that of one process."""
+    layers = [keras.Input((6,)), keras.layers.Embedding(10, 4, mask_zero=True)]
+    model = keras.Sequential([*layers, keras.layers.Dense(1)])
+    model.compile(optimizer="sgd", loss="mse")
+    samples = (torch.arange(48).reshape(8, 6) % 10, torch.zeros(8, 6, 1))
+    with (
+        pytest.raises(InvalidSpec, match="outputs with a mask"),
+        shoal.join("keras-masked", coordinator=cluster.coordinator) as session,
+    ):
+        session.distribute(model, model.optimizer)
+        batches = SessionBatches(model, samples, global_batch_size=8)
+        model.fit(batches, epochs=batches.epochs)
 
 
 def test_a_batch_normalization_that_torch_does_not_sync_is_refused_by_name() -> None:

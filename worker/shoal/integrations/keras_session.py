@@ -25,7 +25,12 @@ from torch.utils.data import DataLoader
 from shoal.data.batches import Dataset
 from shoal.data.samples import Collate
 from shoal.integrations.job_batches import JobBatches
-from shoal.integrations.keras import KerasModule, refuse_unbuilt
+from shoal.integrations.keras import (
+    KerasModule,
+    refuse_masks,
+    refuse_other_means,
+    refuse_unbuilt,
+)
 from shoal.integrations.keras_steps import KerasSteps
 from shoal.strategies import find_strategy
 from shoal.strategies.base import Strategy
@@ -124,6 +129,7 @@ class FittedModule(KerasModule):
         with keras.StatelessScope(state_mapping=mapping, collect_losses=True) as scope:
             options = {"training": self.training} if model._call_has_training_arg else {}
             outputs = model(x, **options)
+            refuse_masks(outputs)
             loss = model._compute_loss(
                 x=x, y=y, y_pred=outputs, sample_weight=sample_weight, training=self.training
             )
@@ -247,7 +253,8 @@ def distribute(session: "Session", model: Any, strategy: str | Strategy, **optio
     """Make a compiled Keras model's `fit` train with the session; see the module.
 
     `options` are those of `Session.distribute`. Raises InvalidSpec for a model that is not built
-    and compiled, or has constraints or its own `train_step`. Raises InvalidSpec also under a
+    and compiled, has constraints or its own `train_step`, or has a loss that is not a mean over
+    samples; `fit` raises it for outputs with a mask. Raises InvalidSpec also under a
     strategy whose members do not step together, or that needs both passes in one call, and for
     `sync_batchnorm`. Raises what `KerasSteps` raises.
     """
@@ -359,6 +366,7 @@ def _fitting_of(model: Any) -> KerasFit:
 
 def _refuse(model: Any, strategy: Strategy) -> None:
     refuse_unbuilt(model)
+    refuse_other_means(model)
     if not strategy.synchronous or strategy.name in ("pipeline", "hybrid"):
         raise InvalidSpec(
             "fit needs members that step together, with a forward pass and then a backward pass",
