@@ -241,6 +241,25 @@ def test_steps_equal_the_optimizers_also_once_its_state_moves_to_another_member(
         assert torch.equal(variable.value, parameter)
 
 
+@pytest.mark.parametrize("name", ["nadam", "scheduled"])
+def test_steps_are_counted_while_the_first_weight_has_no_gradient(name: str) -> None:
+    """The schedule and the bias corrections of the other weights go on."""
+    model = bodies.new_model()
+    plain, ours = bodies.new_optimizer(name), parameters_of(model)
+    plain.build(model.trainable_variables)
+    steps = KerasSteps(bodies.new_optimizer(name), ours)
+    for number in range(6):
+        idle = min(number, 1)
+        ours[0][1].grad = None
+        for _, parameter in ours[idle:]:
+            parameter.grad = torch.ones_like(parameter)
+        steps.step()
+        trained = model.trainable_variables[idle:]
+        plain.apply([torch.ones_like(each.value) for each in trained], trained)
+    for variable, parameter in ours:
+        assert torch.equal(variable.value, parameter)
+
+
 def test_a_rate_that_the_script_sets_holds_from_the_next_step_on() -> None:
     model = bodies.new_model()
     own = bodies.new_optimizer("sgd")
