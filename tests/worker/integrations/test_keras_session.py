@@ -150,6 +150,26 @@ def test_a_callback_that_stops_training_on_one_member_ends_the_job(
     assert other == (steps, weights, epochs)
 
 
+def test_stand_ins_are_not_in_the_logs(cluster: LocalCluster) -> None:
+    """The second step has a sample for one member only."""
+
+    def member(member_id: str) -> tuple[list[float], list[float]]:
+        with job.join(member_id=member_id) as session:
+            layer = keras.layers.Dense(1, kernel_initializer="zeros")
+            model = keras.Sequential([keras.Input((2,)), layer])
+            optimizer = keras.optimizers.SGD(0.0)
+            model.compile(optimizer=optimizer, loss="mse", metrics=["mae"])
+            session.distribute(model, optimizer, "ddp")
+            samples = (torch.ones(3, 2), torch.tensor([[1.0], [1.0], [5.0]]))
+            batches = SessionBatches(model, samples, global_batch_size=2, shuffle=False)
+            logged = model.fit(batches, epochs=batches.epochs, verbose=0).history
+            return logged["loss"], logged["mae"]
+
+    job = ThreadJob(cluster=cluster, num_members=2)
+    found = job.results(member, ("a",), ("b",))
+    assert sorted(found) == [([1.0], [1.0]), ([13.0], [3.0])]
+
+
 class OwnFit(keras.Sequential):  # type: ignore[misc]
     def fit(self, *data: Any, **options: Any) -> Any:
         return super().fit(*data, **options)

@@ -76,6 +76,8 @@ class SessionBatches(DataLoader[Any]):
             collate=collate,
         )
         self._present: tuple[Any, ...] | None = None
+        self.is_stand_in = False
+        """See `Batch.is_stand_in`, of the last batch."""
         self.epochs = epochs
         self.ended = False
         """True once all members have committed the job's last step."""
@@ -101,6 +103,7 @@ class SessionBatches(DataLoader[Any]):
             self._fitting.end(first=not self.ended)
             self.ended = True
         else:
+            self.is_stand_in = batch.is_stand_in
             self._present = (
                 (batch.inputs,) if batch.targets is None else (batch.inputs, batch.targets)
             )
@@ -185,6 +188,9 @@ class KerasFit:
         model = self._model
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         with torch.no_grad():
+            # Callbacks may require a value: an epoch without samples has that of its stand-ins.
+            if self._present_batches().is_stand_in and float(model._loss_tracker.count):
+                return model.get_metrics_result()
             count = next(part for part in keras.tree.flatten(x) if part is not None).shape[0]
             model._loss_tracker.update_state(loss.detach(), sample_weight=count)
             return model.compute_metrics(x, y, outputs, sample_weight=sample_weight)
