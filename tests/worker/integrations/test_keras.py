@@ -144,6 +144,10 @@ def test_keras_models_that_cannot_be_distributed_are_refused():
         distribute(keras_ranks.dense_model())
     with pytest.raises(UnknownStrategy, match="'zero2' or 'tensor'"):
         distribute(keras_ranks.compiled("sgd"), "pipeline")
+    summed = keras_ranks.compiled("sgd")
+    summed.compile(optimizer="sgd", loss=keras.losses.MeanSquaredError(reduction="sum"))
+    with pytest.raises(InvalidSpec, match="reduction='sum'"):
+        distribute(summed)
     trained = keras_ranks.compiled("sgd")
     trained.optimizer.build(trained.trainable_variables)
     with pytest.raises(InvalidSpec, match="has state already"):

@@ -150,6 +150,26 @@ def test_a_callback_that_stops_training_on_one_member_ends_the_job(
     assert other == (steps, weights, epochs)
 
 
+def test_stand_ins_are_not_in_the_logs(cluster: LocalCluster) -> None:
+    """The second step has a sample for one member only."""
+
+    def member(member_id: str) -> tuple[list[float], list[float]]:
+        with job.join(member_id=member_id) as session:
+            layer = keras.layers.Dense(1, kernel_initializer="zeros")
+            model = keras.Sequential([keras.Input((2,)), layer])
+            optimizer = keras.optimizers.SGD(0.0)
+            model.compile(optimizer=optimizer, loss="mse", metrics=["mae"])
+            session.distribute(model, optimizer, "ddp")
+            samples = (torch.ones(3, 2), torch.tensor([[1.0], [1.0], [5.0]]))
+            batches = SessionBatches(model, samples, global_batch_size=2, shuffle=False)
+            logged = model.fit(batches, epochs=batches.epochs, verbose=0).history
+            return logged["loss"], logged["mae"]
+
+    job = ThreadJob(cluster=cluster, num_members=2)
+    found = job.results(member, ("a",), ("b",))
+    assert sorted(found) == [([1.0], [1.0]), ([13.0], [3.0])]
+
+
 class OwnFit(keras.Sequential):  # type: ignore[misc]
     def fit(self, *data: Any, **options: Any) -> Any:
         return super().fit(*data, **options)
@@ -241,6 +261,25 @@ def test_steps_equal_the_optimizers_also_once_its_state_moves_to_another_member(
         assert torch.equal(variable.value, parameter)
 
 
+@pytest.mark.parametrize("name", ["nadam", "scheduled"])
+def test_steps_are_counted_while_the_first_weight_has_no_gradient(name: str) -> None:
+    """The schedule and the bias corrections of the other weights go on."""
+    model = bodies.new_model()
+    plain, ours = bodies.new_optimizer(name), parameters_of(model)
+    plain.build(model.trainable_variables)
+    steps = KerasSteps(bodies.new_optimizer(name), ours)
+    for number in range(6):
+        idle = min(number, 1)
+        ours[0][1].grad = None
+        for _, parameter in ours[idle:]:
+            parameter.grad = torch.ones_like(parameter)
+        steps.step()
+        trained = model.trainable_variables[idle:]
+        plain.apply([torch.ones_like(each.value) for each in trained], trained)
+    for variable, parameter in ours:
+        assert torch.equal(variable.value, parameter)
+
+
 def test_a_rate_that_the_script_sets_holds_from_the_next_step_on() -> None:
     model = bodies.new_model()
     own = bodies.new_optimizer("sgd")
@@ -274,6 +313,10 @@ def test_settings_that_a_session_cannot_keep_exact_are_refused(session: shoal.Se
         model.compile(optimizer=optimizer, loss="mse")
         with pytest.raises(UnsupportedOptimizer, match=message):
             session.distribute(model, optimizer)
+    for reduction in ("sum", "mean_with_sample_weight"):
+        model.compile(optimizer="sgd", loss=keras.losses.MeanSquaredError(reduction=reduction))
+        with pytest.raises(InvalidSpec, match=reduction):
+            session.distribute(model, model.optimizer)
     model.compile(optimizer="sgd", loss="mse")
     with pytest.raises(InvalidSpec, match="strategy pipeline"):
         session.distribute(model, model.optimizer, strategy="pipeline")
@@ -281,6 +324,21 @@ def test_settings_that_a_session_cannot_keep_exact_are_refused(session: shoal.Se
         session.distribute(model, model.optimizer, sync_batchnorm=True)
     with pytest.raises(InvalidSpec, match="in no session"):
         SessionBatches(model, bodies.data(), global_batch_size=12)
+
+
+def test_a_loss_over_the_items_that_are_not_masked_is_refused(cluster: LocalCluster) -> None:
+    """Members' means over different numbers of items do not add up to that of one process."""
+    layers = [keras.Input((6,)), keras.layers.Embedding(10, 4, mask_zero=True)]
+    model = keras.Sequential([*layers, keras.layers.Dense(1)])
+    model.compile(optimizer="sgd", loss="mse")
+    samples = (torch.arange(48).reshape(8, 6) % 10, torch.zeros(8, 6, 1))
+    with (
+        pytest.raises(InvalidSpec, match="outputs with a mask"),
+        shoal.join("keras-masked", coordinator=cluster.coordinator) as session,
+    ):
+        session.distribute(model, model.optimizer)
+        batches = SessionBatches(model, samples, global_batch_size=8)
+        model.fit(batches, epochs=batches.epochs)
 
 
 def test_a_batch_normalization_that_torch_does_not_sync_is_refused_by_name() -> None:

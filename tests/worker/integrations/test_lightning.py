@@ -325,6 +325,26 @@ def test_a_metric_is_of_this_member_alone(session: shoal.Session) -> None:
     assert found == [False]
 
 
+class Indexed(Net):
+    """Logs the mean of the samples' numbers."""
+
+    def training_step(self, batch: list[Tensor]) -> Tensor:
+        self.log("number", batch[0][:, 0].mean(), on_epoch=True, batch_size=len(batch[0]))
+        return super().training_step(batch)
+
+
+def test_stand_ins_are_not_logged(session: shoal.Session) -> None:
+    """The last step has one sample and three parts without one."""
+    elastic = SessionStrategy(session)
+    x, y = (each[:13].clone() for each in data())
+    x[:, 0] = torch.arange(13.0)
+    trainer = trainer_of(elastic, accumulate_grad_batches=4, max_epochs=1)
+    module = Indexed(session, say_nothing, Run(**NOBODY))
+    trainer.fit(module, elastic.batches((x, y), global_batch_size=4, shuffle=False))
+    assert float(trainer.callback_metrics["number_epoch"]) == pytest.approx(6.0)
+    assert float(trainer.callback_metrics["number_step"]) == 12.0
+
+
 @pytest.mark.long
 def test_a_newcomer_takes_over_the_record_of_kept_checkpoints(
     session: shoal.Session, tmp_path: Path

@@ -28,6 +28,7 @@ from transformers import (
     PreTrainedConfig,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
+    Trainer,
     TrainerCallback,
 )
 
@@ -270,6 +271,28 @@ def test_losses_of_steps_that_are_taken_again_are_counted_once(
     trainer._restore_position()
     assert float(trainer._tr_loss) == pytest.approx(before[3])
     assert before[3] > 0
+
+
+def test_stand_ins_are_not_logged(session: shoal.Session) -> None:
+    """The last step has one sample and seven parts without one."""
+    options: dict[str, Any] = {
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": 8,
+        "num_train_epochs": 1,
+        "learning_rate": 0.0,
+        "logging_steps": 1,
+        "eval_strategy": "no",
+    }
+    data = {"train_dataset": transformers_bodies.sentences(9)}
+    ours = SessionTrainer(session, **(inputs_of(**options) | data))
+    plain = Trainer(**(inputs_of(**options) | data))
+    ours.train()
+    plain.train()
+    losses, expected = (
+        [each["loss"] for each in trainer.state.log_history if "loss" in each]
+        for trainer in (ours, plain)
+    )
+    assert losses == pytest.approx(expected, abs=1e-3)
 
 
 def test_a_checkpoint_of_trainers_own_is_refused(session: shoal.Session) -> None:

@@ -1,6 +1,7 @@
 """Writes of a step are undone with it, from copies that are made once and reused."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -103,3 +104,49 @@ def test_weights_changed_by_updates_within_a_step_are_restored() -> None:
     snapshot.restore()
     assert snapshot.is_whole
     assert torch.equal(model.weight, before)
+
+
+class Counting(torch.optim.Optimizer):
+    """Optimizer that keeps a history in a list, and counts in its group."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__(parameters, {"num_steps": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["num_steps"] += 1
+            group["last"] = "step"
+            for each in group["params"]:
+                state = self.state[each]
+                state.setdefault("history", [torch.zeros_like(each), 0])
+                state.setdefault("latest", state["history"][0])
+                state["history"][0] += 1
+                state["history"][1] += 1
+
+
+def test_lists_and_settings_changed_by_updates_within_a_step_are_restored() -> None:
+    """Contents that are changed in place are those from before the first update of the step."""
+    snapshot, model = StepSnapshot(), nn.Linear(2, 1, bias=False)
+    optimizer = Counting(model.parameters())
+    parameters = dict(model.named_parameters())
+
+    def step(*, fails: bool) -> None:
+        snapshot.begin(model, parameters, [optimizer])
+        for _ in range(2):
+            with snapshot.updating([optimizer], list(model.parameters())):
+                optimizer.step()
+        if fails:
+            snapshot.restore()
+        else:
+            snapshot.settle()
+            snapshot.commit()
+
+    step(fails=True)
+    assert optimizer.param_groups[0].keys() == {"params", "num_steps"}
+    for fails in (False, True, True, False, True):
+        step(fails=fails)
+    assert optimizer.param_groups[0]["num_steps"] == 4
+    state = optimizer.state[model.weight]
+    assert state["history"][0].tolist() == [[4.0, 4.0]] and state["history"][1] == 4
+    assert state["latest"] is state["history"][0]

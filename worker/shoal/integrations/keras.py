@@ -165,6 +165,8 @@ def distribute(model: Any, strategy: Any = "zero2", *, backend: str | None = Non
             expected="an optimizer that has taken no step",
             fix="Distribute the model between compile() and the first step.",
         )
+    if strategy == "zero2":
+        refuse_other_means(model)
     init_static_world(backend)
     for variable in model.variables:
         dist.broadcast(variable.value.detach(), src=0)
@@ -228,7 +230,12 @@ class _Shares(Sampler[list[int]]):
 def _weight_by_samples(model: Any) -> None:
     """Make `train_step` weight each rank's gradients by its samples, and average non-trainable
     values, such as moving averages."""
-    plain_step = model.train_step
+    plain_step, plain_loss = model.train_step, model._compute_loss
+
+    def compute_loss(_: Any, *given: Any, **named: Any) -> Any:
+        if named.get("training"):
+            refuse_masks(named["y_pred"])
+        return plain_loss(*given, **named)
 
     def train_step(self: Any, data: Any) -> Any:
         x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
@@ -241,6 +248,7 @@ def _weight_by_samples(model: Any) -> None:
         return logs
 
     model.train_step = types.MethodType(train_step, model)
+    model._compute_loss = types.MethodType(compute_loss, model)
 
 
 def _splits_of(model: Any) -> LayerSplits:
@@ -258,6 +266,28 @@ def refuse_unbuilt(model: Any) -> None:
             seen=f"built={model.built} compiled={compiled}",
             expected="a model that is built and compiled with an optimizer",
         )
+
+
+def refuse_other_means(model: Any) -> None:
+    """Raise InvalidSpec for a loss that is not a mean over samples, which weigh members' losses."""
+    reductions = {getattr(each, "reduction", "mean") for each in keras.tree.flatten(model.loss)}
+    if others := reductions - {"mean", "sum_over_batch_size"}:
+        raise _not_over_samples(f"reduction={sorted(map(str, others))[0]!r}")
+
+
+def refuse_masks(outputs: Any) -> None:
+    """Raise InvalidSpec for masked outputs: Keras's loss is a mean over the items not masked."""
+    if any(getattr(each, "_keras_mask", None) is not None for each in keras.tree.flatten(outputs)):
+        raise _not_over_samples("outputs with a mask, as of Masking or Embedding(mask_zero=True)")
+
+
+def _not_over_samples(seen: str) -> InvalidSpec:
+    return InvalidSpec(
+        "the model's loss is not a mean over samples, so members' losses cannot be combined",
+        seen=seen,
+        expected="outputs without a mask, and losses with reduction='sum_over_batch_size'",
+        fix="Train a KerasModule in a loop of your own, with session.backward(loss, weight=...).",
+    )
 
 
 def _check_backend() -> None:

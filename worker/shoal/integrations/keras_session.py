@@ -25,7 +25,12 @@ from torch.utils.data import DataLoader
 from shoal.data.batches import Dataset
 from shoal.data.samples import Collate
 from shoal.integrations.job_batches import JobBatches
-from shoal.integrations.keras import KerasModule, refuse_unbuilt
+from shoal.integrations.keras import (
+    KerasModule,
+    refuse_masks,
+    refuse_other_means,
+    refuse_unbuilt,
+)
 from shoal.integrations.keras_steps import KerasSteps
 from shoal.strategies import find_strategy
 from shoal.strategies.base import Strategy
@@ -71,6 +76,8 @@ class SessionBatches(DataLoader[Any]):
             collate=collate,
         )
         self._present: tuple[Any, ...] | None = None
+        self.is_stand_in = False
+        """See `Batch.is_stand_in`, of the last batch."""
         self.epochs = epochs
         self.ended = False
         """True once all members have committed the job's last step."""
@@ -96,6 +103,7 @@ class SessionBatches(DataLoader[Any]):
             self._fitting.end(first=not self.ended)
             self.ended = True
         else:
+            self.is_stand_in = batch.is_stand_in
             self._present = (
                 (batch.inputs,) if batch.targets is None else (batch.inputs, batch.targets)
             )
@@ -124,6 +132,7 @@ class FittedModule(KerasModule):
         with keras.StatelessScope(state_mapping=mapping, collect_losses=True) as scope:
             options = {"training": self.training} if model._call_has_training_arg else {}
             outputs = model(x, **options)
+            refuse_masks(outputs)
             loss = model._compute_loss(
                 x=x, y=y, y_pred=outputs, sample_weight=sample_weight, training=self.training
             )
@@ -179,6 +188,9 @@ class KerasFit:
         model = self._model
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         with torch.no_grad():
+            # Callbacks may require a value: an epoch without samples has that of its stand-ins.
+            if self._present_batches().is_stand_in and float(model._loss_tracker.count):
+                return model.get_metrics_result()
             count = next(part for part in keras.tree.flatten(x) if part is not None).shape[0]
             model._loss_tracker.update_state(loss.detach(), sample_weight=count)
             return model.compute_metrics(x, y, outputs, sample_weight=sample_weight)
@@ -247,7 +259,8 @@ def distribute(session: "Session", model: Any, strategy: str | Strategy, **optio
     """Make a compiled Keras model's `fit` train with the session; see the module.
 
     `options` are those of `Session.distribute`. Raises InvalidSpec for a model that is not built
-    and compiled, or has constraints or its own `train_step`. Raises InvalidSpec also under a
+    and compiled, has constraints or its own `train_step`, or has a loss that is not a mean over
+    samples; `fit` raises it for outputs with a mask. Raises InvalidSpec also under a
     strategy whose members do not step together, or that needs both passes in one call, and for
     `sync_batchnorm`. Raises what `KerasSteps` raises.
     """
@@ -359,6 +372,7 @@ def _fitting_of(model: Any) -> KerasFit:
 
 def _refuse(model: Any, strategy: Strategy) -> None:
     refuse_unbuilt(model)
+    refuse_other_means(model)
     if not strategy.synchronous or strategy.name in ("pipeline", "hybrid"):
         raise InvalidSpec(
             "fit needs members that step together, with a forward pass and then a backward pass",

@@ -130,7 +130,8 @@ class KerasSteps(Optimizer):
 
     def _load_shared(self, held: Mapping[nn.Parameter, Any]) -> None:
         stepped = [self.state[p] for p in held if _STEPS in self.state.get(p, {})]
-        state: Mapping[str, Any] = stepped[0] if stepped else {}
+        # A parameter without a gradient keeps the values of its own last step.
+        state: Mapping[str, Any] = max(stepped, key=lambda each: each[_STEPS], default={})
         self._bound_optimizer._iterations.assign(state.get(_STEPS, 0))
         for index, variable in enumerate(self._shared()):
             if f"{_SHARED}{index}" in state:

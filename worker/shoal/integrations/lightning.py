@@ -32,6 +32,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelChec
 from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor
 from torch.optim import Optimizer
@@ -265,8 +266,10 @@ class SessionStrategy(SingleDeviceStrategy):
                 module.lr_scheduler_step(config.scheduler, None)
 
     def _take_parts(self, closure: Callable[[], Any]) -> Any:
+        batches = self._present_batches()
         if self._num_parts == 1:
-            return closure()
+            with self._logging(is_stand_in=batches.is_stand_in):
+                return closure()
         if not isinstance(closure, Closure):
             raise InvalidSpec(
                 "accumulate_grad_batches does not work with a module that overrides optimizer_step"
@@ -277,10 +280,31 @@ class SessionStrategy(SingleDeviceStrategy):
         # The session zeroes gradients when the step begins.
         closure._zero_grad_fn = None
         result = None
-        for part in self._present_batches().parts(self._num_parts):
+        for part, is_stand_in in batches.parts(self._num_parts):
             self._replacement = self.batch_to_device(part)
-            result = closure()
+            with self._logging(is_stand_in=is_stand_in):
+                of_part = closure()
+            if result is None or not is_stand_in:
+                result = of_part
         return result
+
+    @contextmanager
+    def _logging(self, *, is_stand_in: bool) -> Iterator[None]:
+        """Return a context in which values that the module logs for a stand-in are dropped.
+
+        They are kept if there is no other value in this epoch: callbacks may require one.
+        """
+        loop = self._trainer().fit_loop.epoch_loop
+        kept = loop._results
+        if not is_stand_in or next(iter(kept.valid_items()), None) is None:
+            yield
+            return
+        loop._results = _ResultCollection(training=True)
+        loop._results.batch, loop._results.batch_size = kept.batch, kept.batch_size
+        try:
+            yield
+        finally:
+            loop._results = kept
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None

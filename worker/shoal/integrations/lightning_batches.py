@@ -96,11 +96,16 @@ class LightningBatches:
             self._counters.set_after_count(self._batch.step)
         return content
 
-    def parts(self, num_parts: int) -> Iterator[Any]:
-        """Split the last batch into micro-batches, within its step."""
+    @property
+    def is_stand_in(self) -> bool:
+        """See `Batch.is_stand_in`, of the last batch."""
+        return self._batch is not None and self._batch.is_stand_in
+
+    def parts(self, num_parts: int) -> Iterator[tuple[Any, bool]]:
+        """Split the last batch into micro-batches, within its step; True for a stand-in."""
         assert self._batch is not None, "a step is taken on a batch"
         for part in self._batch.parts(num_parts):
-            yield self._content(part)
+            yield self._content(part), part.is_stand_in
 
     def _content(self, batch: Batch) -> Any:
         if self._is_collated:

@@ -332,7 +332,7 @@ class SessionTrainer(Trainer):
             steps.weight = None if items is None else float(items)
             loss = super().training_step(model, inputs, items)
             share = len(part.indices) / max(len(whole.indices), 1)
-            if items is not None and part is not whole:
+            if items is not None and part is not whole and part.indices:
                 total = self._get_num_items_in_batch([whole.inputs["batch"]], self.args.device)
                 share = float(items) / max(float(total), 1.0)
         return loss * share if share else torch.zeros_like(loss)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch.optim import Optimizer
 
 from shoal.model.local_parts import placed_like
 from shoal.model.trained_parameters import are_same
-from shoal.state.optimizer_state import contents_of
+from shoal.state.optimizer_state import contents_of, set_settings
 from shoal.strategies.rollback.parameter_watch import OwnParts, ParameterWatch, own_parts
 from shoal.torch_private.tensors import all_writes, num_writes
 
@@ -128,9 +129,12 @@ class StateWrites:
         self._written: set[str] = set()
         """Keys of state that the script has written to in place, in all generations."""
         self._are_counted = False
+        self._settings: dict[Optimizer, list[dict[str, Any]]] = {}
+        """Settings of groups before the first update within the step."""
 
     def begin(self, optimizers: Collection[Optimizer]) -> list[Tensor]:
         """Begin a step: note the state's objects. Returns the tensors to be saved."""
+        self._settings.clear()
         contents = contents_of(optimizers)
         if not are_same(contents, self._contents):
             self._note_objects(optimizers)
@@ -166,6 +170,23 @@ class StateWrites:
         self._written |= {self._keys[index] for index in written}
         return [self._tensors[index] for index in written]
 
+    def save(self, optimizers: Iterable[Optimizer]) -> None:
+        """Copy what these optimizers may change in place, other than tensors of their own: lists
+        and dicts in the state, and the settings of groups."""
+        for optimizer, states in self._begun:
+            if optimizer not in optimizers or optimizer in self._settings:
+                continue
+            # The copies keep such a tensor, which is saved, and what several parameters share.
+            memo: dict[int, Any] = {id(each): each for each in tensors_of([optimizer])}
+            for state in states.values():
+                state |= {key: deepcopy(value, memo) for key, value in state.items()}
+            self._settings[optimizer] = [
+                {key: deepcopy(value) for key, value in group.items() if key != "params"}
+                for group in optimizer.param_groups
+            ]
+            # The next step notes the present objects.
+            self._contents = []
+
     def resume(self) -> None:
         """Note that changes so far are not the script's."""
         self._num_writes = self._counts()
@@ -184,13 +205,19 @@ class StateWrites:
             _set_state(present)
 
     def reinstall(self) -> None:
-        """Put back the objects that were in the state when the step began."""
+        """Put back the objects that were in the state when the step began, or their copies."""
         _set_state(self._begun)
+        for optimizer, settings in self._settings.items():
+            for group, before in zip(optimizer.param_groups, settings, strict=True):
+                for key in group.keys() - before.keys() - {"params"}:
+                    del group[key]
+            set_settings(optimizer, settings)
 
     def forget(self) -> None:
         """Release the optimizers' state."""
         self._begun, self._contents, self._keys, self._tensors = [], [], [], []
         self._num_writes = []
+        self._settings.clear()
 
 
 def _set_state(

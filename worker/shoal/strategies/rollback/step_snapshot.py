@@ -80,6 +80,7 @@ class StepSnapshot:
         """
         self._note()
         self._saved.add([*held, *tensors_of(optimizers)])
+        self._state.save(optimizers)
         self._parameters.pause()
         yield
         self._parameters.resume()

@@ -57,6 +57,8 @@ class ScriptPosition:
     """True if the generation began with all members at the same step."""
     exchanges: LayerExchanges = field(default_factory=LayerExchanges, repr=False, compare=False)
     norms: list[float] = field(default_factory=list)
+    weight_exponent: int = 0
+    """Logarithm of `StepWeights.unit` to base 2."""
     inspection: StateInspection = field(default_factory=StateInspection, repr=False, compare=False)
     _wait: ScriptPoint | None = None
     """Point at which the script waits for others; its `step` is not set."""
@@ -134,12 +136,15 @@ class ScriptPosition:
         at_step = step if has_state else NO_STATE
         ends = [step for step in (self.wish, self.stop_at) if step is not None]
         end = min(ends) + 1 if ends else 0
-        return [at_step, self.num_calls, int(self.in_call), int(self.unconfirmed), end]
+        call = [self.num_calls, int(self.in_call), int(self.unconfirmed)]
+        return [at_step, *call, end, self.weight_exponent]
 
     def follow(self, positions: Sequence[Sequence[int]], own_step: int) -> None:
         """Apply the consequences of all members' positions. Raises what `exchange_positions`
         raises.
         """
+        # A newcomer has 0.
+        self.weight_exponent = max(row[5] for row in positions)
         newest = max(step for step, *_ in positions)
         if newest == NO_STATE:
             return

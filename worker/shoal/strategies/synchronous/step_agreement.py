@@ -81,13 +81,18 @@ class StepWeights:
     The sum of weights is known only after the last pass: then the summed gradients are divided.
     """
 
-    def __init__(self) -> None:
-        self.unit = 1.0
+    def __init__(self, position: ScriptPosition) -> None:
+        """`position` keeps the `unit` over generations."""
+        self._position = position
+        self.begin()
+
+    @property
+    def unit(self) -> float:
         """Divisor of the weights, so that gradients are about as large as without weights.
 
         A power of two, to cause no rounding; the same on all members of a generation.
         """
-        self.begin()
+        return 2.0**self._position.weight_exponent
 
     def begin(self) -> None:
         self.own: float | None = None
@@ -109,7 +114,8 @@ class StepWeights:
         `weights`: of each member; members that share samples all give the weight of these samples.
         """
         mean = math.fsum(weights) / len(weights)
-        unit, self.unit = self.unit, 2.0 ** math.floor(math.log2(mean))
+        unit = self.unit
+        self._position.weight_exponent = math.floor(math.log2(mean))
         return unit / mean
 
 
@@ -137,7 +143,7 @@ class StepAgreement:
         self._step = 0
         self._passes = 0
         self._cut = StepCut(shares_samples=shares_samples)
-        self.weights = StepWeights()
+        self.weights = StepWeights(position)
         self.faults: Sequence[bool] = ()
         """True, by rank, for members with gradients that are not finite; valid once the step is
         settled.
