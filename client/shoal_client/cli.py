@@ -140,13 +140,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Lines of workers may have characters that the terminal's encoding lacks.
         sys.stdout.reconfigure(errors="replace")
     try:
-        code = _carry_out(given)
+        return _carry_out(given)
     except BrokenPipeError:
         if not _is_stdout_closed():
             raise  # a socket or another pipe broke
-        _discard_unwritten()
         return FAILED
-    return code
+    finally:
+        _discard_unwritten()
 
 
 def _open_standard_streams() -> None:

@@ -63,7 +63,7 @@ def test_help_shows_every_option_with_its_default(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fields of the config are the options, and their defaults stand only in the config."""
-    monkeypatch.setenv("COLUMNS", "400")
+    monkeypatch.setenv("COLUMNS", "600")
     assert main([name, "--help"]) == 0
     lines = capsys.readouterr().out.splitlines()
     config = _loaded(installed_commands()[name].config)
@@ -289,6 +289,29 @@ def test_a_closed_pipe_ends_a_command_without_a_traceback() -> None:
     os.close(writing)
     assert done.stderr == ""
     assert done.returncode == 1
+
+
+def test_an_error_after_output_that_nobody_reads_has_its_own_exit_code() -> None:
+    """Python would end with 120 after its last flush, and say so."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    program = (
+        "from shoal_client import cli\n"
+        "cli._carry_out = lambda given: print('a line') or 2\n"
+        "raise SystemExit(cli.main([]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        check=False,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"},
+    )
+    os.close(writing)
+    assert "Exception ignored" not in done.stderr
+    assert done.returncode == 2, done.stderr
 
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-"])

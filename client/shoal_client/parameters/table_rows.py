@@ -38,10 +38,10 @@ class Rows:
 
     version: int
     epoch: int
-    births: Bytes
+    births: bytes
     """Little-endian uint64 for each row: the version that created the row; 0: the row does not
     exist yet, and has initial values."""
-    values: Bytes
+    values: bytes
     step: int
     """The table's steps that the shard knew of."""
 
@@ -225,8 +225,8 @@ class _IncomingRows:
         return Rows(
             version=self._found.version,
             epoch=self._found.epoch,
-            births=data[: self._births_bytes],
-            values=data[self._births_bytes :],
+            births=bytes(data[: self._births_bytes]),
+            values=bytes(data[self._births_bytes :]),
             step=self._found.step,
         )
 

@@ -97,7 +97,7 @@ class Member:
         self.found = self.client.look_up({w: i.tobytes() for w, i in self.ids.items()})
         values = {}
         for where, rows in self.found.items():
-            flat = array("f", bytes(rows.values))
+            flat = array("f", rows.values)
             for place, row_id in enumerate(self.ids[where]):
                 values[row_id] = flat[place * self.dim : (place + 1) * self.dim].tolist()
         return values

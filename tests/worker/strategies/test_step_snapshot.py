@@ -1,5 +1,6 @@
 """Writes of a step are undone with it, from copies that are made once and reused."""
 
+import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -123,6 +124,22 @@ class Counting(torch.optim.Optimizer):
                 state.setdefault("latest", state["history"][0])
                 state["history"][0] += 1
                 state["history"][1] += 1
+
+
+def test_an_update_keeps_objects_that_no_step_changes() -> None:
+    """Locks and process groups cannot be copied; a parameter within the state stays the model's."""
+    snapshot, model = StepSnapshot(), nn.Linear(2, 1, bias=False)
+    optimizer = Counting(model.parameters())
+    lock = threading.Lock()
+    optimizer.param_groups[0]["lock"] = lock
+    optimizer.state[model.weight]["views"] = [model.weight, {"lock": lock}]
+    snapshot.begin(model, dict(model.named_parameters()), [optimizer])
+    with snapshot.updating([optimizer], list(model.parameters())):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))], "lock": lock})
+    snapshot.restore()
+    assert optimizer.param_groups[0]["lock"] is lock
+    view, inner = optimizer.state[model.weight]["views"]
+    assert view is model.weight and inner["lock"] is lock
 
 
 def test_lists_and_settings_changed_by_updates_within_a_step_are_restored() -> None:

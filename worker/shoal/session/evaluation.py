@@ -139,7 +139,7 @@ def _check_takes_all(loader: DataLoader[Any]) -> None:
             "an evaluation measures each sample once, and the DataLoader's sampler does not",
             seen=f"{type(sampler).__name__}, and {len(everything)} samples in the data set",
             expected="a sampler that takes every sample once, in any order",
-            fix="Give the part to measure as a data set: torch.utils.data.Subset(dataset, indices).",
+            fix="Give the part to measure as a data set: Subset(dataset, indices) of torch.",
         )
 
 

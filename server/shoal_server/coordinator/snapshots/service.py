@@ -22,7 +22,6 @@ from shoal_server.serving.locations import AllowedRoots, Location
 from shoal_server.serving.rpc import Context
 from shoal_server.serving.tasks import SupervisedTasks, run_restarting, running
 from shoal_server.serving.threads import to_thread_uncancelled
-from shoal_server.serving.unix_clock import unix_s
 from shoal_server.snapshots.library import SnapshotLibrary
 from shoal_server.snapshots.manifest import Manifest
 from shoal_server.snapshots.storage import open_below
@@ -127,7 +126,7 @@ class SnapshotService(SnapshotsServicer):
             restored = await self._restorer.restore(library, number, cut_id=cut_id, lost=lost)
         except UnknownSnapshot:
             return _not_restored(f"Its snapshot {number} is not at {library.storage.url} any more")
-        age_s = unix_s() - restored.manifest.taken_unix_s
+        age_s = time.time() - restored.manifest.taken_unix_s
         message = f"{describe_snapshot(restored.manifest, library)}, {age_s:.0f} s old"
         self._on_restored(job, restored.lost, message)
         return RestoreAttempt(is_restored=True)

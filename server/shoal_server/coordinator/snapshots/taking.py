@@ -37,7 +37,6 @@ from shoal_server.etcd.leader_store import LeaderStore
 from shoal_server.etcd.records import assignments, shard_map
 from shoal_server.serving.tasks import gather_settled
 from shoal_server.serving.threads import to_thread_uncancelled
-from shoal_server.serving.unix_clock import unix_s
 from shoal_server.snapshots import messages
 from shoal_server.snapshots.library import SnapshotLibrary
 from shoal_server.snapshots.manifest import Manifest, ManifestEntry
@@ -345,7 +344,7 @@ class SnapshotTaker:
             number=cut.number,
             cut_id=cut.cut_id,
             lineage=cut.lineage,
-            taken_unix_s=unix_s(),
+            taken_unix_s=time.time(),
             layout=cut.layout.SerializeToString(deterministic=True),
             parts=parts,
             steps=messages.newest(frozen.begun),

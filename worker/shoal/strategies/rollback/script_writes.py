@@ -1,8 +1,9 @@
 """Writes of a script, within a step, to parameters and optimizers' state."""
 
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from copy import deepcopy
+from copy import copy
 from typing import Any
 
 import torch
@@ -177,11 +178,13 @@ class StateWrites:
             if optimizer not in optimizers or optimizer in self._settings:
                 continue
             # The copies keep such a tensor, which is saved, and what several parameters share.
-            memo: dict[int, Any] = {id(each): each for each in tensors_of([optimizer])}
+            parameters = [each for group in optimizer.param_groups for each in group["params"]]
+            kept = [*tensors_of([optimizer]), *parameters]
+            memo: dict[int, Any] = {id(each): each for each in kept}
             for state in states.values():
-                state |= {key: deepcopy(value, memo) for key, value in state.items()}
+                state |= {key: _copied(value, memo) for key, value in state.items()}
             self._settings[optimizer] = [
-                {key: deepcopy(value) for key, value in group.items() if key != "params"}
+                {key: _copied(value, {}) for key, value in group.items() if key != "params"}
                 for group in optimizer.param_groups
             ]
             # The next step notes the present objects.
@@ -208,7 +211,8 @@ class StateWrites:
         """Put back the objects that were in the state when the step began, or their copies."""
         _set_state(self._begun)
         for optimizer, settings in self._settings.items():
-            for group, before in zip(optimizer.param_groups, settings, strict=True):
+            # A group that was added meanwhile has none.
+            for group, before in zip(optimizer.param_groups, settings, strict=False):
                 for key in group.keys() - before.keys() - {"params"}:
                     del group[key]
             set_settings(optimizer, settings)
@@ -218,6 +222,29 @@ class StateWrites:
         self._begun, self._contents, self._keys, self._tensors = [], [], [], []
         self._num_writes = []
         self._settings.clear()
+
+
+def _copied(value: Any, memo: dict[int, Any]) -> Any:
+    """Copy lists, dicts, tuples and sets with the tensors in them; keep other objects, such as
+    locks and process groups. `memo`: copies by the id of the original."""
+    if id(value) in memo:
+        return memo[id(value)]
+    made = value
+    if isinstance(value, Tensor):
+        made = value.detach().clone()
+    elif isinstance(value, dict):
+        made = copy(value)
+        for key, each in value.items():
+            made[key] = _copied(each, memo)
+    elif isinstance(value, list):
+        made = copy(value)
+        made[:] = [_copied(each, memo) for each in value]
+    elif type(value) is tuple:
+        made = tuple(_copied(each, memo) for each in value)
+    elif isinstance(value, set | deque):
+        made = copy(value)
+    memo[id(value)] = made
+    return made
 
 
 def _set_state(
