@@ -206,10 +206,11 @@ def _follow(
             ask_s = time.monotonic() + JOINED_EACH_S
             try:
                 present = _processes(client, config.job)
-            except RetryError:
+            except (RetryError, UnknownJob) as error:
+                if not positions:
+                    _say(f"all launchers have ended: {error}")
+                    return
                 continue
-            except UnknownJob:
-                present = set()
             for member, _ in sorted(present - known):
                 if member not in positions:
                     _say(f"{member} has joined")

@@ -3,7 +3,11 @@ are in the call, with no other member in their way."""
 
 import pytest
 
-from shoal.strategies.synchronous.script_position import CallInterrupted, ScriptPosition
+from shoal.strategies.synchronous.script_position import (
+    NO_EXPONENT,
+    CallInterrupted,
+    ScriptPosition,
+)
 from shoal.strategies.synchronous.step_agreement import StepWeights
 
 STEP = 7
@@ -69,7 +73,7 @@ def test_a_first_generation_has_nothing_to_settle() -> None:
 def test_a_committed_step_settles_what_was_before_it() -> None:
     position = at(1, "returned")
     position.stepped()
-    assert position.as_integers(STEP, has_state=True) == [STEP, 0, 0, 0, 0, 0]
+    assert position.as_integers(STEP, has_state=True) == [STEP, 0, 0, 0, 0, NO_EXPONENT]
 
 
 def test_a_request_to_stop_reaches_all_members_and_keeps_its_step() -> None:
@@ -88,10 +92,14 @@ def test_a_request_to_stop_in_a_step_that_did_not_happen_is_dropped() -> None:
     assert position.as_integers(STEP, has_state=True)[4] == 0
 
 
-def test_the_unit_of_losses_weights_is_kept_over_generations() -> None:
+@pytest.mark.parametrize(("weights", "unit"), [([600.0, 500.0], 512.0), ([1e-3, 1e-3], 2**-10)])
+def test_the_unit_of_losses_weights_is_kept_over_generations(
+    weights: list[float], unit: float
+) -> None:
     """Scaled gradients of a generation's first step would overflow if multiplied by the number of
-    tokens. Only one survivor had the votes of the last step."""
+    tokens. Only one survivor had the votes of the last step; a newcomer knows no unit."""
     survivors, newcomer = (at(0), at(0)), at(0)
-    StepWeights(survivors[1]).factor([600.0, 500.0])
+    assert StepWeights(newcomer).unit == 1
+    StepWeights(survivors[1]).factor(weights)
     met((STEP, survivors[0]), (STEP, survivors[1]), (-1, newcomer))
-    assert [StepWeights(each).unit for each in (*survivors, newcomer)] == [512.0] * 3
+    assert [StepWeights(each).unit for each in (*survivors, newcomer)] == [unit] * 3

@@ -19,6 +19,8 @@ from shoal.strategies.synchronous.script_points import ScriptPoint
 from shoal.strategies.synchronous.state_inspection import StateInspection
 
 NO_STATE = -1
+NO_EXPONENT = -(2**20)
+"""Sent for a `weight_exponent` that is None: below those of all floats."""
 
 
 class CallInterrupted(OSError):
@@ -57,8 +59,8 @@ class ScriptPosition:
     """True if the generation began with all members at the same step."""
     exchanges: LayerExchanges = field(default_factory=LayerExchanges, repr=False, compare=False)
     norms: list[float] = field(default_factory=list)
-    weight_exponent: int = 0
-    """Logarithm of `StepWeights.unit` to base 2."""
+    weight_exponent: int | None = None
+    """Logarithm of `StepWeights.unit` to base 2; None before the first weighted step."""
     inspection: StateInspection = field(default_factory=StateInspection, repr=False, compare=False)
     _wait: ScriptPoint | None = None
     """Point at which the script waits for others; its `step` is not set."""
@@ -137,14 +139,15 @@ class ScriptPosition:
         ends = [step for step in (self.wish, self.stop_at) if step is not None]
         end = min(ends) + 1 if ends else 0
         call = [self.num_calls, int(self.in_call), int(self.unconfirmed)]
-        return [at_step, *call, end, self.weight_exponent]
+        exponent = NO_EXPONENT if self.weight_exponent is None else self.weight_exponent
+        return [at_step, *call, end, exponent]
 
     def follow(self, positions: Sequence[Sequence[int]], own_step: int) -> None:
         """Apply the consequences of all members' positions. Raises what `exchange_positions`
         raises.
         """
-        # A newcomer has 0.
-        self.weight_exponent = max(row[5] for row in positions)
+        exponents = [row[5] for row in positions if row[5] != NO_EXPONENT]
+        self.weight_exponent = max(exponents, default=None)
         newest = max(step for step, *_ in positions)
         if newest == NO_STATE:
             return

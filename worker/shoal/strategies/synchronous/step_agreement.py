@@ -92,7 +92,7 @@ class StepWeights:
 
         A power of two, to cause no rounding; the same on all members of a generation.
         """
-        return 2.0**self._position.weight_exponent
+        return 2.0 ** (self._position.weight_exponent or 0)
 
     def begin(self) -> None:
         self.own: float | None = None
