@@ -1,4 +1,5 @@
-"""The clock of a coordinator, for all times that it shows or compares with each other."""
+"""The clock of a coordinator, for times that it compares with each other. Events, readings and
+snapshots have the system's time."""
 
 import time
 

@@ -1,5 +1,6 @@
 """Data that the coordinator keeps only to show it: health reports and events, both bounded."""
 
+import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -131,7 +132,8 @@ class StatusBoard:
         self._last_event_id = max(self._last_event_id + 1, int(self._clock() * 1000))
         event = EventView(
             id=self._last_event_id,
-            unix_s=self._clock(),
+            # People compare it with other logs: the system's clock.
+            unix_s=time.time(),
             kind=kind,
             reason=reason[:MAX_REASON_LENGTH],
             member_id=member_id,
@@ -186,7 +188,7 @@ class StatusBoard:
 
     def measured(self, job: str, reading: Reading) -> None:
         """Add a reading to the job's charts."""
-        self._board(job).series.add(reading, self._clock())
+        self._board(job).series.add(reading, time.time())
 
     def reports(self, job: str) -> Mapping[str, HealthView]:
         """Newest report of each member, including gone ones."""

@@ -1,5 +1,7 @@
 """The board of health and events: what it keeps of each job."""
 
+import time
+
 from support.clusters.status_world import health
 
 from shoal_server.status.board import MAX_JOBS, StatusBoard
@@ -46,3 +48,10 @@ def test_ids_of_events_rise_from_leader_to_leader() -> None:
     now_s += 1
     older.event("job", "member_joined", "it asked")
     assert len(older.events("job", after=last)) == 1
+
+
+def test_events_have_the_time_of_other_logs_of_the_host() -> None:
+    """The clock with which the board compares times stands still while the host is suspended."""
+    before_s = time.time()
+    event = StatusBoard(clock=lambda: 0.0).event("job", "member_joined", "w0")
+    assert before_s <= event.unix_s <= time.time()
