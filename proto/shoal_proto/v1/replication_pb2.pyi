@@ -372,6 +372,7 @@ class PushRecord(_message.Message):
     TABLE_STEP_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
     CODEC_FIELD_NUMBER: _builtins.int
+    ENDED_SESSIONS_FIELD_NUMBER: _builtins.int
     session: _builtins.str
     sequence: _builtins.int
     version: _builtins.int
@@ -405,6 +406,12 @@ class PushRecord(_message.Message):
     def codec(self) -> _codec_pb2.GradientCodec:
         """The encoding of the gradient, which is kept as received; not set: uncompressed."""
 
+    @_builtins.property
+    def ended_sessions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Tables: ended sessions whose row fates are forgotten, in the first push of a session. Their
+        pushes are still remembered.
+        """
+
     def __init__(
         self,
         *,
@@ -421,10 +428,11 @@ class PushRecord(_message.Message):
         table_step: _builtins.int = ...,
         step: Global___StepScope | None = ...,
         codec: _codec_pb2.GradientCodec | None = ...,
+        ended_sessions: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["codec", b"codec", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_unix_s", b"at_unix_s", "blocks", b"blocks", "codec", b"codec", "forgotten_sessions", b"forgotten_sessions", "lr", b"lr", "row_births", b"row_births", "row_ids", b"row_ids", "sequence", b"sequence", "session", b"session", "staleness", b"staleness", "step", b"step", "table_step", b"table_step", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_unix_s", b"at_unix_s", "blocks", b"blocks", "codec", b"codec", "ended_sessions", b"ended_sessions", "forgotten_sessions", b"forgotten_sessions", "lr", b"lr", "row_births", b"row_births", "row_ids", b"row_ids", "sequence", b"sequence", "session", b"session", "staleness", b"staleness", "step", b"step", "table_step", b"table_step", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -76,6 +76,7 @@ NAMED: Mapping[str, Bound] = {
     "session": text(512),
     "traceparent": text(64),
     "forgotten_sessions": text(512),
+    "ended_sessions": text(512),
     "host": HOST,
     "address": HOST,
     "device": WORD,

@@ -1,6 +1,6 @@
 """Dense shards: parameters with their optimizer state and update rule."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeGuard
@@ -127,6 +127,9 @@ class DenseBody:
 
     def fates(self, session: str, sequence: int) -> bytes:
         return b""
+
+    def ended_sessions(self, is_live: Callable[[str], bool]) -> Sequence[str]:
+        return ()
 
     def values(
         self, version: int, known_version: int = 0, writer: CopyOut | None = None

@@ -151,6 +151,9 @@ class SessionTable:
         self._sessions = restored
         self._num_bytes = sum(_bytes_of(name, known) for name, known in restored.items())
 
+    def __contains__(self, session: str) -> bool:
+        return session in self._sessions
+
     def __len__(self) -> int:
         return len(self._sessions)
 

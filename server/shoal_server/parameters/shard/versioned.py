@@ -110,6 +110,10 @@ class ShardBody(Protocol[PushT_contra, BatchT]):
         """Return the fates of the rows of a remembered push; empty if all were applied."""
         ...
 
+    def ended_sessions(self, is_live: Callable[[str], bool]) -> Sequence[str]:
+        """Return the sessions with fates that are not live: no retry will need their fates."""
+        ...
+
     def spec_message(self, spec: Shard) -> Message:
         """Return the message that describes an empty shard of the same kind."""
         ...
@@ -277,6 +281,8 @@ class VersionedShard(Generic[BodyT]):
         data = self._keep(push.gradient) if is_kept else push.gradient
         batch = self.body.read_batch(record, data) if push.batch is None else push.batch
         take_memory(self.body.growth_bytes(batch, push.at_unix_s))
+        if push.session not in self._sessions:
+            record.ended_sessions.extend(self.body.ended_sessions(is_live))
         record.forgotten_sessions.extend(self._sessions.evict_for(push.session, is_live))
         is_lent = push.is_borrowed and not isinstance(data, bytes)
         return *self._apply(UpdateRecord(record, data, is_lent), batch), False

@@ -1,6 +1,6 @@
 """The row fates of remembered pushes, so that a retry gets the answer of the first try."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -32,6 +32,10 @@ class RememberedFates:
     def forget(self, sessions: Iterable[str]) -> None:
         for session in sessions:
             self._num_bytes -= sum(map(len, self._fates.pop(session, {}).values()))
+
+    def ended_sessions(self, is_live: Callable[[str], bool]) -> Sequence[str]:
+        """Return the sessions with fates that are not live."""
+        return [name for name in self._fates if not is_live(name)]
 
     @property
     def num_bytes(self) -> int:

@@ -68,15 +68,20 @@ class ShardBuilder:
     """Builds one shard. Used by one thread at a time, and not on the event loop."""
 
     def __init__(self, header: CutHeader) -> None:
-        """Raises MalformedMessage for an unknown layout."""
+        """Raises MalformedMessage for an unknown layout, and for too many remembered pushes."""
         self.header = header
         self._content = _content(header)
-        if (
-            not LEAST_CHUNK_BYTES <= header.chunk_bytes <= MOST_CHUNK_BYTES
-            or header.rest_bytes > MAX_REST_BYTES
-            or list(self._content.described) != list(header.tensors)
-        ):
+        if not LEAST_CHUNK_BYTES <= header.chunk_bytes <= MOST_CHUNK_BYTES or list(
+            self._content.described
+        ) != list(header.tensors):
             raise _other_layout(header, self._content.described)
+        if header.rest_bytes > MAX_REST_BYTES:
+            raise MalformedMessage(
+                f"the image of shard {header.shard_id} has too much besides its values",
+                seen=f"{header.rest_bytes} bytes of remembered pushes and small tensors",
+                expected=f"at most {MAX_REST_BYTES}",
+                fix="Train with fewer members, or push fewer rows at a time.",
+            )
         self._num_rest = -(-header.rest_bytes // header.chunk_bytes)
         self._rest = bytearray()
         self._sessions: Sequence[SessionImage] = ()

@@ -1,7 +1,7 @@
 """Table shards: rows, and the row fates of remembered pushes."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeGuard
 
@@ -120,6 +120,7 @@ class TableBody:
 
     def apply(self, record: PushRecord, batch: RowBatch) -> bytes:
         self.answers.forget(record.forgotten_sessions)
+        self.answers.forget(record.ended_sessions)
         fates = batch.fates_in_order(
             self.content.push(
                 batch,
@@ -135,6 +136,9 @@ class TableBody:
 
     def fates(self, session: str, sequence: int) -> bytes:
         return self.answers.recall(session, sequence)
+
+    def ended_sessions(self, is_live: Callable[[str], bool]) -> Sequence[str]:
+        return self.answers.ended_sessions(is_live)
 
     def spec_message(self, spec: Shard) -> TableShardSpec:
         return TableShardSpec(shard=spec, table=self.table)

@@ -227,6 +227,23 @@ def test_ids_are_admitted_with_the_specified_probability() -> None:
         assert abs(len(shard.body.content) - expected) < 200
 
 
+def test_fates_of_ended_sessions_are_forgotten() -> None:
+    """Replicas forget them as well. The pushes themselves stay remembered."""
+    shard = new_shard(new_table(admission=Admission(kind="count", min_pushes=2)))
+    records: list[UpdateRecord] = []
+    copy = table_from_image(loaded(shard, records.append))
+    for number in range(8):
+        session = f"s{number}"
+        push = new_push([2 * number, 2 * number + 1], ones(2), session=session)
+        shard.push(push, lambda name, session=session: name in ("s0", session))
+    for record in records:
+        copy.replay(record)
+    for each in (shard, copy):
+        assert each.body.answers.num_bytes == 4
+        assert each.body.fates("s0", 1) == bytes([NOT_ADMITTED] * 2)
+        assert all(each.sessions.has_applied(f"s{number}", 1) for number in range(8))
+
+
 def test_a_repeated_push_gets_the_first_fates() -> None:
     """A copy made from an image repeats the first fates as well."""
     shard = new_shard(new_table(admission=Admission(kind="count", min_pushes=2)))
