@@ -28,9 +28,9 @@ _OF_SERIES: Mapping[str, tuple[str, Callable[[PublishedSeriesView], float]]] = {
         "Copies of the kept version that has the fewest copies.",
         lambda series: min((v.num_copies for v in series.versions), default=0),
     ),
-    "shoal_weights_lost_versions": (
-        "Versions that were dropped because no server had a copy; counts the newest 16 only.",
-        lambda series: len(series.lost),
+    "shoal_weights_last_lost_number": (
+        "Number of the newest version that was dropped because no server had a copy; 0: none.",
+        lambda series: max(series.lost, default=0),
     ),
     "shoal_weights_connected_readers": (
         "Readers of the series that have reported lately.",

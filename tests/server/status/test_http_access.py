@@ -23,8 +23,8 @@ from shoal_proto.tls.identity import in_folder
 from shoal_proto.tls.names import Caller, CertificateRole
 from shoal_server.serving.access.caller_proof import CallerProof
 from shoal_server.status.access import tokens
-from shoal_server.status.access.guard import OPEN, REPORT, Guard
-from shoal_server.status.access.sessions import COOKIE, VALID_S, Sessions
+from shoal_server.status.access.guard import OPEN, REPORT, Guard, session_of
+from shoal_server.status.access.sessions import VALID_S, Sessions, cookie, cookie_name
 from shoal_server.status.access.tokens import HttpRole, Tokens
 from shoal_server.status.app import build_app
 from shoal_server.status.http import server as http_server
@@ -172,10 +172,11 @@ async def test_a_session_of_the_page_ends_when_it_is_deleted(world: World, tmp_p
         assert secret not in begun.headers["set-cookie"]
         assert (await http.get("/api/v1/session")).json()["name"] == "bob"
         assert (await http.post("/api/v1/jobs/digits/retry")).status_code == 204
-        stolen = http.cookies[COOKIE]
+        name = cookie_name(http.base_url.netloc.decode())
+        stolen = http.cookies[name]
         assert (await http.delete("/api/v1/session")).status_code == 204
         http.cookies.clear()
-        again = await http.get("/api/v1/jobs", headers={"cookie": f"{COOKIE}={stolen}"})
+        again = await http.get("/api/v1/jobs", headers={"cookie": f"{name}={stolen}"})
         assert again.status_code == 401
 
 
@@ -495,3 +496,14 @@ def test_the_error_for_a_bad_line_has_only_its_number(tmp_path: Path, text: str)
     with pytest.raises(InvalidSpec, match="line 2") as raised:
         Tokens(file)
     assert text not in str(raised.value)
+
+
+def test_pages_of_two_ports_of_a_host_have_cookies_of_their_own() -> None:
+    """A browser sends the cookies of all ports: a login at one page must not end another's."""
+    names = [cookie_name(host) for host in ("localhost:7780", "localhost:7781", "[::1]:7780")]
+    assert names == ["shoal_session_7780", "shoal_session_7781", "shoal_session_7780"]
+    assert cookie_name("page.example") == cookie_name("a:b") == "shoal_session"
+    made = cookie("secret", "localhost:7780", is_https=False)
+    given = (b"cookie", made.partition(";")[0].encode())
+    for host, secret in ((b"localhost:7780", "secret"), (b"localhost:7781", "")):
+        assert session_of({"headers": [(b"host", host), given]}) == secret

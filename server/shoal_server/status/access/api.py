@@ -10,7 +10,7 @@ from pydantic import ConfigDict
 from shoal_proto.errors import AccessDenied
 from shoal_proto.names import MAX_NAME_LENGTH
 from shoal_server.serving.access.caller_proof import CallerProof
-from shoal_server.status.access.guard import OWN_USER, Guard, session_of
+from shoal_server.status.access.guard import OWN_USER, Guard, header, session_of
 from shoal_server.status.access.sessions import cookie
 from shoal_server.status.access.tokens import MAX_TOKEN_LENGTH
 from shoal_server.status.http.errors import ErrorBody, answer
@@ -139,7 +139,8 @@ def _add_session(api: APIRouter, guard: Guard, *, has_operations: bool) -> None:
 
 def _with_cookie(secret: str, request: Request) -> Response:
     is_https = request.url.scheme == "https"
-    return Response(status_code=204, headers={"Set-Cookie": cookie(secret, is_https=is_https)})
+    made = cookie(secret, header(request.scope, b"host"), is_https=is_https)
+    return Response(status_code=204, headers={"Set-Cookie": made})
 
 
 def _add_operations(api: APIRouter, operations: Operations, who: CallerProof) -> None:

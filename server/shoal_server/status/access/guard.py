@@ -14,7 +14,7 @@ from shoal_proto.tls import identity
 from shoal_proto.traces.log_limit import LogLimit
 from shoal_server.serving.access.local_users import PEER_USER
 from shoal_server.serving.access.roles import READS_STATUS
-from shoal_server.status.access.sessions import COOKIE, Sessions
+from shoal_server.status.access.sessions import Sessions, cookie_name
 from shoal_server.status.access.tokens import HttpRole, TokenHolder, Tokens
 from shoal_server.status.http.errors import answer
 from shoal_server.status.http.protocol import caller_in
@@ -104,7 +104,8 @@ def session_of(scope: Scope) -> str:
         cookies = SimpleCookie(header(scope, b"cookie"))
     except CookieError:
         return ""
-    return cookies[COOKIE].value if COOKIE in cookies else ""
+    name = cookie_name(header(scope, b"host"))
+    return cookies[name].value if name in cookies else ""
 
 
 class AccessControl:

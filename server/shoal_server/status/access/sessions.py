@@ -12,6 +12,7 @@ from shoal_server.status.access.tokens import TokenHolder, Tokens
 VALID_S = 12 * 3600
 MAX_SESSIONS = 1024
 COOKIE = "shoal_session"
+"""Name of the cookie, before the port: browsers send the cookies of all ports of a host."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,20 @@ def _key(secret: str) -> str:
     return hashlib.sha256(secret.encode()).hexdigest()
 
 
-def cookie(secret: str, *, is_https: bool) -> str:
+def cookie_name(host: str) -> str:
+    """Name of the session's cookie. `host`: the request's header of this name."""
+    port = host.rpartition(":")[2]
+    return f"{COOKIE}_{port}" if port.isascii() and port.isdigit() else COOKIE
+
+
+def cookie(secret: str, host: str, *, is_https: bool) -> str:
     """Set-Cookie header for a session; an empty secret deletes the cookie."""
     age_s = VALID_S if secret else 0
-    parts = [f"{COOKIE}={secret}", "Path=/", "HttpOnly", "SameSite=Strict", f"Max-Age={age_s}"]
+    parts = [
+        f"{cookie_name(host)}={secret}",
+        "Path=/",
+        "HttpOnly",
+        "SameSite=Strict",
+        f"Max-Age={age_s}",
+    ]
     return "; ".join([*parts, "Secure"] if is_https else parts)
