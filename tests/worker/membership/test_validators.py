@@ -171,3 +171,31 @@ def test_a_newcomer_without_the_jobs_validators_is_refused(cluster: LocalCluster
         with session.step() as step:
             session.backward(rank_bodies.loss_of(replica(batch.inputs), batch.targets))
         assert step.committed
+
+
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise IndexError("no text")
+
+    __repr__ = __str__
+
+
+def test_a_validator_whose_answer_has_no_text_rejects_like_any_other() -> None:
+    """The validators after it run, too."""
+
+    def fails(roster: shoal.Roster) -> None:
+        raise Unprintable
+
+    def returns(roster: shoal.Roster) -> shoal.Reject:
+        return Unprintable()  # type: ignore[return-value]
+
+    def says(roster: shoal.Roster) -> shoal.Reject:
+        return shoal.Reject(seen=Unprintable())  # type: ignore[arg-type]
+
+    def rejects(roster: shoal.Roster) -> shoal.Reject:
+        return shoal.Reject(seen="bad")
+
+    judges = ValidatorSet({"a": fails, "b": returns, "c": says, "d": rejects}, "a")
+    found = judges.rejections(ROSTER, LIMIT_S)
+    assert [each.field for each in found] == ["a", "b", "c", "d"]
+    assert all("whose text fails with IndexError" in each.seen for each in found[:3])

@@ -204,6 +204,13 @@ def test_integers_of_all_sizes_do_not_wrap(op: Reduction) -> None:
             assert seen == (3 * value if op == "sum" else expected)
 
 
+def test_values_are_reduced_by_name_and_not_by_their_order() -> None:
+    """A dict may be made from a set, whose order differs from process to process."""
+    given = {"correct": torch.tensor([10.0]), "total": torch.tensor([1e3]), "n": 1}
+    for found in run_on_gloo(2, reduced, "sum", [given, dict(reversed(given.items()))]):
+        assert found["correct"][1] == [20.0] and found["total"][1] == [2e3] and found["n"] == 2
+
+
 def test_a_mean_of_half_types_does_not_overflow_in_the_sum() -> None:
     given = {"loss": torch.tensor([60000.0], dtype=torch.float16)}
     for found in run_on_gloo(3, reduced, "mean", [given] * 3):
@@ -261,6 +268,9 @@ def refusals() -> list[Any]:
     def values(session: Session, model: Any, step: int) -> Any:
         return session.all_reduce({"a": torch.zeros(1 + session.rank)})
 
+    def operations(session: Session, model: Any, step: int) -> Any:
+        return session.all_reduce(torch.ones(1), "max" if session.rank else "sum")
+
     def kinds(session: Session, model: Any, step: int) -> Any:
         return session.all_reduce("a text")  # type: ignore[arg-type]
 
@@ -275,6 +285,7 @@ def refusals() -> list[Any]:
         pytest.param(samples, r"different calls.*content \w+.*; .*content", id="samples"),
         pytest.param(calls, r"different calls between two steps.*all_reduce", id="calls"),
         pytest.param(values, r"different values.*\(1,\).*\(2,\)", id="shapes"),
+        pytest.param(operations, r"different calls.*'sum'.*'max'", id="operations"),
         pytest.param(kinds, "the value cannot be reduced", id="kinds"),
         pytest.param(nothing, "returned no named values", id="no names"),
     ]

@@ -161,7 +161,7 @@ class ValidatorSet:
         run = self._running = _Run(self._validators, view(roster, self._member_id))
         run.thread.start()
         run.thread.join(limit_s)
-        if run.thread.is_alive():
+        if not run.is_done:
             seen = f"no answer after {limit_s:g} s"
             run.rejected[run.name] = Reject(seen=seen, expected="an answer in time")
         return [_rejection(name, reject) for name, reject in dict(run.rejected).items()]
@@ -172,6 +172,7 @@ class _Run:
         self.roster = roster
         self.rejected: dict[str, Reject] = {}
         self.name = next(iter(validators))
+        self.is_done = False
         self._validators = validators
         self.thread = threading.Thread(target=self._run, name="shoal-validators", daemon=True)
 
@@ -181,12 +182,23 @@ class _Run:
             try:
                 answer = function(self.roster)
             except BaseException as error:  # noqa: BLE001 - any exception is a rejection
-                answer = Reject(seen=f"{type(error).__name__}: {error}", expected="no exception")
+                seen = f"{type(error).__name__}: {_shown(error, str)}"
+                answer = Reject(seen=seen, expected="no exception")
             if answer is None:
                 continue
             if not isinstance(answer, Reject):
-                answer = Reject(seen=f"it returned {answer!r}", expected="None or shoal.Reject")
+                seen = f"it returned {_shown(answer, repr)}"
+                answer = Reject(seen=seen, expected="None or shoal.Reject")
             self.rejected[name] = answer
+        self.is_done = True
+
+
+def _shown(value: object, text_of: Callable[[object], str]) -> str:
+    """Text of a script's object, whose own methods may fail."""
+    try:
+        return text_of(value)
+    except Exception as error:  # noqa: BLE001 - a script's code
+        return f"a {type(value).__name__} whose text fails with {type(error).__name__}"
 
 
 def view(roster: pb.Roster, member_id: str) -> Roster:
@@ -214,10 +226,12 @@ def view(roster: pb.Roster, member_id: str) -> Roster:
 
 
 def _rejection(name: str, reject: Reject) -> pb.Rejection:
-    expected = f"{reject.expected} ({reject.fix})" if reject.fix else reject.expected
+    expected = _shown(reject.expected, str)
+    if reject.fix:
+        expected = f"{expected} ({_shown(reject.fix, str)})"
     return pb.Rejection(
         field=name,
-        seen=sendable(str(reject.seen), MAX_TEXT),
+        seen=sendable(_shown(reject.seen, str), MAX_TEXT),
         expected=sendable(expected, MAX_TEXT),
     )
 

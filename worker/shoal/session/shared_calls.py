@@ -96,7 +96,7 @@ class SharedCalls:
         def attempt(generation: Generation, group: dist.ProcessGroup) -> dict[str, Any]:
             return reduce(values, op, group, generation)
 
-        results = self.run("session.all_reduce", attempt)
+        results = self.run(f"session.all_reduce(op={op!r})", attempt)
         return results if isinstance(value, Mapping) else results[""]
 
     def _recover(self, error: Exception) -> None:
@@ -252,8 +252,9 @@ def reduce(
         )
     parts = [each[0] for each in messages]
     counts = [each is None or parts.index(each) == rank for rank, each in enumerate(parts)]
-    results: dict[str, Any] = {}
-    for name, value in values.items():
+    results: dict[str, Any] = dict.fromkeys(values)
+    # Members may have given the names in different orders.
+    for name, value in sorted(values.items()):
         if isinstance(value, Tensor):
             results[name] = _reduced(value, op, group, counts)
         else:
