@@ -82,8 +82,8 @@ def test_a_job_continues_in_another_cluster(shoal_command: Shoal, tmp_path: Path
         code, output = finish(taking)
         assert code == 0, output
         assert re.match(
-            rf"snapshot 1 of job snapped at {tmp_path}/snapshots: 4 shards, [0-9.]+ MiB, of which"
-            r" [0-9.]+ MiB are new; new pushes waited \d+ ms$",
+            rf"snapshot 1 of job snapped at {tmp_path}/snapshots: 4 shards, [0-9.]+ KiB, of which"
+            r" [0-9.]+ KiB are new; new pushes waited \d+ ms$",
             output.strip(),
         )
         code, output = finish(

@@ -207,6 +207,7 @@ def test_a_member_that_waits_for_a_coordinator_leaves_on_sigterm() -> None:
         with subprocess.Popen(
             [sys.executable, "-c", script],
             stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             text=True,
             env={**os.environ, "SHOAL_ADMISSION_S": "600"},
         ) as process:
