@@ -279,7 +279,8 @@ def _reduced(
 ) -> Tensor:
     """Return the reduced tensor. Half-precision types are reduced as float32 and rounded once."""
     dtype = torch.float32 if tensor.dtype in HALVES else tensor.dtype
-    host = tensor.detach().to("cpu", dtype, copy=True)
+    # Gloo adds memory, whatever its strides: members may have others.
+    host = tensor.detach().to("cpu", dtype, copy=True).contiguous()
     if not counts[group.rank()]:
         host.zero_()
     if op in ("sum", "mean"):

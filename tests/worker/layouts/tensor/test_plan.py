@@ -218,6 +218,19 @@ def test_small_modules_and_modules_with_hooks_stay_whole():
     assert "nothing is split" in str(derive(models.mlp(), 2))
 
 
+def test_no_pair_has_a_hook_between_its_layers():
+    """The hook would see the features of this rank only."""
+    for between in (nn.ReLU(), nn.Dropout(0.1)):
+        pair = nn.Sequential(nn.Linear(8, 16), between, nn.Linear(16, 8))
+        assert "paired" in " ".join(styles(pair).values())
+        between.register_forward_hook(lambda *_: None)
+        assert "paired" not in " ".join(styles(pair).values())
+    layer = nn.TransformerEncoderLayer(8, 2, 16)
+    assert "paired" in styles(layer)["linear1"]
+    layer.dropout.register_forward_hook(lambda *_: None)
+    assert "paired" not in styles(layer)["linear1"]
+
+
 def test_the_plan_is_a_table():
     plan = derive(nn.Sequential(nn.Linear(6, 7), nn.ReLU(), nn.Linear(7, 2)), 3, min_split_bytes=0)
     head, titles, column, row = str(plan).splitlines()

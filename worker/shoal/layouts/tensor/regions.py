@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from torch.fx.proxy import GraphAppendingTracer
 
 from shoal.randomness.dropout import KeyedDropout
-from shoal.torch_private.modules import buffer_table, child_table, copy_with_tables
+from shoal.torch_private.modules import buffer_table, child_table, copy_with_tables, has_hooks
 
 DROPOUTS = (nn.Dropout, KeyedDropout)
 _ELEMENTWISE_MODULES = (
@@ -82,6 +82,9 @@ def regions(parent: nn.Module) -> list[Region]:
 
 
 def is_elementwise(module: Any) -> bool:
+    """True if the module, or function, does the same to each element, and nothing else looks on."""
+    if isinstance(module, nn.Module) and has_hooks(module):
+        return False
     kind = type(module)
     if kind.__module__ == "transformers.activations":
         return kind.__name__ in _HUGGING_FACE
@@ -95,6 +98,8 @@ def _known(parent: nn.Module) -> list[Region] | None:
         return None
     activation = parent.activation
     if activation not in _ELEMENTWISE_FUNCTIONS and not is_elementwise(activation):
+        return []
+    if not isinstance(parent.dropout, nn.Module) or has_hooks(parent.dropout):
         return []
     return [Region(columns=("linear1",), row="linear2", dropouts=("dropout",))]
 
