@@ -281,11 +281,14 @@ def test_processes_end_with_the_batches_and_with_each_epoch_if_they_are_not_kept
     for kept in (True, False):
         others = _children()
         with loader_of(Drawn(), 2, persistent_workers=kept) as loader:
+            loader.start()
+            started = _children() - others
             pids = []
             for step in (0, 4, 5):
                 loader.synchronous(step, 0, 1)
                 pids.append(_children() - others)
         assert len(pids[0]) == 2
+        assert pids[0] == started, "the first batch does not start them again"
         assert pids[0] == pids[1]
         assert (pids[2] == pids[0]) == kept
         for pid in {pid for each in pids for pid in each}:

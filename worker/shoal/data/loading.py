@@ -41,6 +41,8 @@ from shoal_proto.numbers_given import convert_fields
 
 log = structlog.get_logger(__name__)
 
+NO_EPOCH = -1
+"""Epoch of processes that have loaded nothing yet."""
 ENDED_WITHIN_S = 2.0
 """Time within which a child's end is known."""
 LOOK_S = 1.0
@@ -215,7 +217,7 @@ class BatchLoader:
         self._iterator: Iterator[Any] | None = None
         self._watch: _FetchWatch | None = None
         self._refusal: BaseException | None = None
-        self._epoch = -1
+        self._epoch = NO_EPOCH
         self._sockets: frozenset[str] = frozenset()
 
     def start(self) -> None:
@@ -257,7 +259,7 @@ class BatchLoader:
         or a lack of memory, and if processes cannot start, end again or are late. Raises the errors
         of `on_wait`.
         """
-        if span.epoch != self._epoch and not self._loading.persistent_workers:
+        if self._epoch not in (NO_EPOCH, span.epoch) and not self._loading.persistent_workers:
             self.close()
         self._epoch = span.epoch
         if not self._requested or self._requested[0] != span:

@@ -135,10 +135,15 @@ def _settled(folder: Path) -> list[Path]:
 
     The folder's name contains the second of its creation, so the next folder gets another name.
     """
+    seen_s, since_s = 0.0, 0.0
     while True:
         files = list(folder.glob("run-*.wandb"))
         newest_s = max(path.stat().st_mtime for path in (folder, *files))
-        left_s = SETTLED_S - (time.time() - newest_s)
+        if newest_s != seen_s:
+            seen_s, since_s = newest_s, time.monotonic()
+        # A file server's clock may be ahead.
+        unchanged_s = max(time.time() - newest_s, time.monotonic() - since_s)
+        left_s = SETTLED_S - unchanged_s
         if left_s <= 0:
             return files
         time.sleep(min(left_s, SETTLED_S))
