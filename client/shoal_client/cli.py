@@ -193,7 +193,6 @@ def _carry_out(given: Sequence[str]) -> int:
         if error.filename is None and error.errno not in NOT_WRITTEN:
             raise
         print(f"shoal: {printable(str(error))}", file=sys.stderr)
-        _discard_unwritten()
         return FAILED
     except KeyboardInterrupt:
         return INTERRUPTED

@@ -3,18 +3,16 @@
 import time
 from contextlib import closing
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
 
 from shoal_client.connection.addresses import UsualCoordinators, usual_coordinators
 from shoal_client.connection.coordinators import Coordinators
-from shoal_client.connection.job_secret import secret_in
+from shoal_client.connection.job_secret import JobSecretFile, secret_in
 from shoal_client.host.reports import check_reachable
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.names import check_name
-from shoal_proto.secrets import JOB_VARIABLE
 from shoal_proto.terminal import printable
 from shoal_proto.tls.options import TlsOption, TlsOptions
 from shoal_proto.v1 import repair_pb2 as pb
@@ -44,10 +42,12 @@ class RepairConfig:
     desired_members: Annotated[int, Parameter(name="--desired")] = 0
     """The job's --desired; needed like --min."""
     job_secret: Annotated[
-        Path | None, Parameter(name="--job-secret", env_var=JOB_VARIABLE, metavar="FILE")
+        JobSecretFile,
+        Parameter(
+            help="File with the job's secret. If the record of the secret cannot be read, the job"
+            " has this one from then on; without it, none."
+        ),
     ] = None
-    """File with the job's secret. If the record of the secret cannot be read, the job has this one
-    from then on; without it, none."""
     coordinators: UsualCoordinators = ()
     tls: TlsOption = field(default_factory=TlsOptions)
 

@@ -85,7 +85,7 @@ def test_logs_that_a_killed_command_meant_to_keep_are_kept(parent: Path) -> None
 
 
 def test_a_directory_that_the_user_has_named_is_never_removed(parent: Path) -> None:
-    """It may have the name of a temporary directory, or have been one."""
+    """Such a directory may have the name of a temporary one, or have been one."""
     named, taken_over = parent / "shoal-up-data", _left_by_a_kill("shoal-up-")
     (named / "certs").mkdir(parents=True)
     for each in (named, taken_over):

@@ -97,7 +97,7 @@ def test_a_chain_passes_a_segment_on(servers: ParameterServers, stores: WeightSt
 def test_servers_pass_on_to_one_another_at_once(
     servers: ParameterServers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As many ranks as servers have threads put to each server, and none waits for another. The
+    """Each server gets puts of as many ranks as it has threads, and none waits for another. The
     first servers have the segments already, so that all begin to pass them on together."""
     opened = SegmentConnection.open.__func__  # type: ignore[attr-defined]
     monkeypatch.setattr(

@@ -241,7 +241,7 @@ async def test_a_broken_record_of_earlier_runs_refuses_no_process_of_a_run_that_
 
 
 async def test_a_rewritten_record_has_the_generation_that_published_last() -> None:
-    """Its generations' records may be gone: publications of lower ones would be refused."""
+    """Generations' records may be gone: publications of lower ones would be refused."""
     store = MemoryStore()
     head = SeriesHead(number=3, epoch=2, publisher=Publisher(generation=9))
     await store.put(keys.series_head("j/policy"), encode_head(head))

@@ -148,7 +148,7 @@ def test_forgotten_rows_are_looked_up_again() -> None:
 
 
 def test_rows_of_an_evaluation_after_training_are_not_kept() -> None:
-    """With gradients enabled, each evaluated batch would stay in memory."""
+    """Each evaluated batch would stay in memory if gradients are enabled."""
     rows = new_rows()
     rows.forget()
     values = weakref.ref(use(rows, {1: 0}, version=10))

@@ -332,7 +332,7 @@ def evaluated_alone(samples: Any, measure: Measure, batch_size: int) -> dict[str
 
 
 def test_an_evaluation_adds_half_precision_sums_in_float32() -> None:
-    """In bfloat16, 4 added to 1,024 gives 1,024."""
+    """1,024 + 4 is 1,024 in bfloat16."""
 
     def measure(batch: Batch) -> dict[str, torch.Tensor]:
         num = batch.inputs.sum()

@@ -457,7 +457,7 @@ def test_a_rollback_is_a_new_version_with_the_old_bytes() -> None:
 
 
 def test_a_repeated_rollback_has_the_answer_of_the_first() -> None:
-    """With two versions kept, the first request has dropped the old version."""
+    """The first request has dropped the old version, since two are kept."""
     run = Run()
     for publication in (1, 2):
         run.publish(publication)

@@ -149,7 +149,7 @@ def test_rows_in_use_outlast_a_time_without_pushes(monkeypatch: pytest.MonkeyPat
 def test_a_primary_that_leads_again_continues_from_the_newest_push(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its offset from the time when it led before counts no more: rows in use under the primary in
+    """The offset from the time when it led before counts no more: rows in use under the primary in
     between are kept."""
     steady_s = 70.0
     monkeypatch.setattr("time.monotonic", lambda: steady_s)
