@@ -316,6 +316,23 @@ def test_a_run_that_starts_over_is_refused_beside_later_steps_of_another_run(tmp
     assert steps_in(tmp_path) == [100, 101]
 
 
+def test_a_first_checkpoint_fails_beside_one_that_cannot_be_examined(
+    tmp_path,
+):
+    """An error of the storage says nothing about the arguments: the job goes on."""
+    broken = tmp_path / "step-00000100"
+    broken.symlink_to(broken.name)
+    checkpoints = Checkpoints(tmp_path, every_steps=1)
+    checkpoints.begin_write(at(1))
+    with pytest.raises(CheckpointFailed, match="could not be written") as raised:
+        checkpoints.finish_write()
+    assert raised.value.details["errno"] == "ELOOP"
+    broken.unlink()
+    checkpoints.begin_write(at(2))
+    checkpoints.finish_write()
+    assert steps_in(tmp_path) == [2]
+
+
 def test_a_run_may_go_back_before_its_own_newest_checkpoint(tmp_path):
     """Survivors of a loss may continue from a step before the newest one on disk."""
     with Checkpoints(tmp_path, every_steps=1) as checkpoints:

@@ -214,7 +214,9 @@ class _Writer:
             ) from error
 
     def _failure(self, stage: str, error: Exception) -> ShoalError:
-        if isinstance(error, ShoalError):
+        # A listing that fails says nothing about what the user asked for.
+        of_system = isinstance(error, InvalidSpec) and isinstance(error.__cause__, OSError)
+        if isinstance(error, ShoalError) and not of_system:
             return error
         system = _from_system(error)
         details = {"path": str(self._path), "rank": str(self._peers.rank)}
