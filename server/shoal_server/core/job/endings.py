@@ -211,9 +211,13 @@ def left(job: JobState, member: MemberState, event: MemberLeft, now_s: float) ->
         cause=event.reason or "of its own",
         lost=False,
     )
-    if event.failed:
-        # A new member would find no work left, and finish the job.
-        abandon(job, f"{member.member_id}: left: {event.reason}", now_s)
+    if event.failed and not job.is_completing and (trained is None or not job.members_of(trained)):
+        # A member that has not trained would find no work left, and finish the job.
+        reason = f"{member.member_id}: left: {event.reason}"
+        failed = refusals.stopped(job.spec.job, "has failed", reason)
+        for standby in list(job.members.values()) if trained is not None else ():
+            refuse(job, standby, failed, now_s)
+        abandon(job, reason, now_s)
 
 
 def finish(job: JobState, member: MemberState, why: str, now_s: float) -> None:

@@ -384,6 +384,30 @@ def test_a_job_fails_with_its_last_member(last_failed: bool, phase: Phase) -> No
     assert w.job.reason == "b: left: TrainingFailed: the loss is not finite"
 
 
+def test_a_member_in_reserve_does_not_keep_a_job_whose_trainers_failed() -> None:
+    """The reserve would find nothing left to train on, and finish the job."""
+    w = training("a", "b", high=2)
+    reserve = w.join("c")
+    w.run(2.0)
+    assert w.roster() == ["a", "b"]
+    for name in ("a", "b"):
+        member = w.members[name]
+        w.send(
+            member,
+            events.MemberLeft(
+                **w.process_of(member),
+                completed=False,
+                reason="TrainingFailed: the loss is not finite",
+                failed=True,
+            ),
+        )
+    w.run(3.0)
+    assert w.job.phase is Phase.FAILED
+    assert w.job.reason == "b: left: TrainingFailed: the loss is not finite"
+    assert reserve.refused is not None
+    assert reserve.refused.what == "job j has failed"
+
+
 def test_a_member_in_no_generation_may_complete_the_job() -> None:
     """An asynchronous job may be forming its next generation then."""
     w = world(desired=3)
