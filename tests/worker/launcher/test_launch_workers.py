@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
@@ -87,6 +88,8 @@ class ExitBook(MembershipServicer):
         self.members: tuple[str, ...] = ()
         self.asked: queue.SimpleQueue[str] = queue.SimpleQueue()
         """Jobs whose state the launcher requested."""
+        self.exits_answered = threading.Event()
+        self.exits_answered.set()
         self.goes_on = False
         """True if a worker that exits with 0 leaves a job that is not finished."""
 
@@ -95,6 +98,7 @@ class ExitBook(MembershipServicer):
         self.reports.put(request)
         self.secrets.put(request.launch_secret)
         self.events.put(f"{request.pid} {request.exit_code}")
+        self.exits_answered.wait(DEADLINE_S)
         lost = to_detail(self.lost) if self.lost is not None else None
         if not request.exit_code and not self.goes_on:
             self.phase = "finished"
@@ -538,6 +542,25 @@ def test_halts_are_reported_in_order(shoal_run: Run, book: ExitBook) -> None:
         assert book.events.get(timeout=DEADLINE_S) == f"{pid} {step}"
     code, output = finish(process)
     assert code == 128 + signal.SIGKILL, output
+
+
+@pytest.mark.long
+def test_a_halt_is_reported_while_the_report_of_an_exit_is_unanswered(
+    shoal_run: Run, book: ExitBook
+) -> None:
+    """An answer to an exit may wait for etcd for longer than a process may be halted."""
+    process = shoal_run(WAIT, "-n", "2", "--max-restarts", "0")
+    lines = [line for line in read_until(process, " pid ", count=2) if " pid " in line]
+    ended, halted = (int(line.rpartition(" ")[2]) for line in lines)
+    book.exits_answered.clear()
+    os.kill(ended, signal.SIGKILL)
+    assert book.events.get(timeout=DEADLINE_S) == f"{ended} -9"
+    for number, step in ((signal.SIGSTOP, "halted"), (signal.SIGCONT, "goes on")):
+        os.kill(halted, number)
+        assert book.events.get(timeout=DEADLINE_S) == f"{halted} {step}"
+    book.exits_answered.set()
+    process.send_signal(signal.SIGTERM)
+    finish(process)
 
 
 CLAIM = """

@@ -93,6 +93,8 @@ class Launcher:
         # Reentrant, for signal handlers.
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         self._reporter = HostReporter(config.coordinators)
+        # A worker that goes on must not wait until the exit of another one is durable.
+        self._halt_reporter = HostReporter(config.coordinators)
         self._beats = HostBeats(config.coordinators, self._events.put)
         self._output = WorkerOutput(self._events.put)
         self._reporting = threading.Lock()
@@ -119,6 +121,7 @@ class Launcher:
             BeatBoard(len(self.slots)) as board,
             temporary_directory("shoal-host-") as self._shared_directory,
             self._reporter,
+            self._halt_reporter,
             self._beats,
             self._outputs(),
             self._lifelines(),
@@ -271,7 +274,7 @@ class Launcher:
     def _halted(self, process: Process, halted: bool) -> None:
         # First, so that no later heartbeat says that the worker runs.
         self._beats.halted(process.pid, halted)
-        self._reporter.report(
+        self._halt_reporter.report(
             ReportHaltRequest(
                 job=self._config.job,
                 member_id=process.name,

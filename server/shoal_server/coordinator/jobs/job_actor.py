@@ -179,6 +179,11 @@ class JobActor:
         with self._failing_job():
             self._apply_step(self._driver.end_stream(stream, self._dependencies.clock()))
 
+    def note(self, event: MemberEvent) -> None:
+        """Apply an event whose caller does not wait until its effects are durable."""
+        with self._failing_job():
+            self._apply_step(self._driver.note(event, self._dependencies.clock()))
+
     def heartbeat(self, event: HeartbeatReceived, step: int) -> None:
         """Record a heartbeat. `step`: the member's step, as reported."""
         with self._failing_job():

@@ -143,7 +143,8 @@ class MembershipService(MembershipServicer):
         if member is not None:
             check_launcher(actor.job.spec, member, request, known_caller(context))
             event = events.ProcessHalted if request.halted else events.ProcessContinued
-            await actor.submit(event(**_identity(member)))
+            # An answer that waits for etcd would hold up the report that the process goes on.
+            actor.note(event(**_identity(member)))
         return _ack(actor)
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.Ack:

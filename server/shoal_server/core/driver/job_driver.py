@@ -117,9 +117,13 @@ class JobDriver(Generic[StreamT, CallT]):
         if self._streams.get(stream.member_id) is not stream:
             return []
         del self._streams[stream.member_id]
+        event = StreamDisconnected(member_id=stream.member_id, incarnation=stream.incarnation)
+        return self.note(event, now_s)
+
+    def note(self, event: MemberEvent, now_s: float) -> list[Action[StreamT, CallT]]:
+        """Apply the event, for which no call waits."""
         if self.failure is not None:
             return []
-        event = StreamDisconnected(member_id=stream.member_id, incarnation=stream.incarnation)
         return self._take(event, _InternalCall.EVENT, now_s)
 
     def heartbeat(self, event: HeartbeatReceived, step: int, now_s: float) -> None:

@@ -8,6 +8,7 @@ import grpc.aio
 import httpx
 import pytest
 from support.clusters.coordinator_world import Served, entered, propose, served
+from support.clusters.hooked_store import HookedStore, Transaction
 from support.clusters.memory_store import MemoryStore
 
 from shoal_client.membership.member_session import MemberSession
@@ -75,6 +76,46 @@ async def test_a_report_without_the_launchers_secret_is_refused(
         assert LAUNCH not in str(refused)
         assert not member.is_broken(1) and member.failure is None
         assert list(world.coordinator.registry.find("j").job.members) == ["a"]
+
+
+class GatedStore(HookedStore):
+    """A store whose writes wait while `opened` is not set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.opened = asyncio.Event()
+        self.opened.set()
+
+    async def before(self, transaction: Transaction) -> None:
+        await self.opened.wait()
+
+
+async def test_reports_of_halts_are_answered_while_etcd_does_not_answer() -> None:
+    """A launcher reports one event at a time: the report that the process goes on would come too
+    late."""
+    store = GatedStore()
+    async with served(store) as world:
+        await training(world, launch_secret=LAUNCH)
+        job = world.coordinator.registry.find("j").job
+        pid, host = job.members["a"].info.pid, job.members["a"].info.host
+        store.opened.clear()
+        writing = asyncio.create_task(world.coordinator.registry.find("j").stop("a test"))
+        await asyncio.sleep(0)
+        assert world.coordinator.registry.find("j").is_writing
+        for is_halted in (True, False):
+            report = pb.ReportHaltRequest(
+                job="j",
+                member_id="a",
+                pid=pid,
+                host=host,
+                halted=is_halted,
+                launch_secret=LAUNCH,
+            )
+            async with asyncio.timeout(WITHIN_S):
+                assert await refusal(world, lambda stub, it=report: stub.ReportHalt(it)) is None
+            assert (job.members["a"].halted_s is not None) is is_halted
+        store.opened.set()
+        await writing
 
 
 async def test_a_report_with_the_launchers_secret_removes_the_member() -> None:
