@@ -1445,8 +1445,8 @@ class LeaveRequest(_message.Message):
     closes: _builtins.bool
     """The member stays, and the job accepts no more members. Only with `completed`."""
     failed: _builtins.bool
-    """The training has ended without a usable result, as with TrainingFailed: if no other member is
-    left, the job has failed. Not with `completed`.
+    """The training has ended without a usable result, as with TrainingFailed: if no member that
+    trained is left, the job has failed. Not with `completed`.
     """
     @_builtins.property
     def token(self) -> _identity_pb2.Token: ...
