@@ -14,6 +14,7 @@ from shoal_client.membership import calls as membership_calls
 from shoal_proto.errors import ShoalError, UnknownJob
 from shoal_proto.status import from_detail
 from shoal_proto.v1 import membership_pb2 as pb
+from shoal_proto.v1.identity_pb2 import Token
 
 log = structlog.get_logger(__name__)
 
@@ -33,15 +34,15 @@ class _Watched:
     halted: bool = False
 
     @property
-    def status_query(self) -> tuple[str, str] | None:
-        """Job to ask about, and the claimed member ("" without a claim). None if the process gets
+    def status_query(self) -> Token | None:
+        """Job to ask about, and the claimed member (none without a claim). None if the process gets
         notices itself, or has no claim and was not halted before it joined.
         """
         claim = self.slot.claim_of(self.pid)
         if claim is None:
-            return (self.job, "") if self.halted and not self.slot.has_left else None
+            return Token(job=self.job) if self.halted and not self.slot.has_left else None
         notified = self.slot.claimed(self.pid) and self.slot.ending is MembershipEnding.UNKNOWN
-        return None if notified and not self.halted else (claim.token.job, claim.token.member_id)
+        return None if notified and not self.halted else claim.token
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +53,8 @@ class WorkerStatus:
     job: str
     phase: str
     """Empty: no such job."""
-    is_lost: bool
-    """True if the worker claims to be a member that the job does not have."""
+    lost_incarnation: str = ""
+    """Incarnation that the worker claims, if the job does not have its member; else empty."""
 
 
 class HostBeats:
@@ -127,18 +128,26 @@ class HostBeats:
             asked = [(each.pid, of) for each in self._watched.values() if (of := each.status_query)]
         if asked:
             self._asks_at_s = time.monotonic() + ASKS_EVERY_S
-        for pid, (job, member_id) in asked:
+        for pid, token in asked:
+            request = pb.GetJobRequest(job=token.job)
             try:
                 standing = self.coordinators.call(
-                    membership_calls.get_job, pb.GetJobRequest(job=job), timeout_s=CALL_TIMEOUT_S
+                    membership_calls.get_job, request, timeout_s=CALL_TIMEOUT_S
                 )
             except UnknownJob:
                 standing = pb.JobStanding()
             except ShoalError as error:
-                log.debug("job_status_unknown", job=job, reason=str(error))
+                log.debug("job_status_unknown", job=token.job, reason=str(error))
                 continue
-            is_lost = bool(member_id) and member_id not in standing.member_ids
-            self._on_standing(WorkerStatus(pid=pid, job=job, phase=standing.phase, is_lost=is_lost))
+            is_lost = token.member_id not in standing.member_ids
+            self._on_standing(
+                WorkerStatus(
+                    pid=pid,
+                    job=token.job,
+                    phase=standing.phase,
+                    lost_incarnation=token.incarnation if is_lost else "",
+                )
+            )
 
     def _send(self, claims: Sequence[tuple[BeatSlot, SlotClaim]]) -> None:
         request = pb.HeartbeatRequest(

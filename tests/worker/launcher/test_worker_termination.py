@@ -7,6 +7,7 @@ import pytest
 from shoal.launcher import worker_termination
 from shoal.launcher.worker_slots import WorkerSlot
 from shoal.launcher.worker_termination import WorkerTermination
+from shoal_client.host.beats import WorkerStatus
 from shoal_client.liveness.beat_board import BeatBoard
 from shoal_client.local.process import Process
 
@@ -90,3 +91,20 @@ def test_a_worker_of_a_stopped_job_is_asked_once(
     assert process.num_asked == 1
     termination.order_stop()
     assert process.num_asked == 1
+
+
+def test_a_worker_that_joined_again_has_the_whole_grace_time_at_its_next_loss(
+    monkeypatch: pytest.MonkeyPatch,
+    termination: WorkerTermination,
+    slot: WorkerSlot,
+    said: list[str],
+) -> None:
+    """A process that joins again claims another incarnation."""
+    times_s = iter([1.0, 100.0, 104.0, 105.0, 105.0])
+    monkeypatch.setattr(worker_termination.time, "monotonic", lambda: next(times_s))
+    for incarnation in ("first", "second", "second", "second"):
+        assert slot.killed_s is None
+        status = WorkerStatus(pid=7, job="j", phase="running", lost_incarnation=incarnation)
+        termination.kill_if_lost(status)
+    assert slot.killed_s == 105.0
+    assert said[0] == "vm-0 was declared lost and does not end"

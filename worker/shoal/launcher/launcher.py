@@ -301,7 +301,7 @@ class Launcher:
         process.drain(OUTPUT_S)
         self._output.flush()
         slot.has_joined |= board.slots[slot.index].was_claimed
-        slot.process, slot.halted, slot.killed_s, slot.lost_s = None, False, None, None
+        slot.process, slot.halted, slot.killed_s = None, False, None
         slot.exits.append(Exit(code=code, ending=board.slots[slot.index].ending))
         if code == 0 or (code == DRAINED and not self._worker_ends.were_signalled):
             # The answer says if the worker has finished the job, and if the job was stopped.

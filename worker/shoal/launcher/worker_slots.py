@@ -1,5 +1,6 @@
 """Slots of a launcher's workers."""
 
+import math
 import signal
 from dataclasses import dataclass, field
 
@@ -85,8 +86,10 @@ class WorkerSlot:
     asked: Process | None = None
     """The newest process that was asked to end."""
     halted: bool = False
-    lost_s: float | None = None
-    """Time (monotonic) when the running process was seen as lost."""
+    lost_incarnation: str = ""
+    """The newest incarnation that was seen as lost; a process that joins again has another."""
+    lost_s: float = -math.inf
+    """Time (monotonic) when it was first seen as lost."""
     killed_s: float | None = None
     """Time (monotonic) when the launcher first killed the process."""
     watch: ExitWatch | None = None

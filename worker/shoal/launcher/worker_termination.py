@@ -62,10 +62,11 @@ class WorkerTermination:
     def kill_if_lost(self, status: WorkerStatus) -> None:
         """Kill a worker that was declared lost, if it is halted or outlives the grace time."""
         slot = next((s for s in self.running if s.pid == status.pid), None)
-        if slot is None or not status.is_lost or slot.killed_s is not None:
+        if slot is None or not status.lost_incarnation or slot.killed_s is not None:
             return
         now_s = time.monotonic()
-        slot.lost_s = now_s if slot.lost_s is None else slot.lost_s
+        if slot.lost_incarnation != status.lost_incarnation:
+            slot.lost_incarnation, slot.lost_s = status.lost_incarnation, now_s
         # A running worker learns of the loss, and ends by itself.
         if slot.halted or now_s >= slot.lost_s + self._grace_s:
             how = "while it was halted" if slot.halted else "and does not end"
