@@ -32,7 +32,7 @@ from shoal_client.local.cluster import LocalCluster, LocalClusterConfig, last_li
 from shoal_client.local.directory import keep_logs
 from shoal_client.local.etcd import EtcdAddresses
 from shoal_client.local.keeper import RestartPolicy
-from shoal_client.remote.ssh import MARK
+from shoal_client.remote.ssh import MARK, connection_addresses
 from shoal_proto.errors import InvalidSpec, ShoalError, Unavailable
 
 LOOK = "look"
@@ -131,7 +131,7 @@ def main(arguments: Sequence[str]) -> int:
     except (ShoalError, OSError) as error:
         print(error, flush=True)
         return 1
-    client, _, address, *_ = [*os.environ.get("SSH_CONNECTION", "").split(), "", "", ""]
+    client, address = connection_addresses()
     answer = HostAnswer(
         version=version("shoal"),
         runs=runs,

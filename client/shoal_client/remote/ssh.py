@@ -1,6 +1,7 @@
 """Commands on other hosts with the system's ssh."""
 
 import ipaddress
+import os
 import re
 import shlex
 import shutil
@@ -13,6 +14,7 @@ from shoal_proto.errors import InvalidSpec
 
 LOCALHOST = "localhost"
 """This machine among hosts, used without ssh."""
+CONNECTION = "SSH_CONNECTION"
 MARK = "shoal-host: "
 """Start of messages to the connecting command; other lines are output."""
 # A name that begins with "-" would be an option of ssh.
@@ -35,8 +37,16 @@ def command_on(host: str, words: Sequence[str]) -> Sequence[str]:
     """Return the command that runs `words` on the host."""
     line = f"exec {shlex.join(words)}"
     if host == LOCALHOST:
-        return ("sh", "-c", line)
+        # That of the user's own login says nothing about this machine and the hosts.
+        return ("sh", "-c", f"unset {CONNECTION}; {line}")
     return ("ssh", *SSH_OPTIONS, "--", host, line)
+
+
+def connection_addresses() -> tuple[str, str]:
+    """Return the addresses of the connecting machine and of this one, on a host that ssh has
+    connected to; empty strings if ssh does not know them, as behind a ProxyCommand."""
+    client, _, own, *_ = [*os.environ.get(CONNECTION, "").split(), "", "", ""]
+    return ("", "") if "UNKNOWN" in (client, own) else (client, own)
 
 
 def check_ssh(hosts: Sequence[str]) -> None:

@@ -110,6 +110,8 @@ def run_hosts(tmp_path: Path) -> Iterator[Run]:
             "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
             "SSH_LOG": str(tmp_path / "ssh.log"),
             "SHOAL_LOG_DIR": str(tmp_path / "logs"),
+            # The user is logged in by ssh, through a router.
+            "SSH_CONNECTION": "203.0.113.7 50000 10.0.0.1 22",
             **variables,
         }
         words = ("run", "--hosts", hosts, *options, "train.py", *arguments)

@@ -25,7 +25,7 @@ from shoal.launcher.output import discard
 from shoal_client.cli import main as run_command
 from shoal_client.local.access import CERTIFICATES
 from shoal_client.local.directory import temporary_directory
-from shoal_client.remote.ssh import MARK
+from shoal_client.remote.ssh import MARK, connection_addresses
 from shoal_proto.tls.identity import FOLDER_VARIABLE
 
 MAX_ORDER_BYTES = 1 << 24
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str]) -> int:
         HostGreeting(
             version=version("shoal"),
             num_workers=count,
-            seen_address=os.environ.get("SSH_CONNECTION", "").partition(" ")[0],
+            seen_address=connection_addresses()[0],
         )
     )
     # With sys.stdin, Python cannot end while a thread reads.
