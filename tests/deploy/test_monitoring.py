@@ -49,7 +49,7 @@ def known() -> World:
     figures |= {"cpu_cores": 1.0, "host_received_bytes_per_s": 1.0, "host_sent_bytes_per_s": 1.0}
     figures |= {"sent_bytes_per_step": 10, "compression_ratio": 2.0}
     world.board.report("digits", "w1", status_world.health("w1", **figures))
-    world.board.snapshot_taken("digits", 1.0, "snapshot 1")
+    world.board.snapshot_taken("digits", "snapshot 1")
     return world
 
 

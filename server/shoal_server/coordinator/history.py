@@ -23,6 +23,7 @@ from shoal_server.etcd.api import Put, unchanged_since
 from shoal_server.etcd.json_fields import UnreadableRecord
 from shoal_server.etcd.leader_store import LeaderStore
 from shoal_server.serving.tasks import gather_bounded
+from shoal_server.serving.unix_clock import unix_s
 from shoal_server.status.board import StatusBoard
 from shoal_server.status.history.series import Reading
 from shoal_server.status.views import HealthView
@@ -73,7 +74,7 @@ class HistoryKeeper:
             roster, job = actor.job.running, actor.job.spec.job
             if roster is not None:
                 known = self._board.reports(job)
-                reading = _reading(roster, known, self._board.highest_step(job), time.time())
+                reading = _reading(roster, known, self._board.highest_step(job), unix_s())
                 if reading is not None:
                     self._board.measured(job, reading)
 

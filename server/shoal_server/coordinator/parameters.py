@@ -173,7 +173,6 @@ def _noting_snapshots(board: StatusBoard) -> Callable[[TakenSnapshot], None]:
         step = manifest.training.get("step")
         board.snapshot_taken(
             manifest.job,
-            manifest.taken_unix_s,
             f"snapshot {manifest.number}{f' of step {step}' if step else ''}:"
             f" {manifest.num_bytes / mib:.1f} MiB, {manifest.num_new_bytes / mib:.1f} of them new;"
             f" pushes waited {seconds(snapshot.pause_s)}",

@@ -1,5 +1,5 @@
-"""The clock of a coordinator, for times that it compares with each other. Events, readings and
-snapshots have the system's time."""
+"""The clock of a coordinator, for all times that it compares, counts from or shows. In files, such
+as a snapshot's, it writes the system's time."""
 
 import time
 

@@ -1,6 +1,5 @@
 """Data that the coordinator keeps only to show it: health reports and events, both bounded."""
 
-import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -132,8 +131,7 @@ class StatusBoard:
         self._last_event_id = max(self._last_event_id + 1, int(self._clock() * 1000))
         event = EventView(
             id=self._last_event_id,
-            # People compare it with other logs: the system's clock.
-            unix_s=time.time(),
+            unix_s=self._clock(),
             kind=kind,
             reason=reason[:MAX_REASON_LENGTH],
             member_id=member_id,
@@ -161,9 +159,9 @@ class StatusBoard:
             log.info("generation_changed", job=job, reason=change.line)
             self.event(job, "generation_changed", change.line, generation=change.generation)
 
-    def snapshot_taken(self, job: str, unix_s: float, message: str) -> None:
-        """Record a complete snapshot of the job, taken at `unix_s`."""
-        self._board(job).snapshot_unix_s = unix_s
+    def snapshot_taken(self, job: str, message: str) -> None:
+        """Record that a complete snapshot of the job was taken just now."""
+        self._board(job).snapshot_unix_s = self._clock()
         self.event(job, "snapshot_taken", message)
 
     def snapshot_unix_s(self, job: str) -> float | None:
@@ -188,7 +186,7 @@ class StatusBoard:
 
     def measured(self, job: str, reading: Reading) -> None:
         """Add a reading to the job's charts."""
-        self._board(job).series.add(reading, time.time())
+        self._board(job).series.add(reading, self._clock())
 
     def reports(self, job: str) -> Mapping[str, HealthView]:
         """Newest report of each member, including gone ones."""

@@ -2,7 +2,6 @@
 what the API shows."""
 
 import dataclasses
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -231,7 +230,7 @@ class _Snapshot(Collector):
             for _, buckets, sum_s in totals.recoveries.series():
                 recovery.add_metric([name], buckets=buckets, sum_value=sum_s)
             if (taken_s := board.snapshot_unix_s(name)) is not None:
-                age.add_metric([name], max(0.0, time.time() - taken_s))
+                age.add_metric([name], max(0.0, unix_s() - taken_s))
         yield from (restarts, idle, goodput, lost, steps, recovery, age)
 
     def _members(self) -> Iterator[Metric]:

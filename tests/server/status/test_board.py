@@ -1,10 +1,9 @@
 """The board of health and events: what it keeps of each job."""
 
-import time
-
 from support.clusters.status_world import health
 
 from shoal_server.status.board import MAX_JOBS, StatusBoard
+from shoal_server.status.history.series import Reading
 
 
 def test_a_jobs_losses_are_in_the_order_of_its_steps_after_a_rollback() -> None:
@@ -50,8 +49,14 @@ def test_ids_of_events_rise_from_leader_to_leader() -> None:
     assert len(older.events("job", after=last)) == 1
 
 
-def test_events_have_the_time_of_other_logs_of_the_host() -> None:
-    """The clock with which the board compares times stands still while the host is suspended."""
-    before_s = time.time()
-    event = StatusBoard(clock=lambda: 0.0).event("job", "member_joined", "w0")
-    assert before_s <= event.unix_s <= time.time()
+def test_all_times_of_a_board_are_of_one_clock() -> None:
+    """They are shown as ages, and beside each other in charts."""
+    board = StatusBoard(clock=lambda: 7.0)
+    assert board.event("job", "member_joined", "w0").unix_s == 7.0
+    board.snapshot_taken("job", "snapshot 1")
+    assert board.snapshot_unix_s("job") == 7.0
+    board.measured("job", Reading(generation=1, step=1))
+    kept = board.history("job")
+    assert kept is not None
+    view = kept[1].view()
+    assert 7.0 - view.interval_s < view.unix_s[0] <= 7.0

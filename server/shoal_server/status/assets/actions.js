@@ -90,7 +90,7 @@ function memberFacts({ member, health }) {
     host: member.process.host, pid: String(member.process.pid), address: member.process.address,
     device: (health && health.device) || member.process.device, torch: member.process.torch_version,
     "a step's time": health && health.step_parts && inWords(stepParts(health, page.state.job.least_exchange_s)),
-    shoal: member.process.shoal_version, joined: moment(new Date(member.joined_unix_s * 1000)),
+    shoal: member.process.shoal_version, joined: moment(timeOf(member.joined_unix_s)),
   }).filter(([, value]) => value);
   return [
     listed(facts),

@@ -193,7 +193,7 @@ function charts(job) {
   if (!found || found.length === 0 && !chosen.range_s && !chosen.other) return null;
   const history = historyOf(name);
   const note = chosen.other ? "over steps" : history.series.unix_s.length
-    ? `since ${moment(new Date(history.series.unix_s[0] * 1000))}; a line down marks a change of members` : "";
+    ? `since ${moment(timeOf(history.series.unix_s[0]))}; a line down marks a change of members` : "";
   const ranges = RANGES.map(([range_s, text]) => h("button", { type: "button", "data-range": range_s,
     "aria-pressed": String(range_s === chosen.range_s) }, text));
   return section("Charts", note,

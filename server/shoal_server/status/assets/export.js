@@ -18,7 +18,7 @@ function csvOf({ title, axis, lines, stepAt }) {
   const names = lines.map(({ name }) => (name ? `${title}: ${name}` : title));
   const head = axis === "time" ? ["time", "unix_s", "step"] : ["step"];
   const rows = xs.map((x, i) => [
-    ...(axis === "time" ? [new Date(x * 1000).toISOString(), x, stepAt(x)] : [x]), ...columns.map((ys) => ys[i])]);
+    ...(axis === "time" ? [timeOf(x).toISOString(), x, stepAt(x)] : [x]), ...columns.map((ys) => ys[i])]);
   return [[...head, ...names], ...rows].map((row) => row.map(csvCell).join(",")).join("\r\n") + "\r\n";
 }
 

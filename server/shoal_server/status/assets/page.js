@@ -3,6 +3,8 @@
 "use strict";
 
 const STALE_AFTER_MS = 4000;
+// More than a slow connection.
+const CLOCKS_DIFFER_MS = 30000;
 const RETRY_MS = 1500;
 const SHOWN_GENERATIONS = 12;
 const SVG = "http://www.w3.org/2000/svg";
@@ -123,8 +125,14 @@ const plural = (n, noun) => `${count(n)} ${noun}${n === 1 ? "" : "s"}`;
 const pill = (text) => h("span", { class: `pill ${TONES[text] || ""}` }, text);
 const spoken = (kind) => kind.replaceAll("_", " ");
 
+// The coordinator's clock ignores a suspend of its host, and corrections of the system's clock.
+function timeOf(unix_s) {
+  const ahead_ms = page.state ? page.received_ms - page.state.now_unix_s * 1000 : 0;
+  return new Date(unix_s * 1000 + (Math.abs(ahead_ms) > CLOCKS_DIFFER_MS ? ahead_ms : 0));
+}
+
 function ago(unix_s, now_s) {
-  const time = new Date(unix_s * 1000);
+  const time = timeOf(unix_s);
   return h("time", { datetime: time.toISOString(), title: moment(time) },
     `${duration(now_s - unix_s)} ago`);
 }
@@ -544,7 +552,7 @@ function show(state) {
   fill("jobs", jobList(state, state.job && state.job.detail.summary.job));
   fill("job", state.job ? jobView(state) : blank(state, page.wanted));
   drawCharts();
-  fill("clock", `As of ${clockOf(new Date(state.now_unix_s * 1000))}`);
+  fill("clock", `As of ${clockOf(timeOf(state.now_unix_s))}`);
   const job = state.job && state.job.detail.summary;
   document.title = job ? `${job.job}: ${job.shown_state} · Shoal` : "Shoal";
 }

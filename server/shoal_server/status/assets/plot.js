@@ -54,7 +54,7 @@ function logValues(low, high, room) {
 }
 
 function timeText(unix_s, increment_s) {
-  const time = new Date(unix_s * 1000);
+  const time = timeOf(unix_s);
   if (increment_s >= 86400 || time.getHours() + time.getMinutes() + time.getSeconds() === 0) return moment(time).slice(5, 10);
   return increment_s < 60 ? clockOf(time) : clockOf(time).slice(0, 5);
 }
@@ -138,7 +138,7 @@ function read(plot) {
   const x = u.data[0][idx];
   const isAt = isNumber(x);
   const at = !isAt ? "" : chart.axis === "step" ? `step ${count(x)}`
-    : [clockOf(new Date(x * 1000)), isNumber(chart.stepAt(x)) && `step ${count(chart.stepAt(x))}`].filter(Boolean).join(", ");
+    : [clockOf(timeOf(x)), isNumber(chart.stepAt(x)) && `step ${count(chart.stepAt(x))}`].filter(Boolean).join(", ");
   const last = isAt ? x : Infinity;
   const change = isAt && chart.changes.findLast((c) => {
     const [from, to] = [u.data[0][idx - 1] ?? -Infinity, u.data[0][idx + 1] ?? Infinity];
