@@ -79,7 +79,9 @@ class JobReader:
                 loss=result.loss if result else None,
                 num_samples=result.num_samples if result else None,
                 goodput=None,
-                unproductive_s=_idle_s(job, self.now_s),
+                unproductive_s=tally.idle_s
+                if self.now_s is None
+                else tally.idle_until_s(self.now_s),
             ),
             min_members=job.spec.min_members,
             max_members=job.spec.max_members,
@@ -168,14 +170,6 @@ def _job_state(job: Job) -> str:
     if job.members:
         return "running"
     return "interrupted" if job.progress.has_trained or job.previous or job.running else "waiting"
-
-
-def _idle_s(job: Job, now_s: float | None) -> float:
-    if now_s is None or job.phase in PHASES_OVER:
-        return job.tally.idle_s
-    changes = job.tries.changes
-    since_s = job.tally.begun_s if changes.before is None else changes.broke_s
-    return job.tally.idle_s + (max(0.0, now_s - since_s) if since_s is not None else 0.0)
 
 
 def quarantined_detail(job: str, reason: str, since_unix_s: float) -> JobDetail:

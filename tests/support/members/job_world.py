@@ -3,7 +3,7 @@
 import heapq
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from shoal_client.membership import member_events as ev
 from shoal_client.membership.identity import Identity
@@ -210,6 +210,7 @@ class World:
             finished=False,
             reason="",
             progress=old.progress,
+            tally=replace(old.tally),
             stopping=old.stop_reason,
             done=tuple(old.table.finished),
         )

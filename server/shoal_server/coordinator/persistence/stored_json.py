@@ -24,6 +24,7 @@ def state_to_json(record: StateRecord) -> bytes:
         "begun_unix_s": record.tally.begun_s,
         "num_breaks": record.tally.num_breaks,
         "idle_s": record.tally.idle_s,
+        "idle_since_unix_s": record.tally.idle_since_s,
         "result": _result_to_json(record.tally.result),
         "cleared": record.tally.is_cleared,
         "lost": record.lost,
@@ -67,6 +68,9 @@ def _tally(fields: Fields) -> LifetimeFigures:
         begun_s=fields.seconds("begun_unix_s"),
         num_breaks=fields.count("num_breaks"),
         idle_s=fields.seconds("idle_s"),
+        idle_since_s=fields.seconds("idle_since_unix_s")
+        if fields.has("idle_since_unix_s")
+        else None,
         result=result_from(fields.object("result")) if fields.has("result") else None,
         is_cleared=fields.flag("cleared"),
     )

@@ -100,6 +100,7 @@ def _tally(fields: Fields) -> LifetimeFigures:
         begun_s=_readable(lambda: fields.seconds("begun_unix_s"), 0.0),
         num_breaks=_count(fields, "num_breaks") or 0,
         idle_s=_readable(lambda: fields.seconds("idle_s"), 0.0),
+        idle_since_s=_readable(lambda: fields.seconds("idle_since_unix_s"), 0.0) or None,
         result=_readable(lambda: result_from(fields.object("result")), None),
         is_cleared=_flag(fields, "cleared"),
     )

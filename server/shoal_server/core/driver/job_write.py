@@ -88,7 +88,9 @@ class PendingWrite:
         self._state_changed = True
 
     def expel(self, member_id: str) -> None:
+        """Remove the member's key in the write, and add the job's own: a generation may be over."""
         self._members[member_id] = None
+        self._state_changed = True
 
     def save(self) -> None:
         """Add the job's own key to the write."""

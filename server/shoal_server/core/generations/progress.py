@@ -31,11 +31,27 @@ class LifetimeFigures:
     """Running generations that broke because a member was gone or a collective failed, and were
     followed by another generation."""
     idle_s: float = 0.0
-    """Time without a running generation."""
+    """Time without a running generation, up to `idle_since_s`."""
+    idle_since_s: float | None = None
+    """Time since which no generation runs; None if one runs, or the job is over."""
     result: JobResult | None = None
     """None until the result is kept."""
     is_cleared: bool = False
     """True if only the job's own record is left."""
+
+    def begin_idle(self, now_s: float) -> None:
+        """Note that no generation runs."""
+        if self.idle_since_s is None:
+            self.idle_since_s = now_s
+
+    def end_idle(self, now_s: float) -> None:
+        """Note that a generation runs, or that the job is over."""
+        self.idle_s, self.idle_since_s = self.idle_until_s(now_s), None
+
+    def idle_until_s(self, now_s: float) -> float:
+        """Return the whole time without a running generation."""
+        since_s = now_s if self.idle_since_s is None else self.idle_since_s
+        return self.idle_s + max(0.0, now_s - since_s)
 
 
 @dataclass(kw_only=True)

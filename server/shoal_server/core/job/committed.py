@@ -77,14 +77,13 @@ def _log_story(
     job: JobState, roster: GenerationRoster, cause: str, *, start: Step, reached: Step, now_s: float
 ) -> None:
     changes = job.tries.changes
+    job.tally.end_idle(now_s)
     if changes.newest_ran == roster.generation:
         # An earlier leader has logged this.
         reason = f"generation {roster.generation} continues under a new leader"
         job.log("leader_took_over", reason)
     else:
         story = changes.summarize(roster, cause, start=start, reached=reached, now_s=now_s)
-        begun_s = job.tally.begun_s
-        job.tally.idle_s += now_s - begun_s if changes.before is None else story.down_s
         reason = job.reason
         job.log("generation_running", reason, story=story)
     changes.clear_for(roster)

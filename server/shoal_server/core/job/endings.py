@@ -42,6 +42,8 @@ def abort(job: JobState, reason: str, now_s: float, conflicts: tuple[Conflict, .
     job.apply_trigger(Trigger.FAILED, reason, now_s)
     record = job.record_of(Verdict.ABORTED, reason, now_s, conflicts)
     job.agreement, job.tries.failures = None, job.tries.failures + 1
+    if roster.synchronous and (job.running is None or (brought_up and old_is_over)):
+        job.tally.begin_idle(now_s)
     job.emit(WriteGeneration(record=record))
     if brought_up and old_is_over and job.running is not None:
         # Sent before the outcome: members at the boundary must not take the abort as permission to
@@ -77,6 +79,7 @@ def break_off(job: JobState, lost: tuple[str, ...], reason: str, now_s: float) -
         return  # the abort ended it and notified its members
     job.tries.is_after_break = not job.stop_reason
     if running.synchronous:
+        job.tally.begin_idle(now_s)
         job.tries.changes.record_break("" if lost else reason, now_s)
     if job.phase is not Phase.ABORTED:
         job.apply_trigger(Trigger.BROKEN, reason, now_s)
@@ -122,6 +125,8 @@ def remove(
     attempted = member.is_in(job.attempt) and has_work
     reason = f"{member.member_id}: {reason}"
     job.table.remove(member, refusal)
+    if not job.members:
+        job.tally.begin_idle(now_s)
     job.emit(ExpelMember(member_id=member.member_id, incarnation=member.incarnation, reason=reason))
     job.log("member_completed" if completed else "member_removed", reason, member)
     if not job.table.candidates:

@@ -32,7 +32,7 @@ from shoal_server.core.membership.events import (
 from shoal_server.core.membership.member import MemberState
 from shoal_server.core.membership.membership_table import MembershipTable
 from shoal_server.core.membership.pauses import MAX_NAMES, Pause, PausedMembers, pause_in_words
-from shoal_server.core.membership.phases import Phase, Trigger, next_phase
+from shoal_server.core.membership.phases import OVER, Phase, Trigger, next_phase
 from shoal_server.core.membership.setbacks import Setbacks
 
 
@@ -146,7 +146,7 @@ class JobState:
 
     def __post_init__(self) -> None:
         self.table = MembershipTable(limits=self.limits)
-        self.tally.begun_s = self.phase_since_s
+        self.tally.begun_s = self.tally.idle_since_s = self.phase_since_s
 
     @property
     def tally(self) -> LifetimeFigures:
@@ -339,7 +339,12 @@ class JobState:
 
     def apply_trigger(self, trigger: Trigger, reason: str, now_s: float) -> None:
         """Move to the phase that the trigger leads to, and log it."""
-        self.phase = next_phase(self.phase, trigger)
+        was_over, self.phase = self.phase in OVER, next_phase(self.phase, trigger)
+        if self.phase in OVER:
+            self.tally.end_idle(now_s)
+        elif was_over:
+            # Since the job's end.
+            self.tally.begin_idle(self.phase_since_s)
         self.reason, self.phase_since_s = reason, now_s
         if self.phase is Phase.COLLECT:
             self.deadlines.overdue_check_s = now_s + self.limits.join_s

@@ -98,7 +98,19 @@ def restored(
         # Without a readable record, members report their step.
         job.table.settle(saved.members, settled=False)
         job.deadlines.broken_since_s = now_s
+    _continue_idle(job, now_s)
     return job
+
+
+def _continue_idle(job: JobState, now_s: float) -> None:
+    """Continue the time without a running generation. The record of the job's state is written
+    with each removed member, but not when a generation begins to run."""
+    tally, record = job.tally, job.record
+    if record is not None and record.decided_s >= (tally.idle_since_s or 0.0):
+        tally.end_idle(record.decided_s)
+    trains = bool(job.members) and record is not None and not record.roster.synchronous
+    if not trains and job.agreement is None:
+        tally.begin_idle(now_s)
 
 
 def _continue_generation(

@@ -65,6 +65,46 @@ def test_the_end_of_a_job_is_no_restart(end: str) -> None:
     assert w.job.tally.num_breaks == 1
 
 
+@pytest.mark.parametrize("end", ["stop", "abandon"])
+def test_the_wait_before_and_after_a_jobs_end_counts_as_idle_time(end: str) -> None:
+    """The time from the end to a retry counts, too; the time after a last end does not."""
+    w = training("a")
+    w.run(10.0)
+    before_s = w.job.tally.idle_until_s(10.0)
+    w.kill("a", seen_by_launcher=True)
+    w.run(100.0)
+    getattr(w, end)("no member for an hour")
+    assert w.job.phase in OVER
+    for now_s in (100.0, 500.0):
+        assert w.job.tally.idle_until_s(now_s) - before_s == pytest.approx(90.0, abs=1.0)
+    w.run(300.0)
+    w.retry()
+    assert w.job.tally.idle_until_s(300.0) - before_s == pytest.approx(290.0, abs=1.0)
+
+
+@pytest.mark.parametrize("num_leaders", [1, 2])
+def test_a_new_leader_knows_since_when_no_generation_runs(num_leaders: int) -> None:
+    w = training("a")
+    w.run(10.0)
+    before_s = w.job.tally.idle_until_s(10.0)
+    w.kill("a", seen_by_launcher=True)
+    for _ in range(num_leaders):
+        w.run(w.now_s + 45.0)
+        w.change_leader()
+    w.run(200.0)
+    assert w.job.tally.idle_until_s(200.0) - before_s == pytest.approx(190.0, abs=1.0)
+
+
+def test_a_generation_that_runs_on_under_a_new_leader_is_not_idle() -> None:
+    w = training("a", "b")
+    w.run(10.0)
+    before_s = w.job.tally.idle_until_s(10.0)
+    w.change_leader()
+    w.run(50.0)
+    assert w.is_running()
+    assert w.job.tally.idle_until_s(50.0) == before_s
+
+
 def test_an_abandoned_job_without_members_fails() -> None:
     """A job that has members does not."""
     w = training("a")
