@@ -272,7 +272,7 @@ async def test_jobs_are_chosen_by_keyboard(world: World, server: StatusServer, p
     await page.keyboard.press("Enter")
     await expect(page.get_by_role("heading", level=1)).to_have_text("other")
     assert page.url.endswith("?job=other")
-    await page.roll_back()
+    await page.go_back()
     await expect(page.get_by_role("heading", level=1)).to_have_text("digits")
 
 

@@ -27,7 +27,7 @@ from shoal_server.core.job.restore import SavedJob, restored
 from shoal_server.core.limits import Limits
 from shoal_server.core.membership import events
 from shoal_server.core.membership.member import MemberState
-from shoal_server.core.membership.phases import Phase
+from shoal_server.core.membership.phases import OVER, Phase
 
 REJECTION = pb.Rejection(field="scratch", seen="3 GiB free", expected="10 GiB free")
 FIELDS = {"strategy": "ddp", "schema": "s1"}
@@ -103,17 +103,14 @@ class World:
         self.log: list[str] = []
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
-        self._starts = 0
+        self.next_start = 1
+        """Time at which the next process starts, by its host's clock."""
         self._last_to: dict[str, float] = {}
         self.check: Callable[[], None] = lambda: None
         self.cut: set[tuple[str, str]] = set()
         """Pairs (from, to) of members; the first cannot reach the second."""
         self.rejecting: set[str] = set()
         """Members whose validators reject every roster."""
-
-    def _next_start(self) -> int:
-        self._starts += 1
-        return self._starts
 
     # --- faults and arrivals ---
 
@@ -136,7 +133,8 @@ class World:
             synchronous=synchronous,
             optional_fields=dict(optional_fields or {}),
         )
-        incarnation = new_incarnation(self._next_start())
+        incarnation = new_incarnation(self.next_start)
+        self.next_start += 1
         member = SimMember(
             name=name,
             incarnation=incarnation,
@@ -208,11 +206,12 @@ class World:
             before=committed[-2],
             members=members,
             finished=False,
-            reason="",
+            reason=old.reason,
             progress=old.progress,
             tally=replace(old.tally),
             stopping=old.stop_reason,
             done=tuple(old.table.finished),
+            completing=old.is_completing and old.phase not in OVER,
         )
         self.job = restored(
             old.spec, saved, limits=old.limits, digest_of=digest_of, now_s=self.now_s

@@ -99,6 +99,7 @@ class StoredJob:
             tally=self.state.tally,
             ended_s=self.state.ended_s,
             done=self.state.done,
+            completing=self.state.completing,
         )
         return restored(
             self.state.spec,

@@ -32,6 +32,7 @@ def state_to_json(record: StateRecord) -> bytes:
         "failed": record.failed,
         "ended_unix_s": record.ended_s,
         "done": record.done,
+        "completing": record.completing,
     }
     return json.dumps({**record.more, **value}).encode()
 
@@ -59,6 +60,7 @@ def state_from_json(job: str, data: bytes) -> StateRecord:
         tally=_tally(fields),
         ended_s=fields.seconds("ended_unix_s"),
         done=fields.texts("done"),
+        completing=fields.flag("completing"),
     )
     return replace(record, more=fields.unread_fields())
 

@@ -66,6 +66,7 @@ def repaired_state(
         tally=_tally(fields),
         ended_s=_readable(lambda: fields.seconds("ended_unix_s"), 0.0),
         done=_readable(lambda: fields.texts("done"), ()),
+        completing=_flag(fields, "completing"),
     )
     more = {name: value for name, value in fields.unread_fields().items() if name != "reason"}
     return replace(record, more=more)

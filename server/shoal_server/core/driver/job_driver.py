@@ -117,6 +117,8 @@ class JobDriver(Generic[StreamT, CallT]):
         if self._streams.get(stream.member_id) is not stream:
             return []
         del self._streams[stream.member_id]
+        if stream.member_id not in self.job.members:
+            self.liveness.forget(stream.member_id)
         event = StreamDisconnected(member_id=stream.member_id, incarnation=stream.incarnation)
         return self.note(event, now_s)
 

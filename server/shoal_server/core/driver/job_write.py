@@ -30,6 +30,8 @@ class StateRecord:
     """Time of the job's end; 0: not over, or unknown."""
     done: tuple[str, ...] = ()
     """Members that have done their work."""
+    completing: bool = False
+    """True if the job is not over and admits no further members."""
     more: Mapping[str, object] = field(default_factory=dict, compare=False)
     """Fields of a later release."""
     revision: int = field(default=0, compare=False)
@@ -58,6 +60,7 @@ class StateRecord:
             tally=replace(job.tally),
             ended_s=job.phase_since_s if job.phase in OVER else 0.0,
             done=tuple(sorted(job.table.finished)),
+            completing=job.is_completing and job.phase not in OVER,
         )
 
 

@@ -42,21 +42,23 @@ def _fenced(job: JobState, holder: MemberState | None, event: MemberEvent) -> Re
 
 
 def joined(job: JobState, event: MemberJoined, now_s: float) -> None:
+    known = job.members.get(event.member_id)
+    if known is not None and known.incarnation == event.incarnation:
+        # Also while the job is completing: the member has work left.
+        _reconnected(job, known, event.generation, now_s)
+        return
     job.refuse_if_over()
     if problem := event.spec.problem():
         raise EventRefused(refusals.bad_spec(job.spec.job, problem))
     if problem := device_problem(event.info):
         raise EventRefused(refusals.bad_devices(event.member_id, problem))
-    known = job.members.get(event.member_id)
-    if known is not None and known.incarnation == event.incarnation:
-        _reconnected(job, known, event.generation, now_s)
-        return
     if reason := job.stop_reason:
         raise EventRefused(refusals.stopped(job.spec.job, "is being stopped", reason))
     if event.incarnation in job.table.expelled:
         refusal = job.table.expelled[event.incarnation]
         raise EventRefused(refusal or _fenced(job, known, event))
-    if known is not None and is_older(event.incarnation, known.incarnation):
+    is_connected = known is not None and known.disconnected_s is None
+    if known is not None and is_connected and is_older(event.incarnation, known.incarnation):
         raise EventRefused(_fenced(job, known, event))
     if error := job.setbacks.left_out(event.member_id, now_s):
         raise EventRefused(
@@ -97,14 +99,6 @@ def _reconnected(job: JobState, member: MemberState, generation: Generation, now
 
 def disconnected(job: JobState, member: MemberState, now_s: float) -> None:
     job.table.disconnect(member, now_s)
-    if job.deadlines.suspect_since_s is not None and member.is_in(job.running):
-        endings.remove(
-            job,
-            member,
-            "its stream broke, and so did a collective",
-            now_s,
-            cause="connection lost",
-        )
 
 
 def halted(job: JobState, member: MemberState, now_s: float) -> None:

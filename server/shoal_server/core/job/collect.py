@@ -26,6 +26,8 @@ from shoal_server.core.membership.phases import Phase, Trigger
 
 
 def proposed(job: JobState, member: MemberState, proposal: Proposal, now_s: float) -> None:
+    if job.is_completing and member.is_in(job.running or job.previous):
+        return  # repeated after a reconnect; the member finishes by itself
     job.refuse_if_over()
     if not proposal.fields:
         raise EventRefused(refusals.empty_proposal(member.member_id))
@@ -148,7 +150,8 @@ def chosen(job: JobState, now_s: float) -> list[MemberState]:
         candidates = amid
     if job.running is not None and not any(m.is_in(job.running) for m in candidates):
         # All trainers are to leave, and hand over their state.
-        candidates += [m for m in job.members_of(job.running) if m.proposal is not None]
+        trainers = job.table.trainers(job.running)
+        candidates += [m for m in trainers if m.proposal and not m.proposal.stateless]
     if job.lacks_state(candidates):
         # Draining members that hold the state hand it over first.
         candidates += [m for m in job.table.draining.values() if m.holds_state]

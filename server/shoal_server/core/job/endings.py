@@ -138,7 +138,8 @@ def remove(
             job.end.completing, job.reason = True, "all members have done their work"
         # The next members need the whole minimum again.
         job.table.finished.clear()
-        job.emit(SaveJobRecord())
+        if not job.is_completing:
+            job.emit(SaveJobRecord())  # else written with the job's end
     if job.is_completing:
         roster = job.running or job.attempt
         if (trained or attempted) and not completed and roster is not None:
@@ -258,6 +259,8 @@ def complete(job: JobState, leaver: MemberState, why: str, now_s: float) -> None
     job.end.completing = True
     reason = f"{leaver.member_id} completed its work" + (f": {why}" if why else "")
     job.log("job_completing", reason)
+    # A new leader must not take the leaver for lost.
+    job.emit(SaveJobRecord())
     if job.agreement is not None and (job.running or job.phase is Phase.PREPARE):
         job.agreement.stop_at = None  # members with steps left continue
         abort(job, reason, now_s)

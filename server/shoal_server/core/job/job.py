@@ -83,7 +83,7 @@ class Job(JobState):
         """Act on passed deadlines."""
         pausing.keep_limits(self, now_s)
         deadlines = self.deadlines
-        for member, reason, cause in self.table.overdue(now_s):
+        for member, reason, cause in self.table.overdue(now_s, suspects=self.suspected):
             if self.members.get(member.member_id) is member:
                 endings.remove(self, member, reason, now_s, cause=cause)
         if limit_passed(deadlines.suspect_since_s, self.limits.reconnect_s, now_s):
@@ -258,7 +258,7 @@ class Job(JobState):
                 self.apply_trigger(trigger, self.reason, now_s)
 
     def _deadlines(self) -> Iterator[float]:
-        yield from self.table.deadlines()
+        yield from self.table.deadlines(suspects=self.suspected)
         yield from self.setbacks.next_release_s(self.table.candidates)
         yield from (pause.ends_s for _, pause in self.table.pauses)
         if self.deadlines.suspect_since_s is not None:

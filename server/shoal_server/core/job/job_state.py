@@ -169,6 +169,11 @@ class JobState:
         return self.end.stopping
 
     @property
+    def suspected(self) -> GenerationRoster | None:
+        """The running generation while a failed collective of it is unexplained."""
+        return self.running if self.deadlines.suspect_since_s is not None else None
+
+    @property
     def members(self) -> dict[str, MemberState]:
         return self.table.members
 

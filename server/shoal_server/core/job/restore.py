@@ -43,6 +43,8 @@ class SavedJob:
     """0: unknown."""
     done: tuple[str, ...] = ()
     """Members that have done their work."""
+    completing: bool = False
+    """True if the job was not over and admitted no further members."""
 
 
 def restored(
@@ -69,7 +71,8 @@ def restored(
     job.last_generation, job.reason = saved.last_generation, "a new leader took over"
     job.progress = saved.progress
     job.progress.tally = saved.tally
-    if saved.finished:
+    finished = saved.finished or (saved.completing and not saved.members)
+    if finished:
         # A leader's clock may have been wrong.
         job.phase_since_s = min(saved.ended_s or now_s, now_s)
     if saved.lost is not None:
@@ -78,7 +81,8 @@ def restored(
         job.phase, job.reason = Phase.LOST, job.end.lost.what
         return job
     job.end.stopping = saved.stopping
-    if saved.finished:
+    job.end.completing = saved.completing
+    if finished:
         job.phase, job.reason = Phase.FINISHED, saved.reason
         if saved.stopping or saved.failed:
             job.phase = Phase.STOPPED if saved.stopping else Phase.FAILED
@@ -93,7 +97,7 @@ def restored(
             job.table.drain(member, saved.stopping, now_s)
     job.table.finished.update(saved.done)
     if saved.record is not None:
-        _continue_generation(job, saved.record, saved.before, now_s)
+        _continue_generation(job, saved, saved.record, now_s)
     elif saved.members and saved.progress.has_trained:
         # Without a readable record, members report their step.
         job.table.settle(saved.members, settled=False)
@@ -109,14 +113,14 @@ def _continue_idle(job: JobState, now_s: float) -> None:
     if record is not None and record.decided_s >= (tally.idle_since_s or 0.0):
         tally.end_idle(record.decided_s)
     trains = bool(job.members) and record is not None and not record.roster.synchronous
-    if not trains and job.agreement is None:
+    if not trains and job.agreement is None and job.running is None:
         tally.begin_idle(now_s)
 
 
 def _continue_generation(
-    job: JobState, record: GenerationRecord, before: GenerationRecord | None, now_s: float
+    job: JobState, saved: SavedJob, record: GenerationRecord, now_s: float
 ) -> None:
-    roster = record.roster
+    roster, before = record.roster, saved.before
     job.record, job.previous = record, roster
     job.tries.changes.before = roster
     if job.progress.has_trained and roster.synchronous:
@@ -124,6 +128,11 @@ def _continue_generation(
         job.progress.trained_in = max(job.progress.trained_in, roster.generation)
     present = job.members_of(roster)
     job.table.settle(present, settled=not roster.synchronous)
+    if job.is_completing:
+        job.reason = saved.reason
+        # Its members finish by themselves.
+        job.running, job.phase = roster, Phase.RUNNING
+        return
     done = job.table.finished
     if {m.member_id for m in present} | done >= set(roster.member_ids):
         old = before.roster if before is not None and roster.planned else None

@@ -14,7 +14,8 @@ from shoal_server.core.membership.phases import Phase
 def collective_failed(
     job: JobState, member: MemberState, event: BreakReported, now_s: float
 ) -> None:
-    """Handle a failed collective: remove disconnected members as lost."""
+    """Handle a failed collective: a disconnected member is probably lost, or comes back soon if
+    all connections broke."""
     running = job.running
     if running is None or event.generation != running.generation:
         if NO_GENERATION < event.generation <= job.last_generation:
@@ -31,11 +32,6 @@ def collective_failed(
         job.reason = f"{in_code}; {refusals.OWN_CODE_FIX}"
     job.log("collective_failed", job.reason, member)
     member.reported_broken = running.generation
-    for other in job.members_of(running):
-        # A new leader sets future times, so that members can attend.
-        if other.disconnected_s is not None and other.disconnected_s <= now_s:
-            reason = "its stream broke, and so did a collective"
-            endings.remove(job, other, reason, now_s, cause="connection lost")
     if all(m.reported_broken == running.generation for m in trainers):
         # All members are connected: no loss explains the break.
         endings.break_off(job, (), f"{job.reason}; all members answer", now_s)

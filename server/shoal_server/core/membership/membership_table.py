@@ -166,21 +166,26 @@ class MembershipTable:
         """True if a member of the roster has done its work."""
         return any(name in self.finished for name in roster.ranks) if self.finished else False
 
-    def overdue(self, now_s: float) -> Iterator[tuple[MemberState, str, str]]:
+    def overdue(
+        self, now_s: float, *, suspects: GenerationRoster | None
+    ) -> Iterator[tuple[MemberState, str, str]]:
         """Yield members that were disconnected or halted for too long: (member, reason, cause in a
-        word or two)."""
+        word or two). `suspects`: the roster in which a collective has failed, if one has."""
         for member in list(self._halted.values()):
             if now_s >= self._halt_ends_s(member):
                 halted = f"{self.limits.halt_s:g} s"
                 yield member, f"a signal halted it (SIGSTOP) for {halted}", f"SIGSTOP for {halted}"
         for member in list(self._disconnected.values()):
-            if now_s >= self._reconnect_ends_s(member):
-                yield member, "its stream broke and did not come back", "connection lost"
+            if now_s >= self._reconnect_ends_s(member, suspects):
+                also = ", and a collective failed" if member.is_in(suspects) else ""
+                yield member, f"its stream broke and did not come back{also}", "connection lost"
 
-    def deadlines(self) -> Iterator[float]:
+    def deadlines(self, *, suspects: GenerationRoster | None = None) -> Iterator[float]:
         """Yield the earliest times at which `overdue` may yield a member."""
-        for member in self._first(self._disconnected):
-            yield self._reconnect_ends_s(member)
+        # The limit of a suspect is shorter than that of one that was disconnected before.
+        first = self._first(self._disconnected)
+        for member in first if suspects is None else self._disconnected.values():
+            yield self._reconnect_ends_s(member, suspects)
         for member in self._first(self._halted):
             yield self._halt_ends_s(member)
 
@@ -189,8 +194,10 @@ class MembershipTable:
         if table:
             yield next(iter(table.values()))
 
-    def _reconnect_ends_s(self, member: MemberState) -> float:
-        return _disconnected_s(member) + self.limits.reconnect_s
+    def _reconnect_ends_s(self, member: MemberState, suspects: GenerationRoster | None) -> float:
+        is_suspect = member.is_in(suspects)
+        limit_s = self.limits.halt_s if is_suspect else self.limits.reconnect_s
+        return _disconnected_s(member) + limit_s
 
     def _halt_ends_s(self, member: MemberState) -> float:
         assert member.halted_s is not None

@@ -10,6 +10,7 @@ from shoal_server.core.generations.roster import JobSpec, MemberInfo
 from shoal_server.core.job.job import Job
 from shoal_server.core.limits import Limits
 from shoal_server.core.membership.events import HeartbeatReceived, MemberJoined
+from shoal_server.core.membership.phases import Phase
 
 LIMITS = Limits()
 SPEC = JobSpec(job="j")
@@ -29,12 +30,14 @@ class Edge:
         job = Job(spec=SPEC, limits=LIMITS, digest_of=digest_of)
         self.driver: JobDriver[Stream, str] = JobDriver(job, self.now_s)
 
-    def join(self, member_id: str, incarnation: str) -> None:
-        self._do(self.driver.open_stream(Stream(member_id, incarnation), self.now_s))
+    def join(self, member_id: str, incarnation: str) -> Stream:
+        stream = Stream(member_id, incarnation)
+        self._do(self.driver.open_stream(stream, self.now_s))
         joined = MemberJoined(
             member_id=member_id, incarnation=incarnation, spec=SPEC, info=MemberInfo(host="h")
         )
         self._do(self.driver.submit(joined, "join", self.now_s))
+        return stream
 
     def beat(self, member_id: str, incarnation: str, step: int) -> None:
         event = HeartbeatReceived(member_id=member_id, incarnation=incarnation)
@@ -74,3 +77,14 @@ def test_a_replacement_does_not_have_the_heartbeats_of_the_replaced_process() ->
     edge.join("a", "i2")
     edge.beat("a", "i2", step=3)
     assert edge.driver.liveness.heartbeats["a"].step == 3
+
+
+def test_a_process_that_is_refused_leaves_nothing_behind() -> None:
+    """A job that is over is kept for weeks, and callers may give any name."""
+    edge = Edge()
+    edge.join("a", "i1")
+    edge.driver.job.phase = Phase.FINISHED
+    stream = edge.join("late", "i2")
+    edge.driver.end_stream(stream, edge.now_s)
+    assert list(edge.present()) == ["a"]
+    assert list(edge.driver.liveness.heartbeats) == ["a"]

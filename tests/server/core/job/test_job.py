@@ -67,14 +67,34 @@ def test_too_few_members_are_refused_after_the_join_limit() -> None:
 
 @pytest.mark.parametrize("by_launcher", [True, False])
 def test_survivors_of_a_loss_form_the_next_generation_at_once(by_launcher: bool) -> None:
-    """The break, the reports of steps and the agreement wait for no time limit."""
+    """The break, the reports of steps and the agreement wait for no time limit. Without a launcher,
+    the lost member has a moment to come back."""
     w = training("a", "b", "c")
     w.train(7)
     w.kill("b", seen_by_launcher=by_launcher)
-    w.run(1.001)
+    w.run(1.001 + (0.0 if by_launcher else w.job.limits.halt_s))
     assert w.is_running()
     assert w.job.last_generation == 2
     assert w.roster() == ["a", "c"]
+
+
+def test_members_whose_connections_all_broke_stay_members() -> None:
+    """A firewall forgot all connections: a member reports the failed collective while the others
+    reconnect, or before their streams break."""
+    w = training("a", "b", "c", "d")
+    w.train(10)
+    for name in "abc":
+        w.deliver(events.StreamDisconnected(**w.process_of(w.members[name])))
+    for number, name in enumerate("abc", start=1):
+        w.later(lambda it=name: w.attend_again(it), 0.02 * number)
+        w.later(lambda it=name: w.report_broken(w.members[it]), 0.02 * number + 0.002)
+    w.later(lambda: w.deliver(events.StreamDisconnected(**w.process_of(w.members["d"]))), 0.03)
+    w.later(lambda: w.attend_again("d"), 0.09)
+    w.later(lambda: w.report_broken(w.members["d"]), 0.1)
+    w.run(10.0)
+    assert w.is_running()
+    assert w.roster() == ["a", "b", "c", "d"]
+    assert w.gone == []
 
 
 def test_a_survivor_keeps_its_rank_if_it_still_exists() -> None:

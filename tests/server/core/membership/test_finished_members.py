@@ -69,6 +69,18 @@ def test_a_joiner_waits_until_a_generation_with_a_finished_member_ends() -> None
     assert all(member.core.track.is_closing for member in w.members.values())
 
 
+def test_a_drained_member_is_replaced_without_the_finished_ones() -> None:
+    """The newcomer needs no state from them."""
+    w = world("a", "b")
+    w.finish("a")
+    w.run(2.0)
+    w.join("c", stateless=True)
+    w.run(3.0)
+    w.drain("b")
+    w.run(4.0)
+    assert w.roster() == ["c"]
+
+
 def test_a_joiner_is_refused_once_all_members_have_finished() -> None:
     w = world("a", "b")
     w.finish("a")
@@ -222,7 +234,8 @@ def test_a_new_leader_does_not_wait_for_finished_members() -> None:
 
 @pytest.mark.parametrize("stopping", [False, True])
 def test_a_job_whose_members_end_without_a_leader_is_finished(*, stopping: bool) -> None:
-    """All have reported the end of their work, and none its leave; the job may also be stopped."""
+    """All have reported the end of their work, and none its leave; the job may also be stopped. The
+    leader died before it wrote that the job completes."""
     w = world("a", "b")
     for name in "ab":
         w.finish(name)
@@ -230,6 +243,7 @@ def test_a_job_whose_members_end_without_a_leader_is_finished(*, stopping: bool)
     if stopping:
         w.stop("enough")
     w.members.clear()
+    w.job.end.completing = False
     w.change_leader()
     w.run(100.0)
     assert w.job.phase is Phase.FINISHED

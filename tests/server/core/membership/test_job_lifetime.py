@@ -6,6 +6,7 @@ from support.members.job_world import World, digest_of, training
 from shoal_server.core.generations.roster import Generation, JobSpec
 from shoal_server.core.job.restore import SavedJob, restored
 from shoal_server.core.limits import Limits
+from shoal_server.core.membership import events
 from shoal_server.core.membership.events import EventRefused, RefusalKind
 from shoal_server.core.membership.phases import OVER, Phase
 
@@ -63,6 +64,43 @@ def test_the_end_of_a_job_is_no_restart(end: str) -> None:
     w.run(30.0)
     assert not w.is_running()
     assert w.job.tally.num_breaks == 1
+
+
+@pytest.mark.parametrize("is_new_leader", [False, True])
+def test_a_member_of_a_completing_job_keeps_its_time_if_it_reconnects(is_new_leader: bool) -> None:
+    """The member saves a model, say, while the other one has left with its work done. A new process
+    is refused."""
+    w = training("a", "b")
+    w.train(10)
+    w.complete("a")
+    w.run(2.0)
+    b = w.members["b"]
+    if is_new_leader:
+        w.change_leader()
+    else:
+        w.deliver(events.StreamDisconnected(**w.process_of(b)))
+        w.attend_again("b")
+    w.run(20.0)
+    late = w.join("c")
+    w.run(100.0)
+    assert late.refused is not None
+    assert late.refused.kind == RefusalKind.FINISHED
+    assert b.refused is None and list(w.job.members) == ["b"]
+    w.complete("b")
+    w.run(101.0)
+    assert w.job.phase is Phase.FINISHED
+
+
+def test_a_process_may_replace_a_dead_one_that_started_by_a_faster_clock() -> None:
+    """The host's clock was set back between the two starts."""
+    w = training("a", "b")
+    w.kill("b")
+    w.run(1.1)
+    w.next_start = 0
+    again = w.join("b")
+    w.run(5.0)
+    assert again.refused is None
+    assert w.roster() == ["a", "b"]
 
 
 @pytest.mark.parametrize("end", ["stop", "abandon"])
