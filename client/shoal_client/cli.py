@@ -26,7 +26,7 @@ from cyclopts.help import DefaultFormatter, PanelSpec
 from rich import box
 
 from shoal_proto.errors import ShoalError
-from shoal_proto.terminal import printable, stderr_logger
+from shoal_proto.terminal import StderrLogger, printable
 from shoal_proto.tls import identity
 from shoal_proto.tls.options import TlsOptions
 from shoal_proto.traces import tracing
@@ -125,7 +125,8 @@ def read_config(arguments: Sequence[str], commands: Mapping[str, Command]) -> An
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code: 1 after a ShoalError, an error of a file, or if
-    stdout was closed, 2 for bad arguments, 130 after Ctrl-C, else what the command returns."""
+    stdout was closed before the command was done, 2 for bad arguments, 130 after Ctrl-C, else what
+    the command returns."""
     # gRPC's C core prints texts for its own developers.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     _open_standard_streams()
@@ -135,7 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _forget_empty_variables()
     if not structlog.is_configured():
         # stdout is for what the command prints: JSON, or lines of workers.
-        structlog.configure(logger_factory=stderr_logger)
+        structlog.configure(logger_factory=StderrLogger)
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Lines of workers may have characters that the terminal's encoding lacks.
         sys.stdout.reconfigure(errors="replace")
@@ -183,7 +184,10 @@ def _carry_out(given: Sequence[str]) -> int:
             return BAD_ARGUMENTS
         tracing.from_environment(_name_of(given))
         code = run()
-        sys.stdout.flush()
+        try:
+            sys.stdout.flush()
+        except BrokenPipeError:
+            _discard_unwritten()  # whoever read it has seen enough
         return code
     except ShoalError as error:
         message = printable(str(error), lines=True)

@@ -10,7 +10,7 @@ import sys
 import unicodedata
 from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
-from typing import Any, TextIO, cast
+from typing import Any, Self, TextIO, cast
 
 import structlog
 
@@ -111,9 +111,17 @@ _LOG_STREAM = LogStream()
 """structlog keeps a lock for each stream that it has seen."""
 
 
-def stderr_logger(*_: object) -> structlog.PrintLogger:
-    """Logger factory for structlog; see `LogStream`."""
-    return structlog.PrintLogger(cast(TextIO, _LOG_STREAM))
+class StderrLogger(structlog.PrintLogger):
+    """Logger to `LogStream`. It can be copied and pickled, as part of a script's objects."""
+
+    def __init__(self, *_: object) -> None:
+        super().__init__(cast(TextIO, _LOG_STREAM))
+
+    def __reduce__(self) -> tuple[type[Self], tuple[()]]:
+        return type(self), ()
+
+    def __deepcopy__(self, memodict: dict[str, object]) -> Self:
+        return type(self)()
 
 
 def configure_script_log(environment: Mapping[str, str]) -> None:
@@ -126,5 +134,5 @@ def configure_script_log(environment: Mapping[str, str]) -> None:
         structlog.configure(
             processors=[*processors, printable_event, renderer],
             wrapper_class=structlog.make_filtering_bound_logger(level),
-            logger_factory=stderr_logger,
+            logger_factory=StderrLogger,
         )

@@ -314,6 +314,22 @@ def test_an_error_after_output_that_nobody_reads_has_its_own_exit_code() -> None
     assert done.returncode == 2, done.stderr
 
 
+def test_a_command_that_is_done_keeps_its_code_if_nobody_reads_the_rest(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(
+        [sys.executable, "-m", "shoal_client", "certs", "init", "--dir", f"{tmp_path}/c"],
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        check=False,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"},
+    )
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-"])
 def test_a_command_runs_without_a_standard_stream(closed: str) -> None:
     """Wrappers such as those of cron may close the streams. What a command writes to a stream that

@@ -74,3 +74,19 @@ def test_a_log_message_that_cannot_be_written_is_dropped(configure: str, stream:
         check=False,
     )
     assert done.stdout == "goes on\n"
+
+
+def test_a_scripts_logger_is_copied_and_pickled_with_the_object_that_has_it() -> None:
+    """A model may have one; strategies copy models, and loading processes get them pickled."""
+    script = (
+        "import copy, pickle, structlog\n"
+        f"{OF_A_WORKER}\n"
+        "log = structlog.get_logger().bind(net='n')\n"
+        "for made in (copy.deepcopy(log), pickle.loads(pickle.dumps(log))):\n"
+        "    made.info('made')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("net") == 2

@@ -177,15 +177,12 @@ class StatusClient:
 
     def job_of(self, member_id: str) -> str:
         """The job that has this member. Raises UnknownMember, or InvalidSpec if several jobs do."""
-        found, known, unread = [], [], list[Unavailable]()
+        found, known = [], []
         for job in (each["job"] for each in self.jobs() if each["num_members"]):
             try:
                 members = [entry["member"]["member_id"] for entry in self.job(job)["members"]]
             except UnknownJob:
                 continue  # removed since it was listed
-            except Unavailable as error:
-                unread.append(error)  # a new leader still reads this job
-                continue
             known += members
             found += [job] if member_id in members else []
         if len(found) > 1:
@@ -195,8 +192,6 @@ class StatusClient:
                 expected="the name of one",
                 fix="Give it with --job NAME.",
             )
-        if not found and unread:
-            raise unread[0]
         if not found:
             shown = ", ".join(known[:MAX_SHOWN_MEMBERS])
             raise UnknownMember(

@@ -52,7 +52,8 @@ def given_directory(directory: Path) -> Iterator[Path]:
     with ExitStack() as stack:
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            stack.enter_context(_locked(directory))
+            # The user may name it by a symbolic link.
+            stack.enter_context(_locked(directory.resolve()))
         except BlockingIOError as error:
             raise InvalidSpec(
                 "another `shoal up` uses the directory",

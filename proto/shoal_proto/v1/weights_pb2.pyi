@@ -346,6 +346,7 @@ class SeriesHead(_message.Message):
     DIGESTS_FIELD_NUMBER: _builtins.int
     LOST_FIELD_NUMBER: _builtins.int
     NUM_WRITES_FIELD_NUMBER: _builtins.int
+    NUM_LOST_FIELD_NUMBER: _builtins.int
     format: _builtins.int
     """Format of this message: 1. Processes refuse a later format that they do not know."""
     epoch: _builtins.int
@@ -359,6 +360,8 @@ class SeriesHead(_message.Message):
     """The newest publication that was committed in this epoch."""
     num_writes: _builtins.int
     """Rises with each write, so that no two heads are equal."""
+    num_lost: _builtins.int
+    """Number of versions that were dropped because no server had them."""
     @_builtins.property
     def kept(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The kept versions, ascending."""
@@ -387,10 +390,11 @@ class SeriesHead(_message.Message):
         digests: _abc.Mapping[_builtins.int, _builtins.bytes] | None = ...,
         lost: _abc.Iterable[_builtins.int] | None = ...,
         num_writes: _builtins.int = ...,
+        num_lost: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["options", b"options"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digests", b"digests", "epoch", b"epoch", "format", b"format", "generation", b"generation", "kept", b"kept", "lost", b"lost", "num_writes", b"num_writes", "number", b"number", "options", b"options", "publication", b"publication", "script", b"script"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digests", b"digests", "epoch", b"epoch", "format", b"format", "generation", b"generation", "kept", b"kept", "lost", b"lost", "num_lost", b"num_lost", "num_writes", b"num_writes", "number", b"number", "options", b"options", "publication", b"publication", "script", b"script"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -10,7 +10,7 @@ from typing import Any
 import structlog
 
 from shoal_proto.errors import ShoalError, Unavailable
-from shoal_proto.terminal import log_level, printable, printable_event, stderr_logger
+from shoal_proto.terminal import StderrLogger, log_level, printable, printable_event
 
 OTHERS = 0o077
 
@@ -79,6 +79,6 @@ def _configure_logging() -> None:
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(level),
-        logger_factory=stderr_logger,
+        logger_factory=StderrLogger,
         cache_logger_on_first_use=True,
     )

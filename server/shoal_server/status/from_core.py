@@ -275,6 +275,7 @@ def series_view(series: PublishedSeries) -> PublishedSeriesView:
         num_readers=len(readers),
         num_differing=sum(each.differs for each in readers),
         lost=series.head.lost,
+        num_lost=series.head.num_lost,
     )
 
 

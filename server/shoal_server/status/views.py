@@ -520,7 +520,9 @@ class PublishedSeriesView(View):
     num_differing: int
     """Readers with other bytes than were published as their version."""
     lost: tuple[int, ...]
-    """Versions that were dropped because no server holds them any more."""
+    """The newest versions that were dropped because no server holds them any more."""
+    num_lost: int
+    """Versions that were ever dropped for that."""
 
 
 @dataclass(frozen=True, kw_only=True)

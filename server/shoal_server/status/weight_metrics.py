@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from shoal_server.status.views import PublishedSeriesView, WeightReaderView
@@ -27,10 +27,6 @@ _OF_SERIES: Mapping[str, tuple[str, Callable[[PublishedSeriesView], float]]] = {
     "shoal_weights_copies_number": (
         "Copies of the kept version that has the fewest copies.",
         lambda series: min((v.num_copies for v in series.versions), default=0),
-    ),
-    "shoal_weights_last_lost_number": (
-        "Number of the newest version that was dropped because no server had a copy; 0: none.",
-        lambda series: max(series.lost, default=0),
     ),
     "shoal_weights_connected_readers": (
         "Readers of the series that have reported lately.",
@@ -64,6 +60,14 @@ def collect(every: Sequence[PublishedSeriesView]) -> Iterator[Metric]:
         for series in every:
             family.add_metric([series.series], measure(series))
         yield family
+    lost = CounterMetricFamily(
+        "shoal_weights_lost_versions",
+        "Versions of the series that were dropped because no server had a copy.",
+        labels=["series"],
+    )
+    for series in every:
+        lost.add_metric([series.series], series.num_lost)
+    yield lost
     for name, (text, of_reader) in _OF_READER.items():
         family = GaugeMetricFamily(name, text, labels=["series", "reader"])
         for series in every:

@@ -84,7 +84,8 @@ def test_a_job_that_is_removed_meanwhile_hides_no_other(
     assert "digits" in capsys.readouterr().out
     world.put(status_world.job("a-read"))
     world.unread.add("a-read")
-    assert shoal("why", "w1", "--http", url) == 0
+    with pytest.raises(Unavailable, match="job a-read is being read from etcd"):
+        shoal("why", "w1", "--http", url)
 
 
 @pytest.mark.long

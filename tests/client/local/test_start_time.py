@@ -107,6 +107,13 @@ def test_a_directory_is_refused_while_another_cluster_uses_it(parent: Path) -> N
             given_directory(directory),
         ):
             pass
+        link = parent / "link"
+        link.symlink_to(directory)
+        with (
+            pytest.raises(InvalidSpec, match="another `shoal up` uses the directory"),
+            given_directory(link),
+        ):
+            pass
         assert (directory / directories.KEPT_LOGS).exists()
     with given_directory(directory):
         pass

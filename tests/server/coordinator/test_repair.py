@@ -245,10 +245,13 @@ async def test_a_rewritten_record_has_the_generation_that_published_last() -> No
     store = MemoryStore()
     head = SeriesHead(number=3, epoch=2, publisher=Publisher(generation=9))
     await store.put(keys.series_head("j/policy"), encode_head(head))
-    await store.put(keys.job_state("j"), as_json(good_state("j") | {"last_generation": "nine"}))
+    damaged = {"last_generation": "nine", "trained_in": "nine"}
+    await store.put(keys.job_state("j"), as_json(good_state("j") | damaged))
     async with served(store) as world:
         assert (await ask(world, "j", apply=True)).goes_on
-        assert world.coordinator.registry.find("j").job.last_generation == 9
+        job = world.coordinator.registry.find("j").job
+        assert job.last_generation == 9
+        assert not job.progress.has_trained, "an earlier run may have published"
 
 
 async def test_a_broken_ledger_is_moved_aside_with_its_deltas() -> None:

@@ -339,6 +339,7 @@ def published(series: str = "digits/policy", *, differs: bool = False) -> Publis
         num_readers=1,
         num_differing=int(differs),
         lost=(),
+        num_lost=0,
     )
 
 

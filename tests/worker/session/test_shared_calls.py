@@ -1,6 +1,7 @@
 """Calls of all members between two steps: evaluations, sums, the whole model. Each sample counts
 once, and the loss of a member ends no other member."""
 
+import itertools
 import math
 import secrets
 import signal
@@ -348,8 +349,9 @@ def test_an_evaluation_adds_half_precision_sums_in_float32() -> None:
         {"batch_size": 10, "sampler": SubsetRandomSampler(range(80, 100))},
         {"batch_sampler": BatchSampler(SubsetRandomSampler(range(80, 100)), 10, drop_last=False)},
         {"batch_size": 10, "sampler": RandomSampler(range(100), num_samples=20)},
+        {"batch_size": 10, "sampler": itertools.cycle(range(100))},
     ],
-    ids=["subset", "batches", "drawn"],
+    ids=["subset", "batches", "drawn", "endless"],
 )
 def test_a_loader_that_leaves_samples_out_is_not_evaluated_as_a_whole(
     options: dict[str, Any],

@@ -1,8 +1,8 @@
 """Evaluation that the members of a session share."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -126,14 +126,14 @@ def _check_takes_all(loader: DataLoader[Any]) -> None:
     elif loader.batch_size is None and loader.batch_sampler is not None:
         sampler = loader.batch_sampler
         with randomness.preserved():
-            takes_all = sorted(chain.from_iterable(sampler)) == [*everything]
+            takes_all = _is_each_once(chain.from_iterable(sampler), everything)
     elif type(sampler) is SequentialSampler:
         takes_all = len(sampler) == len(everything)
     elif type(sampler) is RandomSampler and not sampler.replacement:
         takes_all = sampler.num_samples == len(sampler.data_source) == len(everything)
     else:
         with randomness.preserved():
-            takes_all = sorted(sampler) == [*everything]
+            takes_all = _is_each_once(sampler, everything)
     if not takes_all:
         raise InvalidSpec(
             "an evaluation measures each sample once, and the DataLoader's sampler does not",
@@ -141,6 +141,11 @@ def _check_takes_all(loader: DataLoader[Any]) -> None:
             expected="a sampler that takes every sample once, in any order",
             fix="Give the part to measure as a data set: Subset(dataset, indices) of torch.",
         )
+
+
+def _is_each_once(taken: Iterable[int], everything: range) -> bool:
+    # A sampler may be endless.
+    return sorted(islice(taken, len(everything) + 1)) == [*everything]
 
 
 def _check_shape(name: str, value: float | int | Tensor, before: float | int | Tensor) -> None:

@@ -89,8 +89,8 @@ def copy_backward_kind(module: nn.Module, into: nn.Module) -> None:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """True if the module has hooks on its forward pass, or after its backward pass."""
-    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
+    """True if the module has hooks on its passes."""
+    return any(table for table, _ in hook_tables(module))
 
 
 def projects_together(attention: nn.MultiheadAttention) -> bool:

@@ -147,8 +147,9 @@ class RepairService(RepairsServicer):
             state = state_repair.repaired_state(
                 job,
                 item.value,
-                generations=[*numbers, self._published_in(job)],
+                generations=numbers,
                 records=records,
+                published_in=self._published_in(job),
                 bounds=bounds,
                 secret_digest=digest_of(request.job_secret),
             )

@@ -30,6 +30,7 @@ def repaired_state(
     *,
     generations: Iterable[int],
     records: Sequence[GenerationRecord],
+    published_in: int = 0,
     bounds: JobSpec | None = None,
     secret_digest: str = "",
 ) -> StateRecord:
@@ -40,8 +41,9 @@ def repaired_state(
     (`generations`) and readable records (`records`). A missing `trained_in` becomes the newest
     generation that is not known to be aborted or asynchronous, so that the job never starts again
     from initial values. A missing `reached_step` becomes the step at which the newest committed
-    synchronous generation in `records` was agreed. `secret_digest` is that of the job's secret if
-    the record's bounds, and with them the secret, cannot be read.
+    synchronous generation in `records` was agreed. The series of the job, whose publications are
+    refused from earlier generations, are of a generation up to `published_in`. `secret_digest` is
+    that of the job's secret if the record's bounds, and with them the secret, cannot be read.
 
     Raises UnreadableRecord if neither the record nor `bounds` gives the bounds, or if the digest of
     the job's secret cannot be read.
@@ -56,7 +58,7 @@ def repaired_state(
         spec=replace(
             bounds or _spec(job, fields), secret_digest=secret_digest_from(fields, secret_digest)
         ),
-        last_generation=Generation(max(numbers | {last or 0})),
+        last_generation=Generation(max(numbers | {last or 0, published_in})),
         finished=_flag(fields, "finished"),
         reason="its own record could not be read, and was rewritten",
         progress=_progress(fields, numbers, records),

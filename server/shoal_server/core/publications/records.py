@@ -104,6 +104,8 @@ class SeriesHead:
     """Digests of the newest versions, dropped ones included."""
     lost: tuple[int, ...] = ()
     """The newest versions dropped because no server had them."""
+    num_lost: int = 0
+    """Number of versions ever dropped because no server had them."""
     num_writes: int = 0
     """Rises with each write, so that no two heads are equal."""
 

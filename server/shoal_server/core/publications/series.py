@@ -600,7 +600,8 @@ class PublishedSeries:
         lost = sorted(event.lost & self.versions.keys())
         if put or lost:
             losses = (*self.head.lost, *lost)[-LOSSES_KEPT:]
-            stored = replace(self.stored, head=replace(self.head, lost=losses))
+            head = replace(self.head, lost=losses, num_lost=self.head.num_lost + len(lost))
+            stored = replace(self.stored, head=head)
             yield self._write(stored, put=put, drop=lost)
 
     @staticmethod

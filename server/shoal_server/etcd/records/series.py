@@ -50,6 +50,7 @@ def encode_head(head: SeriesHead) -> bytes:
         digests=head.digests,
         lost=head.lost,
         num_writes=head.num_writes,
+        num_lost=head.num_lost,
     ).SerializeToString(deterministic=True)
 
 
@@ -72,6 +73,7 @@ def parse_head(series: str, value: bytes) -> SeriesHead:
         digests=dict(found.digests),
         lost=tuple(found.lost),
         num_writes=found.num_writes,
+        num_lost=found.num_lost,
     )
 
 

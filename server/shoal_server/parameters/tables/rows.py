@@ -239,7 +239,9 @@ class RowStore:
 
     @property
     def _capacity(self) -> int:
-        return len(self._columns[BIRTHS])
+        """Number of rows for which all columns have memory: one may have grown before another
+        could not."""
+        return min(map(len, self._columns.values()))
 
     def _capacity_for(self, top: int) -> int:
         capacity = self._capacity
@@ -254,6 +256,5 @@ class RowStore:
         if capacity == self._capacity:
             return
         for column in self._columns.values():
-            # A column may have grown before another could not.
             if len(column) < capacity:
                 column.grow(capacity)

@@ -9,6 +9,7 @@ import structlog
 import uvicorn
 
 from shoal_proto.errors import Overloaded
+from shoal_proto.traces.log_limit import LogLimit
 from shoal_server.serving.access.local_users import PEER_USER, user_of_peer
 from shoal_server.serving.admission.config import HttpLimits
 from shoal_server.serving.admission.connections import ConnectionCounts, accepted
@@ -38,6 +39,7 @@ class BoundedServer(uvicorn.Server):
         self._listener = listener
         self._limits = limits
         self._counts = counts
+        self._of_strangers = LogLimit(log)
         self._connections = SupervisedTasks()
         self._accepting: asyncio.Task[None] | None = None
 
@@ -91,7 +93,7 @@ class BoundedServer(uvicorn.Server):
                 )
             except OSError as error:
                 self._counts.count_closed("failed handshakes")
-                log.info("http_handshake_failed", peer=peer, reason=str(error))
+                self._of_strangers.info("http_handshake_failed", peer=peer, reason=str(error))
                 return
             await protocol.lost.wait()
 

@@ -11,6 +11,8 @@ from shoal_proto.row_hash import shard_of
 from shoal_server.parameters.tables.growing import GrowingTensor
 from shoal_server.parameters.tables.hashing import hash_ids, mix64, shards_of
 from shoal_server.parameters.tables.index import RowIndex
+from shoal_server.parameters.tables.optimizers import StateColumn
+from shoal_server.parameters.tables.rows import FIRST_CAPACITY, RowStore
 
 IDS = st.integers(-(2**63), 2**63 - 1)
 # Either of a few ids that differ only in low bits, or of all ids.
@@ -84,3 +86,29 @@ def test_a_tensor_that_cannot_grow_keeps_its_rows() -> None:
     assert growing.tensor.tolist() == [[7.0, 7.0]] * 4
     growing.grow(8)
     assert growing.tensor.tolist() == [[7.0, 7.0]] * 4 + [[0.0, 0.0]] * 4
+
+
+@pytest.mark.parametrize("short", ["values", "optimizer/sum"])
+def test_rows_are_added_once_every_column_can_grow(
+    monkeypatch: pytest.MonkeyPatch, short: str
+) -> None:
+    """No memory was left for one of the columns."""
+    rows = RowStore(2, torch.float32, {"sum": StateColumn(is_per_element=True, fill=0.5)})
+    rows.add(np.arange(FIRST_CAPACITY), torch.ones(FIRST_CAPACITY, 2), birth=1)
+    columns = {"values": 0, "optimizer/sum": 3}
+    grow, number = GrowingTensor.grow, 0
+
+    def fail_once(column: GrowingTensor, capacity: int) -> None:
+        nonlocal number
+        number += 1
+        if number == columns[short] + 1:
+            raise OSError("Cannot allocate memory")
+        grow(column, capacity)
+
+    monkeypatch.setattr(GrowingTensor, "grow", fail_once)
+    more = np.arange(FIRST_CAPACITY, 2 * FIRST_CAPACITY)
+    with pytest.raises(OSError, match="memory"):
+        rows.add(more, torch.ones(FIRST_CAPACITY, 2), birth=2)
+    assert (rows.find(more) == -1).all()
+    added = rows.add(more, torch.ones(FIRST_CAPACITY, 2), birth=2)
+    assert rows.state("sum", added).tolist() == [[0.5, 0.5]] * FIRST_CAPACITY

@@ -223,8 +223,10 @@ def test_no_pair_has_a_hook_between_its_layers():
     for between in (nn.ReLU(), nn.Dropout(0.1)):
         pair = nn.Sequential(nn.Linear(8, 16), between, nn.Linear(16, 8))
         assert "paired" in " ".join(styles(pair).values())
-        between.register_forward_hook(lambda *_: None)
-        assert "paired" not in " ".join(styles(pair).values())
+        for register in (between.register_forward_hook, between.register_full_backward_pre_hook):
+            hook = register(lambda *_: None)
+            assert "paired" not in " ".join(styles(pair).values())
+            hook.remove()
     layer = nn.TransformerEncoderLayer(8, 2, 16)
     assert "paired" in styles(layer)["linear1"]
     layer.dropout.register_forward_hook(lambda *_: None)
