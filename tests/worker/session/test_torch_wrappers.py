@@ -72,3 +72,15 @@ def test_distributing_a_wrapped_model_is_refused(cluster: LocalCluster) -> None:
         pytest.raises(InvalidSpec, match=r"saw session\.distribute of a DistributedDataParallel"),
     ):
         session.distribute(wrapped, optimizer)
+
+
+def test_a_model_that_was_distributed_is_refused(cluster: LocalCluster) -> None:
+    """A cell of a notebook runs a second time: `model` is what the first session returned."""
+    model, optimizer = build("sgd", "layers")
+    with shoal.join(job(), coordinator=cluster.coordinator) as session:
+        model, optimizer = session.distribute(model, optimizer)
+    with (
+        shoal.join(job(), coordinator=cluster.coordinator) as session,
+        pytest.raises(InvalidSpec, match=r"is distributed already.*Make the model anew"),
+    ):
+        session.distribute(model, optimizer)

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from shoal.model.module_proxy import proxy_of
+from shoal.model.module_proxy import ModuleProxy, proxy_of
 from shoal.model.tied_tensors import tied
 from shoal_proto.errors import InvalidSpec
 
@@ -155,7 +155,16 @@ def check_kinds(models: Mapping[str, Any], optimizers: Mapping[str, Any]) -> Non
 
 
 def refuse_wrapped(model: nn.Module) -> None:
-    """Raise InvalidSpec for a model in a wrapper of torch's, or with one inside."""
+    """Raise InvalidSpec for a model in a wrapper of torch's, or with one inside, and for one that
+    `session.distribute` has returned."""
+    if any(isinstance(each, ModuleProxy) for each in model.modules()):
+        raise InvalidSpec(
+            "the model is distributed already",
+            seen="what an earlier call of session.distribute has returned",
+            expected="a model of its own for each session",
+            fix="Make the model anew. To go on from trained weights, load into it what"
+            " session.state_dict() of the earlier session returns.",
+        )
     wrapper = next((each for each in model.modules() if isinstance(each, _WRAPPERS)), None)
     if wrapper is not None:
         raise InvalidSpec(
