@@ -12,6 +12,7 @@ from shoal_proto.errors import (
     SeriesHeld,
     ShoalError,
     StaleEpoch,
+    Unavailable,
     VersionGone,
 )
 from shoal_proto.incarnation import public_id
@@ -42,6 +43,10 @@ _ERRORS: Mapping[PublicationRefusal, tuple[type[ShoalError], str]] = {
     PublicationRefusal.STALE_EPOCH: (
         StaleEpoch,
         "Stop publishing: another process has taken over.",
+    ),
+    PublicationRefusal.LATER_EPOCH: (
+        Unavailable,
+        "Begin the publication again: another coordinator may lead.",
     ),
     PublicationRefusal.ABANDONED: (
         PublicationAbandoned,

@@ -353,6 +353,13 @@ class WeightSeriesService(WeightSeriesServicer):
         publisher = messages.publisher_of(request.series, request.publisher)
         actor = await self._find(request.series)
         head = actor.series.head
+        if request.epoch > head.epoch:
+            raise Unavailable(
+                f"this coordinator knows no such epoch of {request.series}",
+                seen=f"{publisher}, with epoch {request.epoch}",
+                expected=f"{head.publisher}, with epoch {head.epoch}",
+                fix="Begin the publication again: another coordinator may lead.",
+            )
         if (head.epoch, head.publisher) != (request.epoch, publisher) or publisher.script:
             raise StaleEpoch(
                 f"this publisher of {request.series} was replaced, or is not a member of a job",

@@ -19,6 +19,7 @@ class PublicationRefusal(Enum):
 
     SERIES_HELD = "another publisher has the series"
     STALE_EPOCH = "another publisher has replaced the sender"
+    LATER_EPOCH = "the sender has an epoch of a later leader"
     ABANDONED = "the publication will not become a version"
     GONE = "the version is not kept"
     OVERLOADED = "a limit is reached"

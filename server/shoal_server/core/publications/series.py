@@ -294,18 +294,12 @@ class PublishedSeries:
         )
 
     def _contribute(self, event: PartContributed, now_s: float) -> Effects:
-        number, head = event.publication, self.head
+        number = event.publication
         if (known := self._known_as_committed(event)) is not None:
             yield known
             return
-        if event.epoch != head.epoch or event.publisher != head.publisher:
-            yield RequestRefused(
-                call=event.call,
-                refusal=PublicationRefusal.STALE_EPOCH,
-                what=f"this publisher of {self.name} was replaced",
-                seen=f"{event.publisher}, with epoch {event.epoch}",
-                expected=f"{head.publisher}, with epoch {head.epoch}",
-            )
+        if refused := self._refusal_by_epoch(event):
+            yield refused
             return
         if event.publisher.script:
             self._script.until_s = now_s + HELD_S
@@ -422,6 +416,26 @@ class PublishedSeries:
             what=why.what,
             seen=why.seen,
             expected=why.expected,
+        )
+
+    def _refusal_by_epoch(self, event: PartContributed) -> RequestRefused | None:
+        head = self.head
+        if event.epoch == head.epoch and event.publisher == head.publisher:
+            return None
+        refusal, what = (
+            PublicationRefusal.STALE_EPOCH,
+            f"this publisher of {self.name} was replaced",
+        )
+        if event.epoch > head.epoch:
+            # This coordinator leads no more, or etcd was restored to an earlier time.
+            refusal = PublicationRefusal.LATER_EPOCH
+            what = f"this coordinator knows no such epoch of {self.name}"
+        return RequestRefused(
+            call=event.call,
+            refusal=refusal,
+            what=what,
+            seen=f"{event.publisher}, with epoch {event.epoch}",
+            expected=f"{head.publisher}, with epoch {head.epoch}",
         )
 
     def _refuse_open(self, why: str) -> Effects:

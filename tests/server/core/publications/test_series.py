@@ -169,6 +169,16 @@ def test_one_write_is_in_progress_at_a_time() -> None:
     assert run.series.head.epoch == 2
 
 
+def test_a_coordinator_that_leads_no_more_does_not_send_a_new_publisher_away() -> None:
+    """The publisher has its epoch from the next leader."""
+    run = Run()
+    run.begin()
+    later = replace(contributed(1), epoch=2, publisher=Publisher(generation=2))
+    assert refusals(run.submit(later)) == {"1.0": PublicationRefusal.LATER_EPOCH}
+    earlier = replace(contributed(1), publisher=Publisher(generation=0))
+    assert refusals(run.submit(earlier)) == {"1.0": PublicationRefusal.STALE_EPOCH}
+
+
 def test_a_commit_of_an_epoch_that_has_ended_is_not_written() -> None:
     run = Run()
     run.begin()

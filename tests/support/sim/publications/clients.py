@@ -162,7 +162,7 @@ class SimPublisher:
         names = [each.id for each in begun.servers]
         if not names:
             raise NoServers("no servers")
-        server = self.world.servers[names[0]]
+        server, asked_s = self.world.servers[names[0]], self.world.clock.now_s
         holders: list[str] = await server.call(
             self.process,
             lambda: server.put(self.series, segment, origin, names[1:]),
@@ -170,7 +170,7 @@ class SimPublisher:
         )
         if set(holders) != set(names):
             raise _unavailable(f"{holders} of {names}")
-        self.world.ledger.acknowledged(self.series, segment.digest, len(holders))
+        self.world.ledger.acknowledged(self.series, segment.digest, len(holders), asked_s=asked_s)
         return holders
 
     async def _ask(self, make: Callable[..., object], timeout_s: float) -> pb.ContributePartReply:
@@ -198,6 +198,7 @@ class SimTablesPublisher(SimPublisher):
             epoch=request.epoch,
             publication=request.publication,
         )
+        asked_s = self.world.clock.now_s
         cut: pb.CutTablesReply = await ask(
             self.world.etcd,
             self.process,
@@ -210,7 +211,9 @@ class SimTablesPublisher(SimPublisher):
         self.world.ledger.partial.setdefault(cut.tables_cut, set()).update(cut.partial_steps)
         for each in cut.segments:
             segment = each.segment
-            self.world.ledger.acknowledged(self.series, segment.digest, len(segment.holders))
+            self.world.ledger.acknowledged(
+                self.series, segment.digest, len(segment.holders), asked_s=asked_s
+            )
 
 
 class SimReader:

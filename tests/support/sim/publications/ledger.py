@@ -70,6 +70,8 @@ class Ledger:
     owners: dict[tuple[str, int], Publisher] = field(default_factory=dict)
     layouts: dict[bytes, pb.Layout] = field(default_factory=dict)
     copies: dict[tuple[str, bytes], _Copies] = field(default_factory=dict)
+    _ended: list[tuple[float, frozenset[tuple[str, bytes]]]] = field(default_factory=list)
+    """Time and segments of each server that ended."""
     lost: set[tuple[str, int]] = field(default_factory=set)
     elected_s: float = -math.inf
     """Time of the newest leader's election."""
@@ -204,12 +206,17 @@ class Ledger:
 
     # --- bytes ---
 
-    def acknowledged(self, series: str, digest: bytes, num_holders: int) -> None:
-        """Record that `num_holders` servers have acknowledged a segment."""
-        self.copies[series, digest] = _Copies(needed=min(num_holders, 2))
+    def acknowledged(self, series: str, digest: bytes, num_holders: int, *, asked_s: float) -> None:
+        """Record that `num_holders` servers have acknowledged a segment, to a caller that asked
+        them at `asked_s`. Some may have ended since."""
+        ended = [had for at_s, had in self._ended if at_s >= asked_s and (series, digest) in had]
+        needed = min(num_holders, 2)
+        self.copies[series, digest] = _Copies(needed=needed, num_deaths=len(ended))
 
     def died(self, had: Iterable[tuple[str, bytes]]) -> None:
         """Record the end of a server's process, which had these segments."""
+        had = frozenset(had)
+        self._ended.append((self.clock.now_s, had))
         for key in had:
             if key in self.copies:
                 self.copies[key].num_deaths += 1
