@@ -828,6 +828,20 @@ def test_a_worker_that_fails_after_its_job_was_completed_fails_the_run(
     assert "started again" not in output
 
 
+def test_a_worker_that_is_refused_by_a_stopped_job_has_not_failed(
+    shoal_run: Run, book: ExitBook
+) -> None:
+    """A replacement reached the job after `shoal stop`."""
+    book.phase, book.goes_on = "stopped", True
+    ends = "from shoal_client.liveness.beat_board import MembershipEnding\n"
+    ends += "late = member.endswith('-1')\n"
+    ends += "slot = joins(); slot.withdraw()\n"
+    ends += "slot.end(MembershipEnding.REFUSED if late else MembershipEnding.DRAINED)\n"
+    ends += "sys.exit(1 if late else 143)"
+    code, output = finish(shoal_run(JOINS + ends, "-n", "2", "--job", "j"))
+    assert code == 143, output
+
+
 def test_a_worker_that_was_asked_to_leave_and_failed_is_not_started_again(shoal_run: Run) -> None:
     """The worker's error does not fail a job that the others complete."""
     ends = "from shoal_client.liveness.beat_board import MembershipEnding\n"

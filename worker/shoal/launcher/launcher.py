@@ -444,7 +444,10 @@ class Launcher:
             return 1
         if self._ended_by:
             return 128 + self._ended_by
-        codes = [each.code for each in self._ended]
+        # Workers that join a stopped job are refused.
+        is_stopped = self._over == "stopped"
+        refused = MembershipEnding.REFUSED
+        codes = [e.code for e in self._ended if not (is_stopped and e.ending is refused)]
         failing = (code for code in codes if code not in (0, DRAINED))
         first = next(failing, 0 if 0 in codes else DRAINED)
         if not first:
