@@ -465,6 +465,9 @@ def test_large_metadata_are_refused(publications: Publications) -> None:
 
 
 def test_metadata_that_no_message_can_carry_are_refused(publications: Publications) -> None:
+    for many in ({str(n): n for n in range(65)}, {"k" * 257: 1}):
+        with pytest.raises(InvalidSpec, match="too many entries, or too long a key"):
+            publications.publish(held(1.0, 1), ALONE, many)
     with pytest.raises(InvalidSpec, match="metadata is not text"):
         publications.publish(held(1.0, 1), ALONE, {"text": "\udcff"})
 

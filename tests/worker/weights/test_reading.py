@@ -14,6 +14,7 @@ from shoal.state.shards import Chunk, TensorShard
 from shoal.weights import reading
 from shoal.weights.pieces import HeldTensor, HeldWeights, part_of
 from shoal.weights.reading import Installation, StoredTensor, VersionLayout, merged
+from shoal.weights.series import held_state
 from shoal_proto.errors import InvalidSpec, MalformedMessage
 from shoal_proto.v1.weights_pb2 import Layout, Slice, TensorSpec
 
@@ -198,3 +199,37 @@ def test_names_that_differ_are_shown() -> None:
     raw, _ = published(0, 1)
     with pytest.raises(InvalidSpec, match="without mine; with empty, flat"):
         Installation(VersionLayout(raw), {"mine": torch.zeros(2), "wide": torch.zeros(5, 12)})
+
+
+class Tied(nn.Module):
+    """A model whose head may be its embedding."""
+
+    def __init__(self, *, ties: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(4, 2)
+        self.head = nn.Linear(2, 4, bias=False)
+        if ties:
+            self.head.weight = self.embedding.weight
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_tensors_that_differ_are_not_written_to_one_tensor(by_name: bool) -> None:
+    """The reader's configuration ties what the trainer has untied. Equal tensors may be written."""
+    own, reader = Tied(ties=False), Tied(ties=True)
+    before = reader.embedding.weight.detach().clone()
+
+    def install() -> None:
+        if by_name:
+            reading.write_common(own.state_dict(), reader.state_dict(keep_vars=True))
+            return
+        part = part_of(held_state(own, step=1, rank=0, world_size=1))
+        memory = torch.zeros(part.num_bytes, dtype=torch.uint8)
+        part.copy_into(memory)
+        Installation(VersionLayout(merged([part.layout])), reader).write({0: memory})
+
+    with pytest.raises(InvalidSpec, match="are one tensor here, and differ in the version"):
+        install()
+    assert torch.equal(reader.embedding.weight, before)
+    own.head.weight.data.copy_(own.embedding.weight)
+    install()
+    assert torch.equal(reader.embedding.weight, own.embedding.weight)

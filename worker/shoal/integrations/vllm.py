@@ -164,7 +164,9 @@ class ShoalWeightTransferEngine(WeightTransferEngine):
                     expected=str(tuple(shape)),
                 )
         wanted = sum(shape.numel() for shape in self._outline.values())
-        if (found := sum(tensor.numel() for tensor in weights.values())) < wanted:
+        # A tied tensor has several names, and vLLM's checkpoint of the model perhaps one.
+        once = {id(tensor): tensor for tensor in weights.values()}
+        if (found := sum(tensor.numel() for tensor in once.values())) < wanted:
             missing = sorted(self._outline.keys() - weights.keys())
             raise InvalidSpec(
                 f"version {weights.version.number} is not the whole model",

@@ -171,6 +171,7 @@ class Installation:
         _check_names(set(layout.tensors), set(self._shards))
         for name, shard in self._shards.items():
             _check_fits(layout.tensors[name], shard)
+        self._tied = _tied(self._shards)
 
     @property
     def ranges(self) -> dict[int, list[tuple[int, int]]] | None:
@@ -180,13 +181,24 @@ class Installation:
         return self._layout.ranges_of({name: each.chunk for name, each in self._shards.items()})
 
     def write(self, segments: Mapping[int, Tensor]) -> None:
-        """Install the version: write all tensors, from verified segments."""
+        """Install the version: write all tensors, from verified segments. Raises InvalidSpec before
+        any is changed if two of them are one tensor here and differ in the version."""
+        for names in self._tied:
+            _check_equal(names, {name: self._published(name, segments) for name in names})
         shares = _shares(self._shards)
         with ThreadPoolExecutor(len(shares), thread_name_prefix="shoal-install") as pool:
             others = [pool.submit(self._write, names, segments) for names in shares[1:]]
             self._write(shares[0], segments)
         for each in others:
             each.result()
+
+    def _published(self, name: str, segments: Mapping[int, Tensor]) -> Tensor:
+        stored, chunk = self._layout.tensors[name], self._shards[name].chunk
+        if len(stored.slices) == 1 and stored.slices[0].chunk == chunk:
+            return stored.view(stored.slices[0], segments)
+        values = torch.empty(chunk.sizes, dtype=stored.dtype)
+        stored.read_into(values, chunk, segments)
+        return values
 
     @torch.no_grad()
     def _write(self, names: Sequence[str], segments: Mapping[int, Tensor]) -> None:
@@ -227,6 +239,29 @@ def _is_plain(tensor: Tensor) -> bool:
     return tensor.is_cpu and type(tensor) in (Tensor, nn.Parameter)
 
 
+def _tied(shards: Mapping[str, TensorShard]) -> list[list[str]]:
+    """Return the names of each tensor that has several."""
+    names: dict[tuple[object, ...], list[str]] = {}
+    for name, shard in shards.items():
+        tensor = shard.tensor
+        if tensor.numel():
+            names.setdefault((tensor.device, tensor.data_ptr(), *tensor.stride()), []).append(name)
+    return [each for each in names.values() if len(each) > 1]
+
+
+def _check_equal(names: Sequence[str], published: Mapping[str, Tensor]) -> None:
+    first = names[0]
+    for name in names[1:]:
+        one, other = published[first], published[name]
+        if one.data_ptr() != other.data_ptr() and not torch.equal(one, other):
+            raise InvalidSpec(
+                f"{first} and {name} are one tensor here, and differ in the version",
+                seen="a model that ties them",
+                expected="a model with a tensor for each, as the publisher has",
+                fix="Untie them (Hugging Face: tie_word_embeddings=False), or fetch without into=.",
+            )
+
+
 def write_common(tensors: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> list[str]:
     """Write a version's tensors into tensors of the same names; return the names that the version
     lacks.
@@ -239,6 +274,8 @@ def write_common(tensors: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> l
         given = tensors[name]
         stored = StoredTensor(name=name, dtype=given.dtype, shape=tuple(given.shape), slices=())
         _check_fits(stored, shard)
+    for names in _tied(shards):
+        _check_equal(names, {name: tensors[name] for name in names})
     for name, shard in shards.items():
         part = shard.chunk.slices_in(Chunk.whole(tensors[name].shape))
         with torch.inference_mode(shard.tensor.is_inference()):

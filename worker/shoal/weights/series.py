@@ -42,6 +42,8 @@ LOOK_S = 0.1
 PREPARING_NICENESS = 5
 """Increase of the nice value of the thread that prepares the next segment."""
 MAX_METADATA_BYTES = 4096
+MAX_METADATA_ENTRIES = 64
+MAX_METADATA_KEY = 256
 MAX_KEEP, MAX_COPIES = 64, 16
 """Limits of the coordinator."""
 STEP_PUBLICATIONS = 1 << 16
@@ -570,6 +572,13 @@ def _checked_metadata(metadata: Mapping[str, object] | None) -> dict[str, str]:
             "a version's metadata is not text",
             seen=repr(wrong[0]),
             expected="texts without surrogates",
+        )
+    longest = max(texts, key=len, default="")
+    if len(texts) > MAX_METADATA_ENTRIES or len(longest) > MAX_METADATA_KEY:
+        raise InvalidSpec(
+            "a version's metadata has too many entries, or too long a key",
+            seen=f"{len(texts)} entries; a key of {len(longest)} characters",
+            expected=f"at most {MAX_METADATA_ENTRIES} and {MAX_METADATA_KEY}",
         )
     num_bytes = sum(len(key.encode()) + len(value.encode()) for key, value in texts.items())
     if num_bytes > MAX_METADATA_BYTES:

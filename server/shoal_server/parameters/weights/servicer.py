@@ -153,7 +153,8 @@ class WeightsServicer(WeightStoreServicer):
                 transport,
                 of_chunks=request.chunk_digests or None,
             )
-        holders = [self._server_id, *await self._passed_on(request, segment)]
+        with self._holdings.in_use(series, digest):
+            holders = [self._server_id, *await self._passed_on(request, segment)]
         yield [pb.PutSegmentReply(holders=holders)]
 
     async def keep_cut(
@@ -180,7 +181,8 @@ class WeightsServicer(WeightStoreServicer):
         cut.CopyFrom(planned.described)
         cut.segment.digest, cut.segment.num_bytes = segment.digest, segment.num_bytes
         request.segment.CopyFrom(cut.segment)
-        holders = [self._server_id, *await self._passed_on(request, segment)]
+        with self._holdings.in_use(series, segment.digest):
+            holders = [self._server_id, *await self._passed_on(request, segment)]
         if len(holders) <= len(request.chain):
             raise Unavailable(
                 f"a shard of {series} was not copied to every server that is to hold it",

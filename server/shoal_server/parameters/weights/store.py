@@ -46,6 +46,8 @@ class HeldSegment:
     """Time of the last put, or of the last record that named the segment."""
     was_named: bool = False
     """True once the version of the origin's publication, or a later one, has named the segment."""
+    num_uses: int = 0
+    """Number of puts that pass the segment on. Meanwhile its grace period does not end."""
 
 
 @dataclass(slots=True)
@@ -65,8 +67,7 @@ class SegmentStore:
 
     def get(self, series: str, digest: bytes) -> Segment | None:
         """Return a held segment, or None."""
-        known = self._series.get(series)
-        held = known.held.get(digest) if known is not None else None
+        held = self.find(series, digest)
         return None if held is None else held.segment
 
     def admit(self, series: str, digest: bytes, origin: SegmentOrigin) -> None:
@@ -127,6 +128,11 @@ class SegmentStore:
             self.insert(series, segment, origin, now_s)
         return segment
 
+    def find(self, series: str, digest: bytes) -> HeldSegment | None:
+        """Return the record of a held segment, or None."""
+        known = self._series.get(series)
+        return None if known is None else known.held.get(digest)
+
     def follow(
         self, series: str, newest: Position, named: Mapping[bytes, Position], now_s: float
     ) -> list[Segment]:
@@ -183,7 +189,8 @@ class SegmentStore:
         released = []
         for series, known in list(self._series.items()):
             for digest, held in list(known.held.items()):
-                if digest not in known.named and now_s - held.needed_s >= GRACE_S:
+                is_late = now_s - held.needed_s >= GRACE_S
+                if is_late and not held.num_uses and digest not in known.named:
                     released.append(known.held.pop(digest))
             if not known.held and not known.named and known.newest == (0, 0):
                 del self._series[series]
