@@ -487,6 +487,9 @@ class MemberCore:
             give_up_s = math.inf if persists else 0.0
             last = self._calls.new(request, ev.Persistence.LAST, within_s, now_s, give_up_s)
             effects.append(last)
+        elif event.completed and self.failure and not isinstance(self.failure, JobFinished):
+            # Lost after the last step, say: nobody may have finished the job.
+            effects.append(ev.RaiseError(error=self.leaving.not_recorded(self.failure, None)))
         return effects
 
     def _leave_ended(self, event: ev.CallEnded, now_s: float) -> Effects:

@@ -658,6 +658,21 @@ def test_a_leave_with_the_work_done_is_repeated_until_it_is_answered() -> None:
     assert member.core.leaving.is_acknowledged
 
 
+@pytest.mark.parametrize(
+    ("failure", "raised"), [(Fenced("a is no member"), True), (JobFinished("it is"), False)]
+)
+def test_a_member_that_was_lost_before_it_could_leave_has_not_finished_the_job(
+    failure: ShoalError, raised: bool
+) -> None:
+    """The host was silent while the script saved its model: a new process continues from the newest
+    checkpoint, and finishes the job."""
+    member = training()
+    member.does(ev.StreamEnded(error=failure))
+    leave = ev.LeaveWanted(completed=True, reason="all is trained", timeout_s=None)
+    errors = [each.error for each in member.core.step(leave, 0) if isinstance(each, ev.RaiseError)]
+    assert [type(error) for error in errors] == ([Unavailable] if raised else [])
+
+
 def completed_leave(member: Member) -> ev.CallLeader:
     leave = ev.LeaveWanted(completed=True, reason="all is trained", timeout_s=None)
     return the_call(member.core.step(leave, 0))

@@ -148,6 +148,8 @@ def _repeat_notices(
         job.notify_member(member, ClosingNotice(reason=job.reason))
     if reason := job.stop_reason:
         draining.notify_stopping(job, member, reason, now_s)
+    elif member.drain.since_s is not None:
+        draining.request_drain(job, member, member.drain.reason, now_s)
 
 
 def _is_over(job: JobState, member: MemberState, generation: Generation) -> bool:

@@ -66,6 +66,19 @@ def test_the_end_of_a_job_is_no_restart(end: str) -> None:
     assert w.job.tally.num_breaks == 1
 
 
+def test_a_drain_during_a_reconnect_reaches_the_member() -> None:
+    """The operator has an answer: the member must not train on."""
+    w = training("a", "b")
+    a = w.members["a"]
+    w.deliver(events.StreamDisconnected(**w.process_of(a)))
+    drained = events.DrainRequested(**w.process_of(a), reason="spot notice")
+    w.job.handle(drained, w.now_s)  # its notice has no stream
+    w.attend_again("a")
+    w.run(10.0)
+    assert list(w.job.members) == ["b"]
+    assert w.roster() == ["b"]
+
+
 @pytest.mark.parametrize("is_new_leader", [False, True])
 def test_a_member_of_a_completing_job_keeps_its_time_if_it_reconnects(is_new_leader: bool) -> None:
     """The member saves a model, say, while the other one has left with its work done. A new process
