@@ -4,7 +4,7 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,13 +13,14 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from shoal_client.commands.address import StatusAddress
-from shoal_client.commands.status import StatusClient, duration, job_of_member
+from shoal_client.commands.status import Json, StatusClient, duration, job_of_member
 from shoal_client.local.worker_logs import log_path, log_root, older
 from shoal_proto.errors import (
     AccessDenied,
     InvalidSpec,
     RetryError,
     ShoalError,
+    Unavailable,
     UnknownJob,
     UnknownMember,
 )
@@ -183,18 +184,17 @@ def _follow(
     members that join later."""
     known: set[tuple[str, str]] = set()
     with suppress(RetryError, UnknownJob):
-        known = _processes(client, config.job)
+        # A member that is not followed yet joined meanwhile, or its launcher was not connected.
+        known = {each for each in _processes(client, config.job) if each[0] in positions}
     ask_s = time.monotonic() + JOINED_EACH_S
     while True:
         time.sleep(ASK_EACH_S)
         for member, after in list(positions.items()):
             try:
-                page = client.output(config.job, member, after=after)
+                page = _output(client, config.job, member, after, known)
             except RetryError:
                 continue  # a coordinator will lead again, or the launcher will answer
-            except UnknownMember:
-                page = None
-            if page is None or (not page["is_live"] and not page["lines"]):
+            if not page["is_live"] and not page["lines"]:
                 _say(f"the launcher of {member} has ended")
                 del positions[member]
                 continue
@@ -218,6 +218,27 @@ def _follow(
             known = present
         if not positions:
             return
+
+
+def _output(
+    client: StatusClient,
+    job: str,
+    member: str,
+    after: str | None,
+    known: Collection[tuple[str, str]],
+) -> Json:
+    """Return new output of a followed member; empty and not live once neither its launcher nor its
+    process is there. Raises RetryError."""
+    try:
+        return client.output(job, member, after=after)
+    except UnknownMember as error:
+        try:
+            is_member = any(each[0] == member for each in _processes(client, job) & set(known))
+        except UnknownJob:
+            is_member = False
+        if is_member:
+            raise Unavailable(f"{error.what} to the coordinator that leads now") from error
+        return {"is_live": False, "lines": []}
 
 
 def _processes(client: StatusClient, job: str) -> set[tuple[str, str]]:

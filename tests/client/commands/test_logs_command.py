@@ -108,6 +108,7 @@ def test_members_that_join_later_are_followed_as_well(
                 world.change("digits", members=[member("new", 0)])
                 world.printed = {"new": ["one"]}
             case 3:
+                world.change("digits", members=[])
                 world.printed = {}
 
     monkeypatch.setattr(logs, "time", SimpleNamespace(sleep=meanwhile, monotonic=time.monotonic))
@@ -132,10 +133,13 @@ def test_a_member_that_comes_back_under_its_id_is_followed_again(
         match next(rounds):
             case 1:
                 del world.printed["w0"]
+            case 2:
+                world.change("digits", members=[member("w1", 1)])
             case 3:
                 world.change("digits", members=[again, member("w1", 1)])
                 world.printed["w0"] = ["zero again"]
             case 5:
+                world.change("digits", members=[])
                 world.printed = {}
 
     monkeypatch.setattr(logs, "time", SimpleNamespace(sleep=meanwhile, monotonic=time.monotonic))
@@ -144,6 +148,33 @@ def test_a_member_that_comes_back_under_its_id_is_followed_again(
     shown, errors = capsys.readouterr()
     assert shown.splitlines() == ["[w0] zero", "[w1] one", "[w0] zero again"]
     assert errors.count("w0 has joined") == 1
+
+
+@pytest.mark.long
+def test_members_whose_launchers_are_not_connected_yet_are_followed(
+    world: World, url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Launchers connect to a new leader a moment after their members: nobody has ended."""
+    world.change("digits", members=[member("w0", 0), member("w1", 1)])
+    world.printed = {"w0": ["zero"]}
+    rounds = count(1)
+
+    def meanwhile(seconds: float) -> None:
+        match next(rounds):
+            case 2:
+                world.printed = {}
+            case 4:
+                world.printed = {"w0": ["zero", "zero again"], "w1": ["one"]}
+            case 7:
+                world.change("digits", members=[])
+                world.printed = {}
+
+    monkeypatch.setattr(logs, "time", SimpleNamespace(sleep=meanwhile, monotonic=time.monotonic))
+    monkeypatch.setattr(logs, "JOINED_EACH_S", 0.0)
+    assert main(["logs", "digits", "-f", "--http", url]) == 0
+    shown, errors = capsys.readouterr()
+    assert sorted(shown.splitlines()) == ["[w0] zero", "[w0] zero again", "[w1] one"]
+    assert errors.count("has ended") == 2
 
 
 @pytest.mark.long

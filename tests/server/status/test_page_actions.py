@@ -52,11 +52,11 @@ class RecordedCalls:
 
 @asynccontextmanager
 async def acting(
-    world: World, guard: Guard | None = None
+    world: World, guard: Guard | None = None, port: int = 0
 ) -> AsyncIterator[tuple[str, RecordedCalls]]:
     recorded = RecordedCalls()
     app = build_app(world, world.board, guard=guard, operations=recorded)
-    async with StatusServer(app, "127.0.0.1", 0) as server:
+    async with StatusServer(app, "127.0.0.1", port) as server:
         yield server.url, recorded
 
 
@@ -123,6 +123,40 @@ async def test_a_members_dialog_has_its_host_and_a_drain_button(world: World, pa
         await page.get_by_role("button", name="Yes").click()
         await expect(page.locator("#done")).to_contain_text("asked to leave")
         assert recorded.calls == [("drain", "digits", "w1", "")]
+
+
+async def test_back_closes_a_members_dialog(world: World, page: Page) -> None:
+    """Another job may have a member of the same name: its button must not be within reach."""
+    world.put(status_world.job("other"))
+    async with acting(world) as (url, _):
+        await page.goto(f"{url}/?job=other")
+        await page.locator("#jobs").get_by_role("link", name="digits").click()
+        await expect(page.get_by_role("heading", level=1)).to_have_text("digits")
+        await page.get_by_role("button", name="w1", exact=True).click()
+        shown = page.get_by_role("dialog", name="Member")
+        await expect(shown).to_be_visible()
+        await page.go_back()
+        await expect(shown).to_be_hidden()
+        await expect(page.get_by_role("heading", level=1)).to_have_text("other")
+
+
+async def test_a_page_whose_session_has_ended_asks_for_a_token_again(
+    world: World, page: Page, tmp_path: Path
+) -> None:
+    """Sessions are in the coordinator's memory."""
+    file = tmp_path / "tokens"
+    secret = tokens.add(file, "ann", HttpRole.VIEWER)
+    guard = Guard(Tokens(file))
+    async with acting(world, guard) as (url, _):
+        await page.goto(f"{url}/?job=digits")
+        await page.get_by_label("This page requires a token").fill(secret)
+        await page.get_by_role("button", name="Log in").click()
+        await expect(page.locator("#connection")).to_have_text("Live")
+        port = int(url.rpartition(":")[2])
+    async with acting(world, Guard(Tokens(file)), port):
+        field = page.get_by_label("This page requires a token")
+        await expect(field).to_be_visible(timeout=15_000)
+        await expect(page.locator("#login-error")).to_contain_text("The session has ended")
 
 
 async def test_a_viewer_sees_no_buttons_of_actions(

@@ -21,7 +21,7 @@ const QUESTIONS = {
   stop: (job) => ({ title: `Stop ${job}?`, text: "The members end after their current step. Resume the job later with the button, or with `shoal retry`.", path: `/jobs/${encodeURIComponent(job)}/stop`, reason: true, done: "asked to stop" }),
   retry: (job) => ({ title: `Resume ${job}?`, text: "Members may join the job again, and continue from its last state.", path: `/jobs/${encodeURIComponent(job)}/retry`, done: "may be joined again" }),
   snapshot: (job) => ({ title: `Take a snapshot of ${job}?`, text: "Writes all parameters, as of one moment, to the coordinator's --snapshot-url. Training continues.", path: `/jobs/${encodeURIComponent(job)}/snapshot`, done: "snapshot taken" }),
-  drain: (job, member) => ({ title: `Drain ${member}?`, text: "The member finishes its step, hands its state over and leaves. Its launcher does not start it again.", path: `/jobs/${encodeURIComponent(job)}/members/${encodeURIComponent(member)}/drain`, reason: true, done: "asked to leave" }),
+  drain: (job, member) => ({ title: `Drain ${member} of ${job}?`, text: "The member finishes its step, hands its state over and leaves. Its launcher does not start it again.", path: `/jobs/${encodeURIComponent(job)}/members/${encodeURIComponent(member)}/drain`, reason: true, done: "asked to leave" }),
 };
 
 function ask(action, job, member) {
@@ -79,7 +79,7 @@ function showMember(memberId) {
     outputSection(job, memberId),
     own.length > 0 && [h("h3", null, "Events of this member"), h("ol", { class: "events" }, own.map((event) => h("li", null,
       h("span", { class: "kind" }, spoken(event.kind)), ago(event.unix_s, state.now_unix_s), h("p", { class: "text" }, event.reason))))],
-    entry && asking.may_act && h("button", { type: "button", class: "bad", "data-action": "drain", "data-member": memberId }, "Drain this member"));
+    entry && asking.may_act && h("button", { type: "button", class: "bad", "data-action": "drain", "data-member": memberId, "data-job": job }, "Drain this member"));
   memberDialog.showModal();
   followOutput(job, memberId);
 }
@@ -106,7 +106,8 @@ document.addEventListener("click", (event) => {
   const job = page.state && page.state.job && page.state.job.detail.summary.job;
   if (button.dataset.action) {
     memberDialog.close();
-    ask(button.dataset.action, job, button.dataset.member);
+    // The page may show another job than the dialog's by now.
+    ask(button.dataset.action, button.dataset.job || job, button.dataset.member);
   } else if (button.dataset.member) {
     showMember(button.dataset.member);
   } else if (button.id === "ask-yes") {

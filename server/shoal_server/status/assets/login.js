@@ -12,11 +12,13 @@ async function session(method, body) {
 async function lookWhoAsks() {
   const who = await (await session("GET")).json();
   asking.may_act = Boolean(who.may_act);
+  const wasHidden = form.hidden;
   form.hidden = !who.asks_for_token || Boolean(who.role);
   const out = document.getElementById("log-out");
   out.hidden = !who.asks_for_token || !who.role;
   out.textContent = who.role ? `Log out ${who.name} (${who.role})` : "";
-  if (!form.hidden) document.getElementById("token").focus();
+  if (!form.hidden && page.state) problem.textContent = "The session has ended: log in again.";
+  if (!form.hidden && wasHidden) document.getElementById("token").focus();
 }
 
 form.addEventListener("submit", async (event) => {

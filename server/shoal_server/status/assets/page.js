@@ -5,6 +5,7 @@
 const STALE_AFTER_MS = 4000;
 // More than a slow connection.
 const CLOCKS_DIFFER_MS = 30000;
+const SILENT_AFTER_MS = 10000;
 const RETRY_MS = 1500;
 const SHOWN_GENERATIONS = 12;
 const SVG = "http://www.w3.org/2000/svg";
@@ -164,7 +165,8 @@ function jobList(state, selected) {
   const note = shown.length < state.jobs.length ? `${shown.length} of ${state.jobs.length}` : "";
   return [h("h2", null, "Jobs", note && h("small", null, ` ${note}`)),
     items.length ? h("ul", null, items)
-      : h("p", { class: "empty" }, state.jobs.length ? "No job matches the filter" : "No jobs yet")];
+      : h("p", { class: "empty" }, state.jobs.length ? "No job matches the filter"
+        : state.readiness.ready ? "No jobs yet" : "None here")];
 }
 
 function figures(job, state) {
@@ -530,7 +532,10 @@ function jobView(state) {
 }
 
 function blank(state, wanted) {
-  const message = state.jobs.some((each) => each.job === wanted)
+  const message = !state.readiness.ready && !state.jobs.length
+    ? [h("h1", null, "This coordinator does not lead"),
+      h("p", null, state.readiness.leader ? `The page of the one that leads, ${state.readiness.leader}, shows the jobs.` : "It shows jobs as soon as it leads.")]
+    : state.jobs.some((each) => each.job === wanted)
     ? [h("h1", null, wanted), h("p", null, "The coordinator is reading this job from etcd.")]
     : wanted && state.jobs.length
     ? [h("h1", null, `There is no job ${wanted}`), h("p", null, "Choose a job from the list.")]
@@ -541,7 +546,7 @@ function blank(state, wanted) {
 
 // --- the page as a whole ---
 
-const page = { wanted: "", all_members: false, stream: null, received_ms: 0, lost_since: null, state: null, knows_reader: false };
+const page = { wanted: "", all_members: false, stream: null, received_ms: 0, listened_ms: 0, lost_since: null, state: null, knows_reader: false };
 
 function show(state) {
   const { readiness } = state;
@@ -586,12 +591,17 @@ function watch() {
   } else if (!page.received_ms && page.stream && page.stream.readyState !== EventSource.OPEN) {
     connection("connecting", "Connecting");
   }
-  // The browser does not open a refused stream again: the page does.
-  if (page.stream && page.stream.readyState === EventSource.CLOSED) listen();
+  // The browser does not open a refused stream again, nor one whose other end is gone without a word: the page does.
+  const isSilent = page.lost_since && Date.now() - Math.max(page.received_ms, page.listened_ms) > SILENT_AFTER_MS;
+  if (page.stream && (isSilent || page.stream.readyState === EventSource.CLOSED)) {
+    lookWhoAsks().catch(() => {}); // the session may have ended
+    listen();
+  }
 }
 
 function listen() {
   if (page.stream) page.stream.close();
+  page.listened_ms = Date.now();
   const all = page.all_members ? "&all_members=true" : "";
   page.stream = new EventSource(`/api/v1/stream?job=${encodeURIComponent(page.wanted)}${all}`);
   page.stream.addEventListener("state", received);
@@ -625,7 +635,15 @@ document.getElementById("jobs").addEventListener("click", (event) => {
   event.preventDefault();
   select(link.dataset.job, true);
 });
-window.addEventListener("popstate", () => { page.wanted = wantedByUrl(); listen(); });
+window.addEventListener("popstate", () => {
+  document.querySelectorAll("dialog[open]").forEach((each) => each.close());
+  page.wanted = wantedByUrl();
+  listen();
+});
+// A browser opens six connections to a host: tabs that nobody sees must not take them all.
+document.addEventListener("visibilitychange", () => {
+  if (document.hidden) { page.stream.close(); page.stream = null; page.received_ms = 0; } else listen();
+});
 page.wanted = wantedByUrl();
 listen();
 setInterval(watch, RETRY_MS);
