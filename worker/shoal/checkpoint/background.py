@@ -131,6 +131,7 @@ class Checkpoints:
         then write a checkpoint, that checkpoint and the next one fail.
 
         If a rank was lost meanwhile, no error is raised; the checkpoint may be complete or absent.
+        `written` says if this rank knows that it is complete.
         """
         self.finish_write()
         if state_shard.step <= self._failed_to_step:

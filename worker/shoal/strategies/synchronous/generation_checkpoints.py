@@ -33,8 +33,10 @@ class GenerationCheckpoints:
         self._checkpoints: CheckpointStore | None = None
         self.samples = TrainedSamples({}, None, moves=False)
         self._is_rank_0 = False
-        self.owed = False
-        """True if a checkpoint is to be written once the script has finished the latest step."""
+        self.owed_step = 0
+        """The latest step, if a checkpoint is to be written once the script has finished it."""
+        self._begun_step = 0
+        """Step of the newest checkpoint that was begun and has not failed."""
         self.failure: CheckpointFailed | None = None
 
     def set_store(self, checkpoints: CheckpointStore) -> None:
@@ -53,6 +55,19 @@ class GenerationCheckpoints:
         """Form the group in which members write checkpoints, if any. Collective."""
         if self._checkpoints is not None:
             self._checkpoints.select_writers(world_size)
+
+    def enters(self) -> None:
+        """Tell the others, as a generation begins, if this member's last one owed a checkpoint: one
+        that was due is not begun, or is not known to be complete."""
+        begun = 0 if self.is_written(self._begun_step) else self._begun_step
+        self._position.owed_checkpoint = max(self.owed_step, begun)
+
+    def entered(self, step: int) -> None:
+        """Owe a checkpoint of the generation's first step, on all members, if one of them owed one
+        before. Without the state of its step, it becomes due again."""
+        self.owed_step = step if 0 < self._position.owed_checkpoint <= step else 0
+        if self.owed_step:
+            self._position.checkpoint_at = step
 
     def steps(self) -> Sequence[int]:
         """Return the steps of the newest 100 complete checkpoints that this member sees.
@@ -96,6 +111,7 @@ class GenerationCheckpoints:
         other samples.
         """
         assert self._checkpoints is not None
+        self._position.owed_checkpoint, self._begun_step = 0, 0
         state_shard, path = self._checkpoints.read(step, needs), self._checkpoints.location(step)
         self.samples.resume(path, state_shard)
         settings = settings_of(state_shard.values)
@@ -122,20 +138,21 @@ class GenerationCheckpoints:
         checkpoints = self._checkpoints
         if checkpoints is not None and self.is_due(step):
             try:
-                checkpoints.finish_write()
+                self.finish_write()
             except CheckpointFailed as error:
                 # A full disk does not stop training: only the error of the last checkpoint is
                 # raised.
                 log.error("checkpoint_failed", **_described(error))
                 if checkpoints.is_writing:
                     return
+            self._begun_step = step
             checkpoints.begin_write(self.samples.add_to_shard(state_shard()), writes=writes)
 
     def write_alone(self, step: int, state_shard: Callable[[], StateShard]) -> None:
         """Write a checkpoint of the whole state, which this member holds, and wait as `conclude`
         does.
         """
-        if self._checkpoints is None or not step or (self.written and self.written.step == step):
+        if self._checkpoints is None or self.is_written(step):
             return
         self._checkpoints.select_writers(1)
         self._position.checkpoint_at = step
@@ -146,6 +163,11 @@ class GenerationCheckpoints:
     def written(self) -> WrittenCheckpoint | None:
         """The newest checkpoint that was written, if any. Thread-safe."""
         return self._checkpoints.written if self._checkpoints is not None else None
+
+    def is_written(self, step: int) -> bool:
+        """True if this member knows of a complete checkpoint of this step or a later one; also for
+        step 0, which has none."""
+        return step <= (self.written.step if self.written else 0)
 
     def is_due(self, step: int) -> bool:
         """True if a checkpoint of the state after this many steps is to be written."""
@@ -172,7 +194,12 @@ class GenerationCheckpoints:
     def finish_write(self) -> None:
         """Wait for the checkpoint in progress, and raise its error."""
         if self._checkpoints is not None:
-            self._checkpoints.finish_write()
+            try:
+                self._checkpoints.finish_write()
+            except CheckpointFailed:
+                # It is not owed: the next one that is due tries again.
+                self._begun_step = 0
+                raise
 
 
 def _described(error: CheckpointFailed) -> dict[str, str]:
