@@ -4,7 +4,7 @@ import os
 import re
 import secrets
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -108,15 +108,11 @@ class BucketPath:
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove files of this folder, if they exist."""
-        keys = [(self / name).key for name in names]
         with self._errors_as_os_error():
-            try:
-                if keys:
-                    self.files.rm(keys)
-            except FileNotFoundError:
-                for key in keys:
-                    if self.files.exists(key):
-                        self.files.rm_file(key)
+            for name in names:
+                # Not `rm`: it reads names as patterns, and s3fs drops the errors of single files.
+                with suppress(FileNotFoundError):
+                    self.files.rm_file((self / name).key)
 
     def probe(self) -> None:
         """Check that files can be written, copied, read and removed here. Raises InvalidSpec if
