@@ -117,6 +117,8 @@ def discard(path: Path) -> None:
             partial = _temporary_path(path.with_name(matched[1]) if matched else path, "partial")
             path.rename(partial)
         shutil.rmtree(partial)
+    except FileNotFoundError:
+        log.debug("leftover_gone", path=str(path))
     except OSError as error:
         # The next `sweep` or `retire` tries again.
         log.warning("leftover_not_removed", path=str(path), error=str(error))
