@@ -1,5 +1,6 @@
 """Checkpoints in buckets: in fsspec's memory, and in a server that speaks S3."""
 
+import errno
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -27,9 +28,11 @@ from shoal.checkpoint.reading import read
 from shoal.checkpoint.storage import complete
 from shoal.checkpoint.writing import write
 from shoal.state.shards import StateShard, whole_chunk
+from shoal.strategies.synchronous.generation_checkpoints import GenerationCheckpoints
+from shoal.strategies.synchronous.script_position import ScriptPosition
 from shoal.torch_private.checkpoint import FsspecReader
 from shoal_client.local.cluster import LocalCluster
-from shoal_proto.errors import CheckpointFailed, InvalidSpec, MalformedMessage
+from shoal_proto.errors import CheckpointFailed, InvalidSpec, MalformedMessage, Unavailable
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
@@ -394,6 +397,21 @@ def test_a_checkpoint_fails_if_its_storage_is_unavailable(
     checkpoints.begin_write(at(2))
     checkpoints.finish_write()
     assert list(complete(located(place))) == [2]
+
+
+def test_a_storage_that_is_overloaded_while_it_is_checked_is_no_refusal(
+    s3: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: InvalidSpec, after which the launcher does not start the worker again."""
+    place = f"{s3}/{secrets.token_hex(4)}"
+
+    def overloaded(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EBUSY, "SlowDown")
+
+    monkeypatch.setattr(located(place).files, "pipe_file", overloaded)
+    checkpoints = GenerationCheckpoints(ScriptPosition())
+    with pytest.raises(Unavailable, match="SlowDown"):
+        checkpoints.set_store(Checkpoints(place, every_steps=1))
 
 
 @pytest.mark.long

@@ -105,7 +105,7 @@ class Checkpoints:
 
     def newest(self) -> CheckpointPath | None:
         """Return the path of the newest complete checkpoint, if there is any. Raises InvalidSpec if
-        listing fails."""
+        listing fails, and OSError if it may succeed later."""
         return storage.newest(self.directory)
 
     def begin_write(
@@ -217,7 +217,7 @@ class Checkpoints:
     def _retire(self, step: int) -> None:
         try:
             storage.retire(self.directory, step, self.keep)
-        except InvalidSpec as error:
+        except (InvalidSpec, OSError) as error:
             # The next `_retire` tries again.
             log.warning("checkpoint_not_retired", path=str(self.directory), error=str(error))
 

@@ -12,6 +12,7 @@ from typing import BinaryIO, cast
 
 import fsspec
 
+from shoal.checkpoint.directory import may_pass
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.names import BUCKET_KINDS
 
@@ -116,7 +117,7 @@ class BucketPath:
 
     def probe(self) -> None:
         """Check that files can be written, copied, read and removed here. Raises InvalidSpec if
-        not."""
+        not, and OSError if a later check may succeed."""
         probe = self / f".probe-{secrets.token_hex(8)}"
         copy = self / f"{probe.name}-copy"
         try:
@@ -125,6 +126,8 @@ class BucketPath:
             read = copy.read_bytes()
             self.remove([probe.name, copy.name])
         except OSError as error:
+            if may_pass(error):
+                raise
             raise InvalidSpec(
                 f"checkpoints cannot be kept at {self}",
                 seen=f"{type(error).__name__}: {error}",

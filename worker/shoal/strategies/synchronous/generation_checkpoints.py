@@ -1,7 +1,8 @@
 """Checkpoints of synchronous strategies: which one to start from, and when to write one."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import structlog
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from shoal.model.same_optimizer import replaced_settings
 from shoal.state.optimizer_state import settings_of
 from shoal.state.shards import Needs, StateShard
 from shoal.strategies.synchronous.script_position import ScriptPosition
-from shoal_proto.errors import CheckpointFailed, StateLost
+from shoal_proto.errors import CheckpointFailed, StateLost, Unavailable
 from shoal_proto.v1 import membership_pb2 as pb
 
 log = structlog.get_logger(__name__)
@@ -42,9 +43,11 @@ class GenerationCheckpoints:
     def set_store(self, checkpoints: CheckpointStore) -> None:
         """Set the store to write to and to start from. Called first.
 
-        Raises InvalidSpec for a bucket that cannot store checkpoints; a directory is not tested.
+        Raises InvalidSpec for a bucket that cannot store checkpoints, and Unavailable if it may be
+        able to later; a directory is not tested.
         """
-        checkpoints.probe()
+        with _unavailable():
+            checkpoints.probe()
         self._checkpoints = checkpoints
 
     def set_samples(self, samples: TrainedSamples) -> None:
@@ -72,17 +75,18 @@ class GenerationCheckpoints:
     def steps(self) -> Sequence[int]:
         """Return the steps of the newest 100 complete checkpoints that this member sees.
 
-        Raises InvalidSpec if the storage cannot be listed.
+        Raises InvalidSpec if the storage cannot be listed, and Unavailable if it may be later.
         """
         if self._checkpoints is None:
             return ()
-        return sorted(self._checkpoints.steps())[-MAX_CHECKPOINTS_NAMED:]
+        with _unavailable():
+            return sorted(self._checkpoints.steps())[-MAX_CHECKPOINTS_NAMED:]
 
     def newest(self, generation: Generation, group: dist.ProcessGroup) -> int | None:
         """Return the step of the newest complete checkpoint that every member sees, or None.
 
         Collective. Raises StateLost on all members if the generation needs one and there is none,
-        and InvalidSpec if the storage cannot be listed.
+        and InvalidSpec if the storage cannot be listed, or OSError if it may be later.
         """
         self._is_rank_0 = generation.rank == 0
         needed = generation.me.state == pb.STATE_ACTION_CHECKPOINT
@@ -200,6 +204,16 @@ class GenerationCheckpoints:
                 # It is not owed: the next one that is due tries again.
                 self._begun_step = 0
                 raise
+
+
+@contextmanager
+def _unavailable() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise Unavailable(
+            "the storage of checkpoints does not answer as it should", seen=str(error)
+        ) from error
 
 
 def _described(error: CheckpointFailed) -> dict[str, str]:
