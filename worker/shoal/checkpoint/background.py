@@ -88,7 +88,17 @@ class Checkpoints:
         return str(self._path(step))
 
     def read(self, step: int, needs: Needs) -> StateShard:
-        return reading.read(self._path(step), needs)
+        path = self._path(step)
+        state_shard = reading.read(path, needs)
+        if state_shard.step < step:
+            raise InvalidSpec(
+                f"the checkpoint {path} is of an earlier step than its name says",
+                seen=f"step {state_shard.step}; 0 if its entry step is missing or not an int",
+                expected=f"step {step}, or else this run would not be allowed to write beside it",
+                fix="Save it with the entry step (docs/checkpoints.md), or move it to another"
+                " directory and load its weights before session.distribute.",
+            )
+        return state_shard
 
     def _path(self, step: int) -> CheckpointPath:
         return self._complete.get(step) or storage.path_of_step(self.directory, step)

@@ -31,7 +31,8 @@ class CheckpointStore(Protocol):
         """Return the location of the step's checkpoint, for messages."""
 
     def read(self, step: int, needs: Needs) -> StateShard:
-        """Read the chunks that `needs` asks for. Raises what `reading.read` raises."""
+        """Read the chunks that `needs` asks for. Raises what `reading.read` raises, and InvalidSpec
+        for a checkpoint of an earlier step."""
 
     def is_due(self, step: int) -> bool:
         """True if a checkpoint is to be written after `step` committed steps."""
