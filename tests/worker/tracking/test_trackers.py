@@ -264,6 +264,27 @@ def test_steps_dropped_while_another_process_holds_the_run_are_lost_unless_it_st
     assert lost == [3]
 
 
+def test_a_later_rank_0_of_an_asynchronous_job_continues_after_the_last_step() -> None:
+    """Regression: its values were dropped until it had taken more steps than the former rank 0."""
+    tracker = BusyTracker()
+    tracker.free.set()
+    job_log = JobLog("job", "b", [tracker])
+    former, own = RosterEntry(member_id="a"), RosterEntry(member_id="b", rank=1)
+    joined = GenerationRecord(roster=Roster(entries=[former, own]))
+    job_log.record_generation(joined, synchronous=False, step=0)
+    job_log.log({"loss": 1.0}, step=1, in_step=False)
+    alone = GenerationRecord(roster=Roster(entries=[RosterEntry(member_id="b")]))
+    job_log.record_generation(alone, synchronous=False, step=1)
+    with capture_logs() as logs:
+        for step in (2, 3, 4):
+            job_log.log({"loss": 1.0}, step=step, in_step=False)
+        job_log.flush(20.0)
+        job_log.log({"loss": 1.0}, step=5, in_step=False)
+        job_log.close()
+    assert tracker.steps == [3, 4, 5, 6]
+    assert [line for line in logs if line["event"] == "logged_values_lost"] == []
+
+
 def test_something_else_than_a_tracker_is_refused() -> None:
     with pytest.raises(InvalidSpec, match="trackers contains an object that is not a tracker"):
         shoal.join("refused", trackers=["tensorboard"])  # type: ignore[list-item]
