@@ -1,6 +1,7 @@
 """A checkpoint's directory is complete, or it does not exist."""
 
 import errno
+import shutil
 from pathlib import Path
 
 import pytest
@@ -140,6 +141,26 @@ def test_an_error_that_may_pass_is_no_refusal(tmp_path, monkeypatch, name):
         with pytest.raises(Unavailable, match="Input/output error"):
             checkpoints.steps()
     assert checkpoints.steps() == [10]
+
+
+def test_a_writer_that_still_lives_publishes_nothing_that_another_removes(tmp_path, monkeypatch):
+    """Regression: it renamed the directory while its files were being deleted, so that an empty
+    directory had the name of a checkpoint."""
+    path = path_of_step(tmp_path, 5)
+    partial = begin(path)
+    (partial / ".metadata").touch()
+    remove, refused = shutil.rmtree, []
+
+    def removing(folder, **options):
+        with pytest.raises(FileNotFoundError) as raised:
+            publish(partial, path)
+        refused.append(raised.value)
+        remove(folder, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", removing)
+    sweep(path_of_step(tmp_path, 6), keep=tmp_path)
+    assert len(refused) == 1
+    assert names_in(tmp_path) == []
 
 
 def test_a_directory_that_is_no_checkpoint_is_not_replaced(tmp_path):

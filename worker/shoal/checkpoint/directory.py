@@ -125,13 +125,11 @@ def publish(partial: Path, path: Path) -> None:
 
 def discard(path: Path) -> None:
     """Delete a directory that may be a checkpoint; log a warning if that fails. It is renamed
-    first, so that no reader sees half of it."""
+    first, so that no reader sees half of it, and that no writer publishes it meanwhile."""
     matched = _TEMPORARY.fullmatch(path.name)
-    partial = path
+    partial = _temporary_path(path.with_name(matched[1]) if matched else path, "partial")
     try:
-        if not matched or matched[2] != "partial":
-            partial = _temporary_path(path.with_name(matched[1]) if matched else path, "partial")
-            path.rename(partial)
+        path.rename(partial)
         shutil.rmtree(partial)
     except FileNotFoundError:
         log.debug("leftover_gone", path=str(path))
