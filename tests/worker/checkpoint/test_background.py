@@ -357,6 +357,15 @@ def test_a_newcomer_may_be_the_first_rank_of_a_run_that_falls_back(tmp_path):
     assert steps_in(tmp_path) == [15, 20]
 
 
+@pytest.mark.parametrize("limit_s", [1e10, float("inf")])
+def test_a_limit_beyond_the_longest_wait_of_the_system_is_no_error(tmp_path, limit_s):
+    """Regression: OverflowError at the second checkpoint."""
+    with Checkpoints(tmp_path, every_steps=1, limit_s=limit_s) as checkpoints:
+        checkpoints.begin_write(at(1))
+        checkpoints.begin_write(at(2))
+    assert steps_in(tmp_path) == [1, 2]
+
+
 def test_storage_that_does_not_answer_is_waited_for_within_a_limit_and_used_again_after_it(
     tmp_path,
 ):

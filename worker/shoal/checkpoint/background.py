@@ -182,7 +182,8 @@ class Checkpoints:
         """Wait for the checkpoint in progress until its limit. Raises what `begin_write` raises.
         May be called twice."""
         if self._thread:
-            self._thread.join(max(0.0, self._until_s - time.monotonic()))
+            left_s = self._until_s - time.monotonic()
+            self._thread.join(min(max(0.0, left_s), threading.TIMEOUT_MAX))
             if self._thread.is_alive():
                 raise CheckpointFailed(
                     f"a checkpoint in {self.directory} is still being written",
