@@ -62,6 +62,16 @@ def test_a_checkpoint_is_due_at_each_multiple_of_every_steps_but_0(tmp_path):
     assert [step for step in range(12) if checkpoints.is_due(step)] == [5, 10]
 
 
+def test_a_directory_stays_where_it_was_when_the_script_named_it(tmp_path, monkeypatch):
+    """Regression: a relative one moved with the script's working directory."""
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    relative, home = (Checkpoints(name, every_steps=1) for name in ("runs", "~/runs"))
+    monkeypatch.chdir("elsewhere")
+    assert relative.directory == home.directory == tmp_path / "runs"
+
+
 def unreadable(step):
     """A state with a setting that no reader accepts: its unpickler allows only numbers and text."""
     good = at(step)

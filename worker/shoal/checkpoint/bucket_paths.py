@@ -151,14 +151,15 @@ CheckpointPath = Path | BucketPath
 
 
 def located(location: str | os.PathLike[str] | BucketPath) -> CheckpointPath:
-    """Return the path of a directory or URL. Raises InvalidSpec for a URL that is unsupported or
-    for which no package is installed."""
+    """Return the path of a directory, absolute, or of a URL. Raises InvalidSpec for a URL that is
+    unsupported or for which no package is installed."""
     if isinstance(location, BucketPath):
         return location
     name = os.fspath(location)
     scheme = _SCHEME.match(name)
     if "::" not in name and scheme is None:
-        return Path(name)
+        # The script may change its working directory.
+        return Path(name).expanduser().absolute()
     kind = scheme[1].lower() if scheme else ""
     remainder = name[scheme.end() :] if scheme else ""
     if "::" in name or not remainder.startswith("/") or "?" in remainder or "#" in remainder:
