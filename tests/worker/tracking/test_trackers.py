@@ -264,6 +264,51 @@ def test_steps_dropped_while_another_process_holds_the_run_are_lost_unless_it_st
     assert lost == [3]
 
 
+class SlowTracker(BusyTracker):
+    """A run of which each write waits for `free`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writes = threading.Event()
+
+    def open(self, run: Run) -> OpenRun:
+        return SlowRun(self)
+
+
+class SlowRun(BusyRun):
+    written = WriteProgress()
+
+    def __init__(self, tracker: SlowTracker) -> None:
+        super().__init__(tracker.steps)
+        self._tracker = tracker
+
+    def write(self, step: int, values: Mapping[str, float], unix_s: float) -> None:
+        self._tracker.writes.set()
+        assert self._tracker.free.wait(20.0)
+        super().write(step, values, unix_s)
+
+
+def test_steps_that_a_slow_tracker_has_no_time_for_are_reported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Regression: they were missing without a word."""
+    monkeypatch.setattr("shoal.tracking.job_log.MAX_KEPT", 3)
+    tracker = SlowTracker()
+    job_log = JobLog("job", "a", [tracker])
+    roster = Roster(entries=[RosterEntry(member_id="a")])
+    job_log.record_generation(GenerationRecord(roster=roster), synchronous=True, step=1)
+    job_log.log({"loss": 1.0}, step=1, in_step=False)
+    assert tracker.writes.wait(20.0)
+    for step in range(2, 9):
+        job_log.log({"loss": 1.0}, step=step, in_step=False)
+    with capture_logs() as logs:
+        tracker.free.set()
+        job_log.close()
+    assert tracker.steps == [1, 6, 7, 8]
+    lost = [line["num_steps"] for line in logs if line["event"] == "logged_values_lost"]
+    assert lost == [4]
+
+
 def test_a_later_rank_0_of_an_asynchronous_job_continues_after_the_last_step() -> None:
     """Regression: its values were dropped until it had taken more steps than the former rank 0."""
     tracker = BusyTracker()

@@ -196,6 +196,8 @@ class _Sink:
         """Steps that were dropped while this process could not write; an earlier writer may have
         written some of them.
         """
+        self._taken = -1
+        """Newest step that is written or is being written, by this member's count."""
         self._num_lost = 0
 
     def take_over(self) -> None:
@@ -203,7 +205,7 @@ class _Sink:
         each member counts its own steps. Called under the log's lock."""
         self._kept.clear()
         self._dropped.clear()
-        self._shift, self._first = None, None
+        self._shift, self._first, self._taken = None, None, -1
 
     def keep(self, step: int, unix_s: float, values: Mapping[str, float]) -> None:
         """Keep a step's values. The first value of a name counts. Called under the log's lock."""
@@ -215,7 +217,9 @@ class _Sink:
         while len(self._kept) > MAX_KEPT:
             oldest = next(iter(self._kept))
             del self._kept[oldest]
-            if self._is_failing or self.busy:
+            if self._open is not None and oldest > self._taken:
+                self._num_lost += 1
+            elif self._open is not None or self._is_failing or self.busy:
                 self._dropped.append(oldest)
 
     def write(self, run: Run, lock: threading.Condition) -> None:
@@ -223,6 +227,7 @@ class _Sink:
         with lock:
             kept = [(step, at_s, dict(values)) for step, (at_s, values) in self._unwritten()]
             first = self._first or 0
+            self._taken = kept[-1][0] if kept else self._taken
         if not kept:
             return
         try:
