@@ -212,6 +212,21 @@ def test_a_tracking_server_of_databricks_is_no_folder(
     assert not list(tmp_path.iterdir())
 
 
+def test_a_name_that_mlflow_cannot_store_beside_another_stops_no_other(tmp_path: Path) -> None:
+    """Regression: no later value of any name was written."""
+    mlflow = shoal.MLflow(f"file:{tmp_path}/mlruns")
+    for begun_unix_s, step in ((1000.0, 1), (None, 2)):
+        opened = mlflow.open(Run(job="job", begun_unix_s=begun_unix_s))
+        with capture_logs() as logs:
+            for name in ("loss", "loss/val", "accuracy", "loss/val"):
+                opened.write(step, {name: 1.0}, 1000.0 + step)
+        opened.close()
+        assert [(line["event"], line["name"]) for line in logs] == [
+            ("logged_values_left_out", "loss/val")
+        ]
+    assert opened.written == WriteProgress(step=1, names=frozenset({"loss", "accuracy"}))
+
+
 class BusyTracker(Tracker):
     """A run that another process holds until `free` is set, and that stores up to step 2."""
 
