@@ -167,6 +167,7 @@ def test_logged_values_are_on_the_page_and_in_metrics(cluster: LocalCluster) -> 
         ({"text": "hello"}, "text cannot be logged"),
         ({"nothing": None}, "nothing cannot be logged"),
         ({"a loss": 1.0}, "cannot be logged under this name"),
+        ({"step": 1.0}, "cannot be logged under this name; saw step"),
         ({7: 1.0}, "cannot be logged under this name"),
         ([("loss", 1.0)], "takes numbers by name"),
     ],
