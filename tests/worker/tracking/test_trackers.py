@@ -22,10 +22,17 @@ from torch.nn.functional import cross_entropy
 
 import shoal
 from shoal.tracking.job_log import JobLog
+from shoal.tracking.tensorboard import _written
 from shoal.tracking.tracker import OpenRun, Run, RunInUse, Tracker, WriteProgress
 from shoal_client.local.cluster import LocalCluster
 from shoal_proto.errors import InvalidSpec
-from shoal_proto.v1.membership_pb2 import GenerationRecord, Roster, RosterEntry
+from shoal_proto.v1.membership_pb2 import (
+    STATE_ACTION_INITIAL,
+    STATE_ACTION_KEEP,
+    GenerationRecord,
+    Roster,
+    RosterEntry,
+)
 
 TRACKERS = pytest.mark.parametrize(
     "name",
@@ -226,6 +233,31 @@ def test_a_name_that_mlflow_cannot_store_beside_another_stops_no_other(tmp_path:
             ("logged_values_left_out", "loss/val")
         ]
     assert opened.written == WriteProgress(step=1, names=frozenset({"loss", "accuracy"}))
+
+
+def test_a_run_begins_with_its_job_even_if_its_first_member_logs_nothing(tmp_path: Path) -> None:
+    """Regression: a later member wrote into the run of the job before."""
+    tracker = shoal.TensorBoard(tmp_path)
+    before = tracker.open(Run(job="job", begun_unix_s=1000.0))
+    before.write(100, {"loss": 1.0}, 1000.0)
+    before.close()
+    first = RosterEntry(member_id="a", state=STATE_ACTION_INITIAL)
+    begun = GenerationRecord(roster=Roster(entries=[first]), decided_unix_s=2000.0)
+    job_log = JobLog("job", "a", [tracker])
+    job_log.record_generation(begun, synchronous=True, step=0)
+    job_log.close()
+    later = JobLog("job", "b", [tracker])
+    joined = RosterEntry(member_id="b", state=STATE_ACTION_KEEP)
+    later.record_generation(
+        GenerationRecord(roster=Roster(entries=[joined])), synchronous=True, step=3
+    )
+    later.log({"loss": 2.0}, step=3, in_step=False)
+    later.close()
+    runs = {path.name: _written(path) for path in (tmp_path / "job").glob("run-*")}
+    assert {name: each.step for name, each in runs.items()} == {
+        "run-0000001000000": 100,
+        "run-0000002000000": 3,
+    }
 
 
 class BusyTracker(Tracker):

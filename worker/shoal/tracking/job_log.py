@@ -107,6 +107,9 @@ class JobLog:
                 for sink in self._sinks:
                     sink.take_over()
             self.is_writer = writer == self._member_id
+            if self.is_writer and self._sinks and self._run.begun_unix_s is not None:
+                # Before any value: a member that joins later continues the newest run.
+                self._start()
             self._changed.notify_all()
 
     def newest_values(self) -> dict[str, tuple[int, float]]:
@@ -223,25 +226,28 @@ class _Sink:
                 self._dropped.append(oldest)
 
     def write(self, run: Run, lock: threading.Condition) -> None:
-        """Write all kept values that are not written yet."""
+        """Write all kept values that are not written yet. Opens a run that this member began, even
+        without values."""
         with lock:
             kept = [(step, at_s, dict(values)) for step, (at_s, values) in self._unwritten()]
             first = self._first or 0
             self._taken = kept[-1][0] if kept else self._taken
-        if not kept:
+        begins = self._open is None and run.begun_unix_s is not None
+        if not (kept or begins):
             return
         try:
             if self._open is None:
                 self._open = self._tracker.open(run)
                 self._written = self._open.written
                 with lock:
-                    self._num_lost += self._num_dropped(before=kept[0][0])
+                    before = kept[0][0] if kept else math.inf
+                    self._num_lost += self._num_dropped(before=before)
                     self._dropped.clear()
             if self._shift is None:
                 self._shift = max(0, self._written.step + 1 - first)
             self._write(self._open, kept)
         except RunInUse:
-            self.busy = True
+            self.busy = bool(kept)
             return
         except Exception as error:  # noqa: BLE001 - any error of any tracker is logged and retried
             self._fails(error)
