@@ -17,6 +17,7 @@ from shoal.membership.generation import Context, Generation
 from shoal.membership.rendezvous_store import RendezvousStores
 from shoal.membership.stores import GenerationStores, LoneStores
 from shoal.membership.validators import ValidatorSet
+from shoal.model.devices import refuse_default_device
 from shoal.strategies.base import Strategy
 from shoal.tracking.job_log import JobLog
 from shoal.tracking.tracker import Tracker
@@ -399,6 +400,7 @@ class ElasticController:
     def _form(self, fields: dict[str, str]) -> None:
         strategy = self.strategy
         if not self._proposed:
+            refuse_default_device()
             self._proposed = True
             self.membership.propose(
                 {name: _shortened(value) for name, value in fields.items()},
