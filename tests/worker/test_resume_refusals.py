@@ -2,7 +2,7 @@
 the field that differs."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from shoal.checkpoint import names
 from shoal.checkpoint.directory import complete
 from shoal.data.order import Order
 from shoal.model.same_optimizer import check_same_optimizer
+from shoal.state.shards import whole_chunk
 from shoal_client.local.cluster import LocalCluster
 from shoal_proto.errors import InvalidSpec, ShapeMismatch
 
@@ -144,6 +145,19 @@ def test_a_checkpoint_without_fields_of_its_samples_is_continued_from(
     dcp.save(saved, checkpoint_id=tmp_path / "step-00000004", no_dist=True)
     assert names.key_of(names.OWN) == "shoal.state"
     assert trained(cluster, tmp_path, global_batch_size=50) == [4, 5]
+
+
+@pytest.mark.parametrize("entry", [{}, {"step": torch.tensor(1000)}, {"step": 7}], ids=str)
+def test_a_checkpoint_of_an_earlier_step_than_its_name_says_is_refused_when_it_is_read(
+    tmp_path: Path, entry: Mapping[str, Any]
+) -> None:
+    """Regression: the run's own first checkpoint was refused, beside that of a later step."""
+    model, _ = build("sgd", "layers")
+    saved = {"model": model.state_dict(), **entry}
+    dcp.save(saved, checkpoint_id=tmp_path / "step-00001000", no_dist=True)
+    checkpoints = shoal.Checkpoints(tmp_path, every_steps=1)
+    with pytest.raises(InvalidSpec, match=r"of an earlier step than its name says.*entry step"):
+        checkpoints.read(max(checkpoints.steps()), whole_chunk)
 
 
 def test_a_checkpoint_has_the_fields_of_its_samples(cluster: LocalCluster, tmp_path: Path) -> None:

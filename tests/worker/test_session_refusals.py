@@ -5,6 +5,7 @@ import multiprocessing
 import pytest
 import torch
 from support.training import rank_bodies
+from support.training.elastic_bodies import build, numbers
 
 import shoal
 from shoal.membership.join_config import read_config
@@ -51,6 +52,16 @@ def test_arguments_come_before_the_environment_and_the_environment_before_defaul
     assert (config.min_members, config.max_members, config.desired_members) == (2, 9, 3)
     with pytest.raises(InvalidSpec, match=r"SHOAL_MIN_MEMBERS.*'two'"):
         read_config({}, environment | {"SHOAL_MIN_MEMBERS": "two"})
+
+
+def test_another_default_device_than_the_cpu_is_refused_before_training() -> None:
+    """Indices of samples and copies for checkpoints would be on that device."""
+    model, optimizer = build("sgd", "layers")
+    with shoal.join() as session:
+        session.distribute(model, optimizer)
+        batches = session.batches(numbers(), global_batch_size=24)
+        with torch.device("meta"), pytest.raises(InvalidSpec, match=r"default device.*is meta"):
+            next(iter(batches))
 
 
 @pytest.mark.long

@@ -62,6 +62,16 @@ def test_a_checkpoint_is_due_at_each_multiple_of_every_steps_but_0(tmp_path):
     assert [step for step in range(12) if checkpoints.is_due(step)] == [5, 10]
 
 
+def test_a_directory_stays_where_it_was_when_the_script_named_it(tmp_path, monkeypatch):
+    """Regression: a relative one moved with the script's working directory."""
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    relative, home = (Checkpoints(name, every_steps=1) for name in ("runs", "~/runs"))
+    monkeypatch.chdir("elsewhere")
+    assert relative.directory == home.directory == tmp_path / "runs"
+
+
 def unreadable(step):
     """A state with a setting that no reader accepts: its unpickler allows only numbers and text."""
     good = at(step)
@@ -355,6 +365,15 @@ def test_a_newcomer_may_be_the_first_rank_of_a_run_that_falls_back(tmp_path):
 
     assert on_all(2, act) == [None, None]
     assert steps_in(tmp_path) == [15, 20]
+
+
+@pytest.mark.parametrize("limit_s", [1e10, float("inf")])
+def test_a_limit_beyond_the_longest_wait_of_the_system_is_no_error(tmp_path, limit_s):
+    """Regression: OverflowError at the second checkpoint."""
+    with Checkpoints(tmp_path, every_steps=1, limit_s=limit_s) as checkpoints:
+        checkpoints.begin_write(at(1))
+        checkpoints.begin_write(at(2))
+    assert steps_in(tmp_path) == [1, 2]
 
 
 def test_storage_that_does_not_answer_is_waited_for_within_a_limit_and_used_again_after_it(

@@ -1,5 +1,6 @@
 """Checkpoints in buckets: in fsspec's memory, and in a server that speaks S3."""
 
+import errno
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -10,6 +11,7 @@ import fsspec
 import pytest
 import s3fs
 import torch.distributed.checkpoint as dcp
+from botocore.exceptions import ClientError
 from fsspec.implementations.memory import MemoryFileSystem
 from moto.server import ThreadedMotoServer
 from support.members.thread_members import lone
@@ -26,9 +28,11 @@ from shoal.checkpoint.reading import read
 from shoal.checkpoint.storage import complete
 from shoal.checkpoint.writing import write
 from shoal.state.shards import StateShard, whole_chunk
+from shoal.strategies.synchronous.generation_checkpoints import GenerationCheckpoints
+from shoal.strategies.synchronous.script_position import ScriptPosition
 from shoal.torch_private.checkpoint import FsspecReader
 from shoal_client.local.cluster import LocalCluster
-from shoal_proto.errors import CheckpointFailed, InvalidSpec, MalformedMessage
+from shoal_proto.errors import CheckpointFailed, InvalidSpec, MalformedMessage, Unavailable
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
@@ -182,19 +186,53 @@ def test_a_checkpoint_that_cannot_be_deleted_fails_nothing_and_keeps_no_other(
     assert isinstance(old, BucketPath)
     (old / f"{'0' * 16}.begun").write_bytes(b"")
     files = sorted(old.names())
-    remove = MemoryFileSystem.rm
+    remove = MemoryFileSystem.rm_file
 
-    def refusing(own: MemoryFileSystem, keys: list[str], **options: Any) -> None:
-        if any(key.startswith(old.key) for key in keys):
+    def refusing(own: MemoryFileSystem, key: str) -> None:
+        if key.startswith(old.key):
             raise PermissionError("access denied")
-        remove(own, keys, **options)
+        remove(own, key)
 
     with monkeypatch.context() as patch:
-        patch.setattr(MemoryFileSystem, "rm", refusing)
+        patch.setattr(MemoryFileSystem, "rm_file", refusing)
         with Checkpoints(place, every_steps=1, keep=1) as checkpoints:
             checkpoints.begin_write(at(4))
     assert sorted(complete(located(place))) == [1, 4]
     assert sorted(old.names()) == files
+
+
+@pytest.mark.parametrize("name", ["run[1]", "run*"])
+def test_a_name_that_looks_like_a_pattern_deletes_no_checkpoint_of_another_run(
+    place: str, name: str
+) -> None:
+    """Regression: fsspec took `run[1]` for a pattern, and deleted the files of `run1`."""
+    for run in ("run1", name):
+        with Checkpoints(f"{place}/{run}", every_steps=1, keep=1 if run == name else 2) as own:
+            for step in (1, 2):
+                own.begin_write(at(step))
+    assert sorted(complete(located(f"{place}/run1"))) == [1, 2]
+    assert sorted(complete(located(f"{place}/{name}"))) == [2]
+
+
+def test_files_that_s3_refuses_to_delete_are_noticed(
+    s3: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: s3fs drops the refusals in the answer to a request that deletes several files."""
+    answer = s3fs.S3FileSystem._call_s3
+
+    async def refusing(own: Any, method: str, *given: Any, **options: Any) -> Any:
+        if method == "delete_object":
+            refusal = {"Error": {"Code": "AccessDenied", "Message": "Access Denied"}}
+            raise ClientError(refusal, "DeleteObject")
+        if method == "delete_objects":
+            keys = [each["Key"] for each in options["Delete"]["Objects"]]
+            return {"Errors": [{"Key": key, "Code": "AccessDenied"} for key in keys]}
+        return await answer(own, method, *given, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(s3fs.S3FileSystem, "_call_s3", refusing)
+        with pytest.raises(InvalidSpec, match="cannot be kept at"):
+            Checkpoints(f"{s3}/{secrets.token_hex(4)}", every_steps=1).probe()
 
 
 def test_other_files_at_a_checkpoints_path_are_left_alone(place: str) -> None:
@@ -286,7 +324,7 @@ def halted(
 
         return call
 
-    for name in ("pipe_file", "cp_file", "rm", "find"):
+    for name in ("pipe_file", "cp_file", "rm_file", "find"):
         patch.setattr(MemoryFileSystem, name, halting(getattr(MemoryFileSystem, name)))
     return halts
 
@@ -304,7 +342,7 @@ def mortal(patch: pytest.MonkeyPatch, calls_to_live: int) -> None:
 
         return call
 
-    for name in ("pipe_file", "rm", "rm_file"):
+    for name in ("pipe_file", "rm_file"):
         patch.setattr(MemoryFileSystem, name, dying(getattr(MemoryFileSystem, name)))
     opened = MemoryFileSystem._open
     closing = dying(opened)
@@ -359,6 +397,21 @@ def test_a_checkpoint_fails_if_its_storage_is_unavailable(
     checkpoints.begin_write(at(2))
     checkpoints.finish_write()
     assert list(complete(located(place))) == [2]
+
+
+def test_a_storage_that_is_overloaded_while_it_is_checked_is_no_refusal(
+    s3: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: InvalidSpec, after which the launcher does not start the worker again."""
+    place = f"{s3}/{secrets.token_hex(4)}"
+
+    def overloaded(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EBUSY, "SlowDown")
+
+    monkeypatch.setattr(located(place).files, "pipe_file", overloaded)
+    checkpoints = GenerationCheckpoints(ScriptPosition())
+    with pytest.raises(Unavailable, match="SlowDown"):
+        checkpoints.set_store(Checkpoints(place, every_steps=1))
 
 
 @pytest.mark.long

@@ -1,15 +1,19 @@
 """A checkpoint's directory is complete, or it does not exist."""
 
 import errno
+import shutil
 from pathlib import Path
 
 import pytest
 from structlog.testing import capture_logs
 from support.models.checkpoint_world import names_in
 
+from shoal.checkpoint.background import Checkpoints
 from shoal.checkpoint.directory import begin, complete, publish, sweep
 from shoal.checkpoint.storage import newest, path_of_step, retire
-from shoal_proto.errors import InvalidSpec
+from shoal.strategies.synchronous.generation_checkpoints import GenerationCheckpoints
+from shoal.strategies.synchronous.script_position import ScriptPosition
+from shoal_proto.errors import InvalidSpec, Unavailable
 
 
 def made(directory, step, content="x"):
@@ -118,6 +122,45 @@ def test_a_checkpoint_that_cannot_be_examined_is_not_skipped(tmp_path):
     (tmp_path / "step-00000020").symlink_to("step-00000020")
     with pytest.raises(InvalidSpec, match="step-00000020 cannot be examined; saw Too many levels"):
         newest(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["stat", "iterdir"])
+def test_an_error_that_may_pass_is_no_refusal(tmp_path, monkeypatch, name):
+    """Regression: one EIO ended the worker with InvalidSpec, after which it is not restarted."""
+    made(tmp_path, 10)
+
+    def failing(own, **_):
+        raise OSError(errno.EIO, "Input/output error", str(own))
+
+    checkpoints = GenerationCheckpoints(ScriptPosition())
+    checkpoints.set_store(Checkpoints(tmp_path, every_steps=1))
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, name, failing)
+        with pytest.raises(OSError, match="Input/output error"):
+            newest(tmp_path)
+        with pytest.raises(Unavailable, match="Input/output error"):
+            checkpoints.steps()
+    assert checkpoints.steps() == [10]
+
+
+def test_a_writer_that_still_lives_publishes_nothing_that_another_removes(tmp_path, monkeypatch):
+    """Regression: it renamed the directory while its files were being deleted, so that an empty
+    directory had the name of a checkpoint."""
+    path = path_of_step(tmp_path, 5)
+    partial = begin(path)
+    (partial / ".metadata").touch()
+    remove, refused = shutil.rmtree, []
+
+    def removing(folder, **options):
+        with pytest.raises(FileNotFoundError) as raised:
+            publish(partial, path)
+        refused.append(raised.value)
+        remove(folder, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", removing)
+    sweep(path_of_step(tmp_path, 6), keep=tmp_path)
+    assert len(refused) == 1
+    assert names_in(tmp_path) == []
 
 
 def test_a_directory_that_is_no_checkpoint_is_not_replaced(tmp_path):

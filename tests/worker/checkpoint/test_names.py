@@ -55,6 +55,7 @@ def test_entries_are_those_of_plain_torch(tmp_path, optimizer_name):
         "optim.bias/step",
         "optim.a.weight/#history.0",
         "optim.a.weight/#factors.left.1",
+        "optim.a.weight/#factors.01",
         "optim.a.weight/#of.dots.0",
     ],
 )

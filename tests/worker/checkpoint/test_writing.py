@@ -1,6 +1,8 @@
 """Ranks write one checkpoint together: complete or absent, with the same answer on all ranks."""
 
+import errno
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -127,6 +129,27 @@ def test_an_error_of_the_system_is_raised_with_path_and_errno(tmp_path):
         }
 
 
+def test_storage_that_goes_away_while_a_checkpoint_is_written_is_an_error_of_the_system(
+    tmp_path, monkeypatch
+):
+    """Regression: the error of a look at the draft, to remove it, replaced that of the write."""
+    path = tmp_path / "mount" / "one"
+    stat = Path.stat
+
+    def stale(own, **options):
+        if own.name.endswith(".partial"):
+            raise OSError(errno.ESTALE, "Stale file handle", str(own))
+        return stat(own, **options)
+
+    monkeypatch.setattr(Path, "stat", stale)
+    unwritable = trained("sgd")
+    given = unwritable.shards["model.first.weight"]
+    meta = replace(given, tensor=given.tensor.to("meta"))
+    with pytest.raises(CheckpointFailed):
+        write(path, changed(unwritable, **{"model.first.weight": meta}))
+    assert names_in(path.parent) == []
+
+
 def test_ranks_that_hold_no_whole_state_are_refused(tmp_path):
     whole = trained("sgd")
     errors = write_on_all(tmp_path / "two", [cut(whole, 0, 0, 3), cut(whole, 0, 2, 3)])
@@ -161,7 +184,7 @@ def test_disks_that_are_not_shared_are_noticed(tmp_path):
 def test_a_lost_rank_breaks_the_generation_and_publishes_nothing(tmp_path):
     table = Table(2)
     table.lose()
-    with pytest.raises(GenerationBroken, match="a rank was lost"):
+    with pytest.raises(GenerationBroken, match="the generation ended"):
         write(tmp_path / "two", trained("sgd"), table.peers[0])
     assert not (tmp_path / "two").exists()
 

@@ -58,7 +58,7 @@ def members(cluster: LocalCluster, strategy: Any, *, in_one_call: bool) -> list[
                     else:
                         loss = mse_loss(model(batch.inputs), batch.targets)
                         session.backward(loss)
-                    session.log({"loss": loss, "step": batch.step})
+                    session.log({"loss": loss, "batch": batch.step})
                 found = {
                     "rank": session.rank,
                     "loss": float(loss.detach()),
@@ -67,7 +67,7 @@ def members(cluster: LocalCluster, strategy: Any, *, in_one_call: bool) -> list[
                     "inputs": batch.inputs.tolist(),
                     "drawn": given.drawn[-1],
                     "seen": float(given.seen),
-                    "logged": session._controller.job_log._newest["step"][1],
+                    "logged": session._controller.job_log._newest["batch"][1],
                 }
         return found
 

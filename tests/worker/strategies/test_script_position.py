@@ -73,7 +73,7 @@ def test_a_first_generation_has_nothing_to_settle() -> None:
 def test_a_committed_step_settles_what_was_before_it() -> None:
     position = at(1, "returned")
     position.stepped()
-    assert position.as_integers(STEP, has_state=True) == [STEP, 0, 0, 0, 0, NO_EXPONENT]
+    assert position.as_integers(STEP, has_state=True) == [STEP, 0, 0, 0, 0, NO_EXPONENT, 0]
 
 
 def test_a_request_to_stop_reaches_all_members_and_keeps_its_step() -> None:

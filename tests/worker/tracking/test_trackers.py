@@ -22,10 +22,17 @@ from torch.nn.functional import cross_entropy
 
 import shoal
 from shoal.tracking.job_log import JobLog
+from shoal.tracking.tensorboard import _written
 from shoal.tracking.tracker import OpenRun, Run, RunInUse, Tracker, WriteProgress
 from shoal_client.local.cluster import LocalCluster
 from shoal_proto.errors import InvalidSpec
-from shoal_proto.v1.membership_pb2 import GenerationRecord, Roster, RosterEntry
+from shoal_proto.v1.membership_pb2 import (
+    STATE_ACTION_INITIAL,
+    STATE_ACTION_KEEP,
+    GenerationRecord,
+    Roster,
+    RosterEntry,
+)
 
 TRACKERS = pytest.mark.parametrize(
     "name",
@@ -167,6 +174,7 @@ def test_logged_values_are_on_the_page_and_in_metrics(cluster: LocalCluster) -> 
         ({"text": "hello"}, "text cannot be logged"),
         ({"nothing": None}, "nothing cannot be logged"),
         ({"a loss": 1.0}, "cannot be logged under this name"),
+        ({"step": 1.0}, "cannot be logged under this name; saw step"),
         ({7: 1.0}, "cannot be logged under this name"),
         ([("loss", 1.0)], "takes numbers by name"),
     ],
@@ -210,6 +218,46 @@ def test_a_tracking_server_of_databricks_is_no_folder(
     with pytest.raises(Exception, match=r"(?i)databricks"):
         shoal.MLflow("databricks").open(Run(job="job", begun_unix_s=0.0))
     assert not list(tmp_path.iterdir())
+
+
+def test_a_name_that_mlflow_cannot_store_beside_another_stops_no_other(tmp_path: Path) -> None:
+    """Regression: no later value of any name was written."""
+    mlflow = shoal.MLflow(f"file:{tmp_path}/mlruns")
+    for begun_unix_s, step in ((1000.0, 1), (None, 2)):
+        opened = mlflow.open(Run(job="job", begun_unix_s=begun_unix_s))
+        with capture_logs() as logs:
+            for name in ("loss", "loss/val", "accuracy", "loss/val"):
+                opened.write(step, {name: 1.0}, 1000.0 + step)
+        opened.close()
+        assert [(line["event"], line["name"]) for line in logs] == [
+            ("logged_values_left_out", "loss/val")
+        ]
+    assert opened.written == WriteProgress(step=1, names=frozenset({"loss", "accuracy"}))
+
+
+def test_a_run_begins_with_its_job_even_if_its_first_member_logs_nothing(tmp_path: Path) -> None:
+    """Regression: a later member wrote into the run of the job before."""
+    tracker = shoal.TensorBoard(tmp_path)
+    before = tracker.open(Run(job="job", begun_unix_s=1000.0))
+    before.write(100, {"loss": 1.0}, 1000.0)
+    before.close()
+    first = RosterEntry(member_id="a", state=STATE_ACTION_INITIAL)
+    begun = GenerationRecord(roster=Roster(entries=[first]), decided_unix_s=2000.0)
+    job_log = JobLog("job", "a", [tracker])
+    job_log.record_generation(begun, synchronous=True, step=0)
+    job_log.close()
+    later = JobLog("job", "b", [tracker])
+    joined = RosterEntry(member_id="b", state=STATE_ACTION_KEEP)
+    later.record_generation(
+        GenerationRecord(roster=Roster(entries=[joined])), synchronous=True, step=3
+    )
+    later.log({"loss": 2.0}, step=3, in_step=False)
+    later.close()
+    runs = {path.name: _written(path) for path in (tmp_path / "job").glob("run-*")}
+    assert {name: each.step for name, each in runs.items()} == {
+        "run-0000001000000": 100,
+        "run-0000002000000": 3,
+    }
 
 
 class BusyTracker(Tracker):
@@ -262,6 +310,72 @@ def test_steps_dropped_while_another_process_holds_the_run_are_lost_unless_it_st
     assert tracker.steps == [6, 7, 8]
     lost = [line["num_steps"] for line in logs if line["event"] == "logged_values_lost"]
     assert lost == [3]
+
+
+class SlowTracker(BusyTracker):
+    """A run of which each write waits for `free`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writes = threading.Event()
+
+    def open(self, run: Run) -> OpenRun:
+        return SlowRun(self)
+
+
+class SlowRun(BusyRun):
+    written = WriteProgress()
+
+    def __init__(self, tracker: SlowTracker) -> None:
+        super().__init__(tracker.steps)
+        self._tracker = tracker
+
+    def write(self, step: int, values: Mapping[str, float], unix_s: float) -> None:
+        self._tracker.writes.set()
+        assert self._tracker.free.wait(20.0)
+        super().write(step, values, unix_s)
+
+
+def test_steps_that_a_slow_tracker_has_no_time_for_are_reported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Regression: they were missing without a word."""
+    monkeypatch.setattr("shoal.tracking.job_log.MAX_KEPT", 3)
+    tracker = SlowTracker()
+    job_log = JobLog("job", "a", [tracker])
+    roster = Roster(entries=[RosterEntry(member_id="a")])
+    job_log.record_generation(GenerationRecord(roster=roster), synchronous=True, step=1)
+    job_log.log({"loss": 1.0}, step=1, in_step=False)
+    assert tracker.writes.wait(20.0)
+    for step in range(2, 9):
+        job_log.log({"loss": 1.0}, step=step, in_step=False)
+    with capture_logs() as logs:
+        tracker.free.set()
+        job_log.close()
+    assert tracker.steps == [1, 6, 7, 8]
+    lost = [line["num_steps"] for line in logs if line["event"] == "logged_values_lost"]
+    assert lost == [4]
+
+
+def test_a_later_rank_0_of_an_asynchronous_job_continues_after_the_last_step() -> None:
+    """Regression: its values were dropped until it had taken more steps than the former rank 0."""
+    tracker = BusyTracker()
+    tracker.free.set()
+    job_log = JobLog("job", "b", [tracker])
+    former, own = RosterEntry(member_id="a"), RosterEntry(member_id="b", rank=1)
+    joined = GenerationRecord(roster=Roster(entries=[former, own]))
+    job_log.record_generation(joined, synchronous=False, step=0)
+    job_log.log({"loss": 1.0}, step=1, in_step=False)
+    alone = GenerationRecord(roster=Roster(entries=[RosterEntry(member_id="b")]))
+    job_log.record_generation(alone, synchronous=False, step=1)
+    with capture_logs() as logs:
+        for step in (2, 3, 4):
+            job_log.log({"loss": 1.0}, step=step, in_step=False)
+        job_log.flush(20.0)
+        job_log.log({"loss": 1.0}, step=5, in_step=False)
+        job_log.close()
+    assert tracker.steps == [3, 4, 5, 6]
+    assert [line for line in logs if line["event"] == "logged_values_lost"] == []
 
 
 def test_something_else_than_a_tracker_is_refused() -> None:

@@ -88,7 +88,17 @@ class Checkpoints:
         return str(self._path(step))
 
     def read(self, step: int, needs: Needs) -> StateShard:
-        return reading.read(self._path(step), needs)
+        path = self._path(step)
+        state_shard = reading.read(path, needs)
+        if state_shard.step < step:
+            raise InvalidSpec(
+                f"the checkpoint {path} is of an earlier step than its name says",
+                seen=f"step {state_shard.step}; 0 if its entry step is missing or not an int",
+                expected=f"step {step}, or else this run would not be allowed to write beside it",
+                fix="Save it with the entry step (docs/checkpoints.md), or move it to another"
+                " directory and load its weights before session.distribute.",
+            )
+        return state_shard
 
     def _path(self, step: int) -> CheckpointPath:
         return self._complete.get(step) or storage.path_of_step(self.directory, step)
@@ -105,7 +115,7 @@ class Checkpoints:
 
     def newest(self) -> CheckpointPath | None:
         """Return the path of the newest complete checkpoint, if there is any. Raises InvalidSpec if
-        listing fails."""
+        listing fails, and OSError if it may succeed later."""
         return storage.newest(self.directory)
 
     def begin_write(
@@ -131,6 +141,7 @@ class Checkpoints:
         then write a checkpoint, that checkpoint and the next one fail.
 
         If a rank was lost meanwhile, no error is raised; the checkpoint may be complete or absent.
+        `written` says if this rank knows that it is complete.
         """
         self.finish_write()
         if state_shard.step <= self._failed_to_step:
@@ -171,7 +182,8 @@ class Checkpoints:
         """Wait for the checkpoint in progress until its limit. Raises what `begin_write` raises.
         May be called twice."""
         if self._thread:
-            self._thread.join(max(0.0, self._until_s - time.monotonic()))
+            left_s = self._until_s - time.monotonic()
+            self._thread.join(min(max(0.0, left_s), threading.TIMEOUT_MAX))
             if self._thread.is_alive():
                 raise CheckpointFailed(
                     f"a checkpoint in {self.directory} is still being written",
@@ -216,7 +228,7 @@ class Checkpoints:
     def _retire(self, step: int) -> None:
         try:
             storage.retire(self.directory, step, self.keep)
-        except InvalidSpec as error:
+        except (InvalidSpec, OSError) as error:
             # The next `_retire` tries again.
             log.warning("checkpoint_not_retired", path=str(self.directory), error=str(error))
 

@@ -24,7 +24,7 @@ from collections.abc import Iterable, Sequence
 import structlog
 
 from shoal.checkpoint.bucket_paths import BucketPath, size_of
-from shoal.checkpoint.directory import METADATA, STEP, not_a_checkpoint
+from shoal.checkpoint.directory import METADATA, STEP, may_pass, not_a_checkpoint
 from shoal.checkpoint.drafts import Draft
 from shoal.checkpoint.entries import CheckpointEntry, FileSpan, index_of, write_files
 from shoal.checkpoint.index import read_index
@@ -40,7 +40,8 @@ _DRAFT_FILE = re.compile(r"[0-9a-f]{16}(__\d+_\d+\.distcp|\.begun|\.index)")
 
 
 def complete(root: BucketPath) -> dict[int, BucketPath]:
-    """Return all complete checkpoints by step. Raises InvalidSpec if that fails."""
+    """Return all complete checkpoints by step. Raises InvalidSpec if that fails, and OSError if it
+    may succeed later."""
     try:
         return {
             int(matched[1]): root / matched[0]
@@ -48,6 +49,8 @@ def complete(root: BucketPath) -> dict[int, BucketPath]:
             if (matched := STEP.fullmatch(name)) and size_of(root / name / METADATA) >= 0
         }
     except OSError as error:
+        if may_pass(error):
+            raise
         raise InvalidSpec(
             f"the location {root} for checkpoints cannot be read",
             seen=str(error),

@@ -4,7 +4,7 @@ import os
 import re
 import secrets
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import BinaryIO, cast
 
 import fsspec
 
+from shoal.checkpoint.directory import may_pass
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.names import BUCKET_KINDS
 
@@ -108,19 +109,15 @@ class BucketPath:
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove files of this folder, if they exist."""
-        keys = [(self / name).key for name in names]
         with self._errors_as_os_error():
-            try:
-                if keys:
-                    self.files.rm(keys)
-            except FileNotFoundError:
-                for key in keys:
-                    if self.files.exists(key):
-                        self.files.rm_file(key)
+            for name in names:
+                # Not `rm`: it reads names as patterns, and s3fs drops the errors of single files.
+                with suppress(FileNotFoundError):
+                    self.files.rm_file((self / name).key)
 
     def probe(self) -> None:
         """Check that files can be written, copied, read and removed here. Raises InvalidSpec if
-        not."""
+        not, and OSError if a later check may succeed."""
         probe = self / f".probe-{secrets.token_hex(8)}"
         copy = self / f"{probe.name}-copy"
         try:
@@ -129,6 +126,8 @@ class BucketPath:
             read = copy.read_bytes()
             self.remove([probe.name, copy.name])
         except OSError as error:
+            if may_pass(error):
+                raise
             raise InvalidSpec(
                 f"checkpoints cannot be kept at {self}",
                 seen=f"{type(error).__name__}: {error}",
@@ -152,14 +151,15 @@ CheckpointPath = Path | BucketPath
 
 
 def located(location: str | os.PathLike[str] | BucketPath) -> CheckpointPath:
-    """Return the path of a directory or URL. Raises InvalidSpec for a URL that is unsupported or
-    for which no package is installed."""
+    """Return the path of a directory, absolute, or of a URL. Raises InvalidSpec for a URL that is
+    unsupported or for which no package is installed."""
     if isinstance(location, BucketPath):
         return location
     name = os.fspath(location)
     scheme = _SCHEME.match(name)
     if "::" not in name and scheme is None:
-        return Path(name)
+        # The script may change its working directory.
+        return Path(name).expanduser().absolute()
     kind = scheme[1].lower() if scheme else ""
     remainder = name[scheme.end() :] if scheme else ""
     if "::" in name or not remainder.startswith("/") or "?" in remainder or "#" in remainder:

@@ -9,6 +9,7 @@ A rename is atomic: while a checkpoint is replaced, a complete one always has th
 name.
 """
 
+import errno
 import os
 import re
 import secrets
@@ -28,15 +29,28 @@ STEP = re.compile(r"step-(\d{8,})")
 _TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{16}\.(partial|replaced)")
 
 
+_PASSING = {
+    *(errno.EIO, errno.EREMOTEIO, errno.EBUSY, errno.EAGAIN, errno.EINTR, errno.ESTALE),
+    *(errno.ETIMEDOUT, errno.ENOTCONN, errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED),
+    *(errno.EPIPE, errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ENETUNREACH, errno.ENETDOWN),
+    *(errno.EMFILE, errno.ENFILE, errno.ENOMEM),
+}
+
+
+def may_pass(error: OSError) -> bool:
+    """True if the same call may succeed later: the storage was away, slow or overloaded."""
+    return isinstance(error, TimeoutError | ConnectionError) or error.errno in _PASSING
+
+
 def name_of_step(step: int) -> str:
     """Return the name of a step's checkpoint; below step 10**8 names sort as steps do."""
     return f"step-{step:08d}"
 
 
 def complete(directory: Path, *, skip_unreadable: bool = False) -> dict[int, Path]:
-    """Return all complete checkpoints by step. Raises InvalidSpec if that fails; with
-    `skip_unreadable`, a checkpoint that cannot be examined is left out, with a warning in the
-    log."""
+    """Return all complete checkpoints by step. Raises InvalidSpec if that fails, and OSError if it
+    may succeed later; with `skip_unreadable`, a checkpoint that cannot be examined is left out,
+    with a warning in the log."""
     checkpoints: dict[int, Path] = {}
     for name, kind, path in _temporary_directories(directory):
         matched = STEP.fullmatch(name)
@@ -47,7 +61,7 @@ def complete(directory: Path, *, skip_unreadable: bool = False) -> dict[int, Pat
         try:
             if matched and _is_complete(path):
                 checkpoints[int(matched[1])] = path
-        except InvalidSpec as error:
+        except (InvalidSpec, OSError) as error:
             if not skip_unreadable:
                 raise
             log.warning("checkpoint_not_examined", path=str(path), error=str(error))
@@ -61,6 +75,8 @@ def _is_complete(path: Path) -> bool:
     except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError as error:
+        if may_pass(error):
+            raise
         raise InvalidSpec(
             f"the checkpoint {path} cannot be examined",
             seen=error.strerror or str(error),
@@ -109,14 +125,14 @@ def publish(partial: Path, path: Path) -> None:
 
 def discard(path: Path) -> None:
     """Delete a directory that may be a checkpoint; log a warning if that fails. It is renamed
-    first, so that no reader sees half of it."""
+    first, so that no reader sees half of it, and that no writer publishes it meanwhile."""
     matched = _TEMPORARY.fullmatch(path.name)
-    partial = path
+    partial = _temporary_path(path.with_name(matched[1]) if matched else path, "partial")
     try:
-        if not matched or matched[2] != "partial":
-            partial = _temporary_path(path.with_name(matched[1]) if matched else path, "partial")
-            path.rename(partial)
+        path.rename(partial)
         shutil.rmtree(partial)
+    except FileNotFoundError:
+        log.debug("leftover_gone", path=str(path))
     except OSError as error:
         # The next `sweep` or `retire` tries again.
         log.warning("leftover_not_removed", path=str(path), error=str(error))
@@ -166,6 +182,8 @@ def _entries(directory: Path) -> list[Path]:
     except FileNotFoundError:
         return []
     except OSError as error:
+        if may_pass(error):
+            raise
         raise InvalidSpec(
             f"the directory {directory} for checkpoints cannot be listed",
             seen=error.strerror or str(error),

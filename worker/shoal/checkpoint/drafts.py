@@ -95,5 +95,5 @@ class LocalDraft(Draft):
         directory.publish(self._folder, self._path)
 
     def discard(self) -> None:
-        if self._partial is not None and self._partial.exists():
+        if self._partial is not None:
             directory.discard(self._partial)

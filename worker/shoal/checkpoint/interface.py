@@ -20,18 +20,19 @@ class CheckpointStore(Protocol):
     """The newest checkpoint that this process has written, if there is any. Thread-safe."""
 
     def probe(self) -> None:
-        """Raise InvalidSpec for a bucket that cannot store checkpoints. A directory is not
-        tested."""
+        """Raise InvalidSpec for a bucket that cannot store checkpoints, and OSError if a later
+        check may succeed. A directory is not tested."""
 
     def steps(self) -> Collection[int]:
-        """List the steps of complete checkpoints in the storage. Raises InvalidSpec if that
-        fails."""
+        """List the steps of complete checkpoints in the storage. Raises InvalidSpec if that fails,
+        and OSError if it may succeed later."""
 
     def location(self, step: int) -> str:
         """Return the location of the step's checkpoint, for messages."""
 
     def read(self, step: int, needs: Needs) -> StateShard:
-        """Read the chunks that `needs` asks for. Raises what `reading.read` raises."""
+        """Read the chunks that `needs` asks for. Raises what `reading.read` raises, and InvalidSpec
+        for a checkpoint of an earlier step."""
 
     def is_due(self, step: int) -> bool:
         """True if a checkpoint is to be written after `step` committed steps."""

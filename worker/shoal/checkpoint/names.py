@@ -14,6 +14,7 @@ Left: the part's name in a `StateShard`; right: its path:
 """
 
 import json
+import re
 from collections import defaultdict
 from collections.abc import Mapping
 from functools import partial
@@ -39,6 +40,9 @@ STEP = ("step",)
 Path = tuple[str | int, ...]
 
 
+_INDEX = re.compile(r"0|[1-9][0-9]*")
+
+
 def key_of(path: Path) -> str:
     return ".".join(map(str, path))
 
@@ -58,7 +62,8 @@ def path_of(name: str) -> Path:
 
 def _key_parts(dotted: str) -> Path:
     key, *inner = dotted.split(".")
-    return (key, *(int(each) if each.isdecimal() else each for each in inner))
+    # "01" is the key of a dictionary, not the index of a list.
+    return (key, *(int(each) if _INDEX.fullmatch(each) else each for each in inner))
 
 
 def name_of_tensor(path: Path, slots: Mapping[str, Any]) -> str | None:

@@ -15,8 +15,9 @@ log = structlog.get_logger(__name__)
 def complete(
     location: CheckpointPath, *, skip_unreadable: bool = False
 ) -> Mapping[int, CheckpointPath]:
-    """Return complete checkpoints by step. Raises InvalidSpec if that fails. `skip_unreadable`,
-    only for a directory: leave out checkpoints that cannot be examined."""
+    """Return complete checkpoints by step. Raises InvalidSpec if that fails, and OSError if it may
+    succeed later. `skip_unreadable`, only for a directory: leave out checkpoints that cannot be
+    examined."""
     if isinstance(location, BucketPath):
         return bucket.complete(location)
     return directory.complete(location, skip_unreadable=skip_unreadable)
@@ -40,7 +41,8 @@ def draft_of(path: CheckpointPath) -> Draft:
 
 
 def check(location: CheckpointPath) -> None:
-    """Raise InvalidSpec for a bucket that cannot store checkpoints."""
+    """Raise InvalidSpec for a bucket that cannot store checkpoints, and OSError if a later check
+    may succeed."""
     if isinstance(location, BucketPath):
         location.probe()
 
@@ -59,8 +61,8 @@ def refuse_later(location: CheckpointPath, step: int) -> None:
 
 def retire(location: CheckpointPath, step: int, keep: int) -> None:
     """Delete complete checkpoints of this step and earlier ones, except the newest `keep`, and log
-    a warning for each that cannot be examined or deleted. Raises InvalidSpec if they cannot be
-    listed."""
+    a warning for each that cannot be examined or deleted. Raises InvalidSpec or OSError if they
+    cannot be listed."""
     checkpoints = complete(location, skip_unreadable=True)
     for old in sorted(each for each in checkpoints if each <= step)[:-keep]:
         path = checkpoints[old]

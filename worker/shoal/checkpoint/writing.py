@@ -210,7 +210,7 @@ class _Writer:
             return self._peers.gather(message)
         except RuntimeError as error:
             raise GenerationBroken(
-                f"a rank was lost while {self._path} was written", seen=str(error)[:200]
+                f"the generation ended while {self._path} was written", seen=str(error)[:200]
             ) from error
 
     def _failure(self, stage: str, error: Exception) -> ShoalError:

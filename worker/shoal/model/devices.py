@@ -3,6 +3,22 @@
 import torch
 from torch import nn
 
+from shoal_proto.errors import InvalidSpec
+
+
+def refuse_default_device() -> None:
+    """Raise InvalidSpec if new tensors of the calling thread are not on the CPU, where the session
+    needs its own: indices of samples, copies for checkpoints, messages."""
+    default = torch.get_default_device()
+    if default.type != "cpu":
+        raise InvalidSpec(
+            "a session trains with the CPU as the default device of new tensors",
+            seen=f"torch.get_default_device() is {default}",
+            expected="cpu",
+            fix="Replace torch.set_default_device(...) by model.to(...), or by"
+            " `with torch.device(...):` around the code that makes the model.",
+        )
+
 
 def device_of(model: nn.Module) -> torch.device:
     """Return the device of the model's first parameter, by default the CPU. For a model on the meta

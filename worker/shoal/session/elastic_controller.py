@@ -17,6 +17,7 @@ from shoal.membership.generation import Context, Generation
 from shoal.membership.rendezvous_store import RendezvousStores
 from shoal.membership.stores import GenerationStores, LoneStores
 from shoal.membership.validators import ValidatorSet
+from shoal.model.devices import refuse_default_device
 from shoal.strategies.base import Strategy
 from shoal.tracking.job_log import JobLog
 from shoal.tracking.tracker import Tracker
@@ -208,15 +209,14 @@ class ElasticController:
         strategy = self.strategy
         if self._left:
             raise InvalidSpec("the session is over", expected="a new shoal.join")
-        if self._is_ready:
-            self._finish_last_step(strategy)
-            if strategy.leaves_with_checkpoint():
-                drained = MemberDrained("this member leaves", seen="it was asked to")
-                raise strategy.checkpoint_failure or self.membership.failure or drained
-        self.call.may_be_made = True
         while True:
+            if self._is_ready:
+                # Again in each new generation, which may owe a checkpoint of the latest step.
+                self._finish_last_step(strategy)
+            self.call.may_be_made = True
             if not self._is_ready:
                 self._form(fields)
+                continue
             strategy.note_coordinator_wait(begins=True)
             try:
                 record = self.membership.begin_step(
@@ -258,10 +258,15 @@ class ElasticController:
             self.job_log.flush()
         try:
             strategy.between_steps()
+            leaves = strategy.leaves_with_checkpoint()
         except Exception as error:
             if not self.is_break(error):
                 raise
             self._recover(error)
+            return
+        if leaves:
+            drained = MemberDrained("this member leaves", seen="it was asked to")
+            raise strategy.checkpoint_failure or self.membership.failure or drained
 
     def conclude(self, *, has_batches: bool) -> None:
         """Finish the latest step, as the script takes no further step; its changes since belong to
@@ -395,6 +400,7 @@ class ElasticController:
     def _form(self, fields: dict[str, str]) -> None:
         strategy = self.strategy
         if not self._proposed:
+            refuse_default_device()
             self._proposed = True
             self.membership.propose(
                 {name: _shortened(value) for name, value in fields.items()},

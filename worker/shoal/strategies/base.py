@@ -168,7 +168,8 @@ class Strategy(ABC):
         """True if this member has to leave after the latest step, and no further generation
         follows.
 
-        Returns once the checkpoint of that step is written, or has failed.
+        Returns once the checkpoint of that step is written, or has failed. Raises GenerationBroken
+        if it was abandoned, as a member was lost.
         """
         return False
 

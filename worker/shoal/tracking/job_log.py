@@ -103,7 +103,13 @@ class JobLog:
                 begins = by_id[self._member_id].state == STATE_ACTION_INITIAL and step == 0
                 begun_unix_s = record.decided_unix_s if begins else None
                 self._run = Run(job=self._job, begun_unix_s=begun_unix_s)
+            if writer == self._member_id and not (self.is_writer or synchronous):
+                for sink in self._sinks:
+                    sink.take_over()
             self.is_writer = writer == self._member_id
+            if self.is_writer and self._sinks and self._run.begun_unix_s is not None:
+                # Before any value: a member that joins later continues the newest run.
+                self._start()
             self._changed.notify_all()
 
     def newest_values(self) -> dict[str, tuple[int, float]]:
@@ -181,41 +187,67 @@ class _Sink:
         self._kept: dict[int, tuple[float, dict[str, float]]] = {}
         self._open: OpenRun | None = None
         self._written = WriteProgress()
+        self._shift: int | None = 0
+        """Difference between a step in the tracker and this member's own count. None until this
+        member opens the run of another one that counted its own steps.
+        """
+        self._first: int | None = None
+        """Oldest step that was kept since `take_over`."""
         self.busy = False
         self._is_failing = False
         self._dropped: deque[int] = deque(maxlen=MAX_DROPPED)
         """Steps that were dropped while this process could not write; an earlier writer may have
         written some of them.
         """
+        self._taken = -1
+        """Newest step that is written or is being written, by this member's count."""
         self._num_lost = 0
+
+    def take_over(self) -> None:
+        """Write this member's steps from now on, numbered after the last step of the run, since
+        each member counts its own steps. Called under the log's lock."""
+        self._kept.clear()
+        self._dropped.clear()
+        self._shift, self._first, self._taken = None, None, -1
 
     def keep(self, step: int, unix_s: float, values: Mapping[str, float]) -> None:
         """Keep a step's values. The first value of a name counts. Called under the log's lock."""
+        if self._first is None:
+            self._first = step
         _, step_values = self._kept.setdefault(step, (unix_s, {}))
         for name, value in values.items():
             step_values.setdefault(name, value)
         while len(self._kept) > MAX_KEPT:
             oldest = next(iter(self._kept))
             del self._kept[oldest]
-            if self._is_failing or self.busy:
+            if self._open is not None and oldest > self._taken:
+                self._num_lost += 1
+            elif self._open is not None or self._is_failing or self.busy:
                 self._dropped.append(oldest)
 
     def write(self, run: Run, lock: threading.Condition) -> None:
-        """Write all kept values that are not written yet."""
+        """Write all kept values that are not written yet. Opens a run that this member began, even
+        without values."""
         with lock:
             kept = [(step, at_s, dict(values)) for step, (at_s, values) in self._unwritten()]
-        if not kept:
+            first = self._first or 0
+            self._taken = kept[-1][0] if kept else self._taken
+        begins = self._open is None and run.begun_unix_s is not None
+        if not (kept or begins):
             return
         try:
             if self._open is None:
                 self._open = self._tracker.open(run)
                 self._written = self._open.written
                 with lock:
-                    self._num_lost += self._num_dropped(before=kept[0][0])
+                    before = kept[0][0] if kept else math.inf
+                    self._num_lost += self._num_dropped(before=before)
                     self._dropped.clear()
+            if self._shift is None:
+                self._shift = max(0, self._written.step + 1 - first)
             self._write(self._open, kept)
         except RunInUse:
-            self.busy = True
+            self.busy = bool(kept)
             return
         except Exception as error:  # noqa: BLE001 - any error of any tracker is logged and retried
             self._fails(error)
@@ -225,14 +257,21 @@ class _Sink:
         self.busy = self._is_failing = False
 
     def _unwritten(self) -> list[tuple[int, tuple[float, dict[str, float]]]]:
-        written_step = self._written.step
+        written_step = self._written_step()
         return sorted(item for item in self._kept.items() if item[0] >= written_step)
 
     def _num_dropped(self, before: float = math.inf) -> int:
-        return sum(self._written.step < step < before for step in self._dropped)
+        written_step = self._written_step()
+        return sum(written_step < step < before for step in self._dropped)
+
+    def _written_step(self) -> int:
+        """Return the newest written step, by this member's count."""
+        return -1 if self._shift is None else self._written.step - self._shift
 
     def _write(self, opened: OpenRun, kept: Sequence[tuple[int, float, dict[str, float]]]) -> None:
-        for step, unix_s, values in kept:
+        shift = self._shift or 0
+        for own_step, unix_s, values in kept:
+            step = own_step + shift
             rest = self._written.unwritten(step, values)
             if rest:
                 opened.write(step, rest, unix_s)
@@ -253,7 +292,8 @@ class _Sink:
         `writes`: this process is the last writer; values that are not written are reported as lost.
         """
         if writes:
-            num_unwritten = sum(1 for step, _ in self._unwritten() if step > self._written.step)
+            written_step = self._written_step()
+            num_unwritten = sum(1 for step, _ in self._unwritten() if step > written_step)
             if num_lost := self._num_lost + self._num_dropped() + num_unwritten:
                 log.error("logged_values_lost", tracker=self._name, num_steps=num_lost)
         opened, self._open = self._open, None

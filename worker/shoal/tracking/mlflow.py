@@ -8,8 +8,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlparse
 
+import structlog
+
 from shoal.tracking.tracker import Lock, OpenRun, Run, Tracker, WriteProgress, require, run_name
 from shoal_proto.errors import InvalidSpec
+
+log = structlog.get_logger(__name__)
 
 JOB, RUN = "shoal.job", "shoal.run"
 """Names of a run's tags: for its job, and for its name within the job."""
@@ -54,7 +58,8 @@ class MLflow(Tracker):
                 held.enter_context(Lock(folder / f".shoal-{run.job}.lock"))
             client = self._client()
             run_id = self._run_id(client, run)
-            return _OpenMLflow(client, run_id, held.pop_all())
+            are_files = folder is not None and urlparse(self.uri).scheme != "sqlite"
+            return _OpenMLflow(client, run_id, held.pop_all(), are_files=are_files)
 
     def _run_id(self, client: Any, run: Run) -> str:
         present = client.get_experiment_by_name(self.experiment)
@@ -71,8 +76,14 @@ class MLflow(Tracker):
 
 
 class _OpenMLflow(OpenRun):
-    def __init__(self, client: Any, run_id: str, held: ExitStack) -> None:
+    """Run in MLflow. With `are_files`, a metric is a file of its name: `loss` and `loss/val` cannot
+    both be stored, so the later one of the two is left out, with a warning."""
+
+    def __init__(self, client: Any, run_id: str, held: ExitStack, *, are_files: bool) -> None:
         self._client = client
+        self._are_files = are_files
+        self._stored = set(client.get_run(run_id).data.metrics)
+        self._left_out: set[str] = set()
         self._held = held
         self._run_id = run_id
         self.written = _written(client, run_id)
@@ -81,9 +92,26 @@ class _OpenMLflow(OpenRun):
         from mlflow.entities import Metric  # noqa: PLC0415
 
         at_ms = int(1000 * unix_s)
-        metrics = [Metric(name, value, at_ms, step) for name, value in values.items()]
+        metrics = [
+            Metric(name, value, at_ms, step)
+            for name, value in values.items()
+            if self._can_store(name)
+        ]
         for first in range(0, len(metrics), AT_ONCE):
             self._client.log_batch(self._run_id, metrics=metrics[first : first + AT_ONCE])
+
+    def _can_store(self, name: str) -> bool:
+        if not self._are_files or name in self._stored:
+            return True
+        if name in self._left_out:
+            return False
+        for each in self._stored:
+            if each.startswith(f"{name}/") or name.startswith(f"{each}/"):
+                log.warning("logged_values_left_out", tracker="MLflow", name=name, stored=each)
+                self._left_out.add(name)
+                return False
+        self._stored.add(name)
+        return True
 
     def flush(self) -> None:
         """Do nothing: `write` returns only when its values are stored."""

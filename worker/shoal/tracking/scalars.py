@@ -13,7 +13,8 @@ MAX_NAMES = 1000
 MAX_NAME_LENGTH = 100
 _PART = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
 _NAME = re.compile(rf"{_PART}(/{_PART})*")
-"""Names that all trackers accept."""
+_RESERVED = {"step", "_step", "_runtime", "_timestamp", "_wandb"}
+"""Names of that form under which Weights & Biases keeps values of its own."""
 
 Scalar = float | int | Tensor
 """A number, or a tensor of one."""
@@ -47,6 +48,13 @@ def _checked(name: str) -> str:
             seen=repr(name)[:200],
             expected="letters, digits, _, . and -, in parts divided by /,"
             f" {MAX_NAME_LENGTH} characters at most",
+        )
+    if name in _RESERVED:
+        raise InvalidSpec(
+            "a value cannot be logged under this name",
+            seen=name,
+            expected=f"another name than {', '.join(sorted(_RESERVED))}",
+            fix="The number of the step is logged with each value.",
         )
     return name
 

@@ -1,6 +1,7 @@
 """Tracker for Weights & Biases, online or in files that are uploaded later."""
 
 import json
+import re
 import struct
 import time
 from collections.abc import Iterator, Mapping
@@ -13,6 +14,8 @@ from shoal.tracking.tracker import Lock, OpenRun, Run, Tracker, WriteProgress, r
 SETTLED_S = 1.0
 """Time without growth after which a run's file counts as complete."""
 STEP = "step"
+_FOLDER = re.compile(r"(?:offline-)?run-\d{8}_\d{6}-(.+)")
+"""Name of the folder in which wandb keeps a run's files, with the run's id."""
 _BLOCK_BYTES = 32768
 _FILE_HEADER_BYTES = 7
 _FRAME = struct.Struct("<IHB")
@@ -51,9 +54,10 @@ class WandB(Tracker):
         import wandb  # noqa: PLC0415 - an extra, and slow
 
         prefix = f"{run.job}-"
-        names = [each.name.rpartition(prefix)[2] for each in _folders(folder, f"{prefix}run-*")]
+        folders = _folders(folder)
+        names = [run_id.removeprefix(prefix) for run_id, _ in folders if run_id.startswith(prefix)]
         run_id = prefix + run_name(run, names, time.time())
-        written = _written(_folders(folder, run_id))
+        written = _written([path for each, path in folders if each == run_id])
         opened = wandb.init(
             project=self.project,
             id=run_id,
@@ -113,8 +117,11 @@ def _journalled(path: Path) -> Iterator[tuple[int, float, dict[str, float]]]:
             yield step, unix_s, values
 
 
-def _folders(folder: Path, run_id: str) -> list[Path]:
-    return sorted(folder.glob(f"*run-*-{run_id}"), key=lambda path: path.stat().st_mtime_ns)
+def _folders(folder: Path) -> list[tuple[str, Path]]:
+    """Return the folders of all runs with the runs' ids, the oldest first."""
+    paths = sorted(folder.glob("*run-*"), key=lambda path: path.stat().st_mtime_ns)
+    matched = ((_FOLDER.fullmatch(path.name), path) for path in paths)
+    return [(found[1], path) for found, path in matched if found is not None]
 
 
 def _written(folders: list[Path]) -> WriteProgress:

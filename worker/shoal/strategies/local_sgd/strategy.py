@@ -274,6 +274,9 @@ class LocalSGD(SynchronousStrategy):
         self._round.stepped(acknowledged)
         if self._checkpoints.is_due(self.step) or self.step % self._every_steps == 0:
             self._end_round(group)
+        self._write_checkpoint()
+
+    def _write_checkpoint(self) -> None:
         # A checkpoint has the optimizer state of rank 0. On resume each member gets a copy of it.
         self._checkpoints.write(self.step, self._outer_loop.state_shard, lambda _: self._rank == 0)
 

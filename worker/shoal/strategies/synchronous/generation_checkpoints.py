@@ -1,7 +1,8 @@
 """Checkpoints of synchronous strategies: which one to start from, and when to write one."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import structlog
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from shoal.model.same_optimizer import replaced_settings
 from shoal.state.optimizer_state import settings_of
 from shoal.state.shards import Needs, StateShard
 from shoal.strategies.synchronous.script_position import ScriptPosition
-from shoal_proto.errors import CheckpointFailed, StateLost
+from shoal_proto.errors import CheckpointFailed, StateLost, Unavailable
 from shoal_proto.v1 import membership_pb2 as pb
 
 log = structlog.get_logger(__name__)
@@ -33,16 +34,20 @@ class GenerationCheckpoints:
         self._checkpoints: CheckpointStore | None = None
         self.samples = TrainedSamples({}, None, moves=False)
         self._is_rank_0 = False
-        self.owed = False
-        """True if a checkpoint is to be written once the script has finished the latest step."""
+        self.owed_step = 0
+        """The latest step, if a checkpoint is to be written once the script has finished it."""
+        self._begun_step = 0
+        """Step of the newest checkpoint that was begun and has not failed."""
         self.failure: CheckpointFailed | None = None
 
     def set_store(self, checkpoints: CheckpointStore) -> None:
         """Set the store to write to and to start from. Called first.
 
-        Raises InvalidSpec for a bucket that cannot store checkpoints; a directory is not tested.
+        Raises InvalidSpec for a bucket that cannot store checkpoints, and Unavailable if it may be
+        able to later; a directory is not tested.
         """
-        checkpoints.probe()
+        with _unavailable():
+            checkpoints.probe()
         self._checkpoints = checkpoints
 
     def set_samples(self, samples: TrainedSamples) -> None:
@@ -54,20 +59,34 @@ class GenerationCheckpoints:
         if self._checkpoints is not None:
             self._checkpoints.select_writers(world_size)
 
+    def enters(self) -> None:
+        """Tell the others, as a generation begins, if this member's last one owed a checkpoint: one
+        that was due is not begun, or is not known to be complete."""
+        begun = 0 if self.is_written(self._begun_step) else self._begun_step
+        self._position.owed_checkpoint = max(self.owed_step, begun)
+
+    def entered(self, step: int) -> None:
+        """Owe a checkpoint of the generation's first step, on all members, if one of them owed one
+        before. Without the state of its step, it becomes due again."""
+        self.owed_step = step if 0 < self._position.owed_checkpoint <= step else 0
+        if self.owed_step:
+            self._position.checkpoint_at = step
+
     def steps(self) -> Sequence[int]:
         """Return the steps of the newest 100 complete checkpoints that this member sees.
 
-        Raises InvalidSpec if the storage cannot be listed.
+        Raises InvalidSpec if the storage cannot be listed, and Unavailable if it may be later.
         """
         if self._checkpoints is None:
             return ()
-        return sorted(self._checkpoints.steps())[-MAX_CHECKPOINTS_NAMED:]
+        with _unavailable():
+            return sorted(self._checkpoints.steps())[-MAX_CHECKPOINTS_NAMED:]
 
     def newest(self, generation: Generation, group: dist.ProcessGroup) -> int | None:
         """Return the step of the newest complete checkpoint that every member sees, or None.
 
         Collective. Raises StateLost on all members if the generation needs one and there is none,
-        and InvalidSpec if the storage cannot be listed.
+        and InvalidSpec if the storage cannot be listed, or OSError if it may be later.
         """
         self._is_rank_0 = generation.rank == 0
         needed = generation.me.state == pb.STATE_ACTION_CHECKPOINT
@@ -96,6 +115,7 @@ class GenerationCheckpoints:
         other samples.
         """
         assert self._checkpoints is not None
+        self._position.owed_checkpoint, self._begun_step = 0, 0
         state_shard, path = self._checkpoints.read(step, needs), self._checkpoints.location(step)
         self.samples.resume(path, state_shard)
         settings = settings_of(state_shard.values)
@@ -122,20 +142,21 @@ class GenerationCheckpoints:
         checkpoints = self._checkpoints
         if checkpoints is not None and self.is_due(step):
             try:
-                checkpoints.finish_write()
+                self.finish_write()
             except CheckpointFailed as error:
                 # A full disk does not stop training: only the error of the last checkpoint is
                 # raised.
                 log.error("checkpoint_failed", **_described(error))
                 if checkpoints.is_writing:
                     return
+            self._begun_step = step
             checkpoints.begin_write(self.samples.add_to_shard(state_shard()), writes=writes)
 
     def write_alone(self, step: int, state_shard: Callable[[], StateShard]) -> None:
         """Write a checkpoint of the whole state, which this member holds, and wait as `conclude`
         does.
         """
-        if self._checkpoints is None or not step or (self.written and self.written.step == step):
+        if self._checkpoints is None or self.is_written(step):
             return
         self._checkpoints.select_writers(1)
         self._position.checkpoint_at = step
@@ -146,6 +167,11 @@ class GenerationCheckpoints:
     def written(self) -> WrittenCheckpoint | None:
         """The newest checkpoint that was written, if any. Thread-safe."""
         return self._checkpoints.written if self._checkpoints is not None else None
+
+    def is_written(self, step: int) -> bool:
+        """True if this member knows of a complete checkpoint of this step or a later one; also for
+        step 0, which has none."""
+        return step <= (self.written.step if self.written else 0)
 
     def is_due(self, step: int) -> bool:
         """True if a checkpoint of the state after this many steps is to be written."""
@@ -172,7 +198,22 @@ class GenerationCheckpoints:
     def finish_write(self) -> None:
         """Wait for the checkpoint in progress, and raise its error."""
         if self._checkpoints is not None:
-            self._checkpoints.finish_write()
+            try:
+                self._checkpoints.finish_write()
+            except CheckpointFailed:
+                # It is not owed: the next one that is due tries again.
+                self._begun_step = 0
+                raise
+
+
+@contextmanager
+def _unavailable() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise Unavailable(
+            "the storage of checkpoints does not answer as it should", seen=str(error)
+        ) from error
 
 
 def _described(error: CheckpointFailed) -> dict[str, str]:

@@ -51,7 +51,11 @@ class ScriptPosition:
     reason: str = ""
     leaves: Callable[[], bool] = field(default=lambda: False, repr=False, compare=False)
     checkpoint_at: int | None = None
-    """Step at which all members write a checkpoint, because one of them leaves after it."""
+    """Step at which all members write a checkpoint that is not due by its number: a member leaves
+    after it, or an earlier generation ended before it had written one."""
+    owed_checkpoint: int = 0
+    """Step of the newest checkpoint that an earlier generation has perhaps not written, as this
+    member knows, or any member once the positions are exchanged; 0: none."""
     has_stale_batch: bool = False
     """True if the batch of the step was made for an earlier generation: a member was lost in a
     shared call since then, so the batch may be another step's, and lacks the member's share."""
@@ -140,7 +144,7 @@ class ScriptPosition:
         end = min(ends) + 1 if ends else 0
         call = [self.num_calls, int(self.in_call), int(self.unconfirmed)]
         exponent = NO_EXPONENT if self.weight_exponent is None else self.weight_exponent
-        return [at_step, *call, end, exponent]
+        return [at_step, *call, end, exponent, self.owed_checkpoint]
 
     def follow(self, positions: Sequence[Sequence[int]], own_step: int) -> None:
         """Apply the consequences of all members' positions. Raises what `exchange_positions`
@@ -148,6 +152,7 @@ class ScriptPosition:
         """
         exponents = [row[5] for row in positions if row[5] != NO_EXPONENT]
         self.weight_exponent = max(exponents, default=None)
+        self.owed_checkpoint = max(row[6] for row in positions)
         newest = max(step for step, *_ in positions)
         if newest == NO_STATE:
             return

@@ -137,6 +137,7 @@ class SynchronousStrategy(Strategy):
             process_group = self._generation_group.open(group)
             opened_s = time.perf_counter()
             self._set_stage(TrainerStage.BRINGING_UP, generation.number, process_group)
+            self._checkpoints.enters()
             self.position.exchange_positions(process_group, self.step, has_state=self._has_state)
             if self._registered:
                 self._compare_registered(process_group, members)
@@ -152,6 +153,7 @@ class SynchronousStrategy(Strategy):
         self._points = self._new_points(generation, members)
         self._set_stage(TrainerStage.TRAINING, generation.number, process_group)
         self._has_state = True
+        self._checkpoints.entered(self.step)
         self._transaction.enter(process_group, members, shares_samples=self.shares_samples)
         log.debug(
             "generation_entered",
@@ -208,7 +210,6 @@ class SynchronousStrategy(Strategy):
 
     def abandon(self) -> None:
         self._set_stage(TrainerStage.AWAY)
-        self._checkpoints.owed = False
         with ExitStack() as releases:
             # Release the group after any error: otherwise it blocks all later ones.
             releases.callback(self._generation_group.release)
@@ -245,9 +246,9 @@ class SynchronousStrategy(Strategy):
     def between_steps(self) -> None:
         self._drop_changes_after_failure()
         self._registered.keep()
-        if self._checkpoints.owed:
+        if self._checkpoints.owed_step:
             self._check_registered()
-            self._checkpoints.owed = False
+            self._checkpoints.owed_step = 0
             self._write_checkpoint()
 
     def _check_registered(self) -> None:
@@ -278,7 +279,7 @@ class SynchronousStrategy(Strategy):
         state.
         """
         if self._registered or self._checkpoints.samples.are_known:
-            self._checkpoints.owed = self._checkpoints.is_due(self.step)
+            self._checkpoints.owed_step = self.step if self._checkpoints.is_due(self.step) else 0
         else:
             self._write_checkpoint()
 
@@ -301,6 +302,8 @@ class SynchronousStrategy(Strategy):
         if self.position.checkpoint_at != self.step or not self.position.leaves():
             return False
         self._checkpoints.conclude()
+        if not self._checkpoints.failure and not self._checkpoints.is_written(self.step):
+            raise GenerationBroken(f"the checkpoint of the last step, {self.step}, was abandoned")
         return True
 
     @property
