@@ -34,6 +34,11 @@ from shoal_server.status.views import (
     SamplesView,
 )
 
+SPEEDS_KEPT_S = 30.0
+SPEEDS_KEPT_STEPS = 3
+"""Reports are shown without speeds after SPEEDS_KEPT_S and this many of their steps: members report
+after steps, so one that waits or hangs never reports a lower speed."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class WaitView(View):
@@ -186,8 +191,23 @@ class StatusQueries:
         return max(member.step, self._reported_step(job, member))
 
     def health(self, job: str, member: MemberView) -> HealthView | None:
-        """Last health report of the member."""
-        return self.board.health(job, member.member_id, member.public_id)
+        """Last health report of the member; without its speeds if it is old."""
+        health = self.board.health(job, member.member_id, member.public_id)
+        if health is None:
+            return None
+        kept_s = SPEEDS_KEPT_S + SPEEDS_KEPT_STEPS * (health.step_time_s or 0.0)
+        if unix_s() - health.received_unix_s <= kept_s:
+            return health
+        return replace(
+            health,
+            step_time_s=None,
+            step_parts=None,
+            samples_per_s=None,
+            staleness_steps=None,
+            cpu_cores=None,
+            host_received_bytes_per_s=None,
+            host_sent_bytes_per_s=None,
+        )
 
     def detail(self, job: JobDetail, members: Sequence[MemberView] | None = None) -> JobDetail:
         """Details of a job, with what its members reported. `members`: those to include, in this

@@ -19,6 +19,7 @@ from shoal_proto.health import gauges
 from shoal_proto.incarnation import public_id
 from shoal_proto.protocol import OWN_PROTOCOLS
 from shoal_proto.terminal import printable
+from shoal_server.serving.unix_clock import unix_s
 from shoal_server.status.access.guard import OPEN
 from shoal_server.status.board import MAX_EVENTS
 from shoal_server.status.health import EXAMPLE
@@ -163,6 +164,26 @@ async def test_a_health_report_is_shown_with_its_member(http: httpx.AsyncClient)
     assert entry["health"]["samples_per_s"] == 900.5
     assert entry["losses"] == [[1300, 0.125]]
     assert (await http.get("/api/v1/jobs")).json()[0]["step"] == 1300
+
+
+async def test_speeds_of_an_old_report_are_not_shown(world: World, http: httpx.AsyncClient) -> None:
+    """A member that waits or hangs reports nothing; its last speed would stay for ever. A member
+    whose steps take minutes reports seldom."""
+    old_s = unix_s() - 100
+    for name, step_s in (("w0", 0.1), ("w1", 60.0)):
+        report = status_world.health(
+            name, received_unix_s=old_s, step_time_s=step_s, samples_per_s=150.0, memory_bytes=7
+        )
+        world.board.report("digits", name, report)
+    series = parse(await http.get("/metrics"))
+    speed = "shoal_member_throughput_samples_per_second"
+    assert [name for name in series if name.startswith(speed)] == [
+        f'{speed}{{job="digits",member="w1"}}'
+    ]
+    members = (await http.get("/api/v1/jobs/digits/members")).json()
+    health = [each["health"] for each in members[:2]]
+    assert [each["samples_per_s"] for each in health] == [None, 150.0]
+    assert [each["memory_bytes"] for each in health] == [7, 7]
 
 
 async def test_every_file_that_the_page_names_is_served(http: httpx.AsyncClient) -> None:
