@@ -326,13 +326,14 @@ class StatusBoard:
 
     def reset_reports(self, job: str) -> None:
         """Drop all that members of the job reported, and the reason of the last removal, for the
-        next run. Events, counts, and the newest snapshot's time stay."""
+        next run or term. Events and counts stay. The newest snapshot's time goes too: an earlier
+        run's is not restored automatically, and another leader may have taken newer ones."""
         board = self._jobs.get(job)
         if board is not None:
             board.health.clear()
             board.gone_highest_step = board.gone_total_steps = 0
             board.restored_steps.clear()
-            board.last_loss = None
+            board.last_loss = board.snapshot_unix_s = None
             board.reports, board.series, board.logged = ChangeReports(), Series(), LoggedValues()
             board.checkpoints, board.run, board.last_removal = _Checkpoints(), None, ""
 

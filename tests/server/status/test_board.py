@@ -60,3 +60,11 @@ def test_all_times_of_a_board_are_of_one_clock() -> None:
     assert kept is not None
     view = kept[1].view()
     assert 7.0 - view.interval_s < view.unix_s[0] <= 7.0
+
+
+def test_the_snapshot_of_an_earlier_run_or_term_is_not_shown() -> None:
+    """The next run is not restored from it, and another leader may have taken newer ones."""
+    board = StatusBoard(clock=lambda: 7.0)
+    board.snapshot_taken("job", "snapshot 1")
+    board.reset_reports("job")
+    assert board.snapshot_unix_s("job") is None
