@@ -217,7 +217,9 @@ class _Snapshot(Collector):
             labels=labels,
         )
         age = GaugeMetricFamily(
-            "shoal_job_snapshot_age_seconds", "Time since the newest snapshot.", labels=labels
+            "shoal_job_snapshot_age_seconds",
+            "Time since the newest snapshot of a job that has not ended.",
+            labels=labels,
         )
         for summary in (job.summary for job in self.jobs):
             name, totals = summary.job, board.change_totals(summary.job)
@@ -229,7 +231,8 @@ class _Snapshot(Collector):
             steps.add_metric([name], totals.steps_lost)
             for _, buckets, sum_s in totals.recoveries.series():
                 recovery.add_metric([name], buckets=buckets, sum_value=sum_s)
-            if (taken_s := board.snapshot_unix_s(name)) is not None:
+            taken_s = board.snapshot_unix_s(name)
+            if taken_s is not None and summary.state not in OVER:
                 age.add_metric([name], max(0.0, unix_s() - taken_s))
         yield from (restarts, idle, goodput, lost, steps, recovery, age)
 

@@ -546,6 +546,17 @@ async def test_every_figure_of_a_report_is_shown_exported_and_documented(
         assert series[f'{name}{{job="digits",member="w1"}}'] == report[figure]
 
 
+async def test_an_ended_job_has_no_age_of_its_snapshot(
+    world: World, http: httpx.AsyncClient
+) -> None:
+    """Nobody can take another: the alert on old snapshots would fire until the job is removed."""
+    world.board.snapshot_taken("digits", "snapshot 1")
+    age = 'shoal_job_snapshot_age_seconds{job="digits"}'
+    assert age in parse(await http.get("/metrics"))
+    world.change("digits", phase="finished", state="finished")
+    assert age not in parse(await http.get("/metrics"))
+
+
 async def test_a_removed_job_has_no_metrics(world: World, http: httpx.AsyncClient) -> None:
     """The series of a removed job would be stale."""
     assert any("digits" in name for name in parse(await http.get("/metrics")))
