@@ -33,9 +33,11 @@ from shoal_server.status.views import FIGURES, OVER, STATES, JobDetail, ShardsVi
 
 log = structlog.get_logger(__name__)
 
+QUARANTINED = "quarantined"
+"""State of a job whose counters are not known: counts of 0 would look like a restart."""
 PHASES = (
     *("collect", "prepare", "committed", "running", "aborted", "finished", "failed", "stopped"),
-    *("lost", "quarantined"),
+    *("lost", QUARANTINED),
 )
 KINDS = (
     *("generation_changed", "member_joined", "member_removed", "member_refused"),
@@ -177,12 +179,13 @@ class _Snapshot(Collector):
             summary, name = job.summary, job.summary.job
             for each in PHASES:
                 phase.add_metric([name, each], float(summary.phase == each))
-            generation.add_metric([name], summary.generation)
+            if summary.state != QUARANTINED:
+                generation.add_metric([name], summary.generation)
+                step.add_metric([name], summary.step)
             states = Counter({"training": 0})
             states.update(entry.member.state for entry in job.members)
             for state, number in sorted(states.items()):
                 members.add_metric([name, state], number)
-            step.add_metric([name], summary.step)
             counts = {**dict.fromkeys(KINDS, 0), **self.reading.board.event_counts(name)}
             for kind, count in sorted(counts.items()):
                 events.add_metric([name, kind], count)
@@ -223,8 +226,9 @@ class _Snapshot(Collector):
         )
         for summary in (job.summary for job in self.jobs):
             name, totals = summary.job, board.change_totals(summary.job)
-            restarts.add_metric([name], summary.num_restarts)
-            idle.add_metric([name], summary.unproductive_s)
+            if summary.state != QUARANTINED:
+                restarts.add_metric([name], summary.num_restarts)
+                idle.add_metric([name], summary.unproductive_s)
             if summary.goodput is not None:
                 goodput.add_metric([name], summary.goodput)
             lost.add_metric([name], totals.num_lost)

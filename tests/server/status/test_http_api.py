@@ -22,6 +22,7 @@ from shoal_proto.terminal import printable
 from shoal_server.serving.unix_clock import unix_s
 from shoal_server.status.access.guard import OPEN
 from shoal_server.status.board import MAX_EVENTS
+from shoal_server.status.from_core import quarantined_detail
 from shoal_server.status.health import EXAMPLE
 from shoal_server.status.views import (
     FIGURES,
@@ -555,6 +556,21 @@ async def test_an_ended_job_has_no_age_of_its_snapshot(
     assert age in parse(await http.get("/metrics"))
     world.change("digits", phase="finished", state="finished")
     assert age not in parse(await http.get("/metrics"))
+
+
+async def test_a_quarantined_job_has_no_counters_of_its_life(
+    world: World, http: httpx.AsyncClient
+) -> None:
+    """They are not known. As 0 they would rise by the whole life's total after the repair."""
+    counters = {
+        f'shoal_job_{name}_total{{job="digits"}}' for name in ("restarts", "unproductive_seconds")
+    }
+    assert counters <= parse(await http.get("/metrics")).keys()
+    world.put(quarantined_detail("digits", "a record was refused", unix_s()))
+    series = parse(await http.get("/metrics"))
+    assert series['shoal_job_phase_bool{job="digits",phase="quarantined"}'] == 1
+    assert not counters & series.keys()
+    assert 'shoal_job_generation_number{job="digits"}' not in series
 
 
 async def test_a_removed_job_has_no_metrics(world: World, http: httpx.AsyncClient) -> None:
