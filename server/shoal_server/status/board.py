@@ -21,6 +21,7 @@ log = structlog.get_logger(__name__)
 
 MAX_EVENTS = 1000
 MAX_MEMBERS = 4096
+MAX_KEPT_STEPS = 32768
 MAX_JOBS = 256
 MAX_LOSSES = 60
 MAX_REASON_LENGTH = 2000
@@ -67,8 +68,9 @@ class _JobBoard:
     num_reports: int = 0
     gone_highest_step: int = 0
     gone_total_steps: int = 0
-    restored_steps: dict[str, int] = field(default_factory=dict)
-    """Steps that processes reported to an earlier leader, by public id."""
+    kept_steps: dict[str, int] = field(default_factory=dict)
+    """Steps of processes without a report in `health`, by public id: they reported to an earlier
+    leader, or too many members have reported since."""
     last_loss: float | None = None
     event_counts: Counter[str] = field(default_factory=Counter)
     reports: ChangeReports = field(default_factory=ChangeReports)
@@ -90,6 +92,15 @@ class _JobBoard:
         self.gone_highest_step = max(self.gone_highest_step, gone.step)
         self.gone_total_steps += gone.step
 
+    def evict(self) -> None:
+        """Drop the report of the member that reported longest ago, but not its steps: it may report
+        again."""
+        _, oldest = self.health.popitem(last=False)
+        self.gone_highest_step = max(self.gone_highest_step, oldest.step)
+        self.kept_steps[oldest.latest.public_id] = oldest.step
+        if len(self.kept_steps) > MAX_KEPT_STEPS:
+            self.gone_total_steps += self.kept_steps.pop(next(iter(self.kept_steps)))
+
     @property
     def highest_step(self) -> int:
         return max(self.gone_highest_step, *(each.step for each in self.health.values()), 0)
@@ -101,7 +112,7 @@ class _JobBoard:
     @property
     def steps_by_process(self) -> Mapping[str, int]:
         own = {each.latest.public_id: each.step for each in self.health.values()}
-        return self.restored_steps | own
+        return self.kept_steps | own
 
 
 class StatusBoard:
@@ -109,7 +120,7 @@ class StatusBoard:
     MAX_JOBS. Belongs to one event loop.
 
     For each job it keeps the newest MAX_EVENTS events, and the latest report and MAX_LOSSES losses
-    of the MAX_MEMBERS members that reported last.
+    of the MAX_MEMBERS members that reported last; of MAX_KEPT_STEPS others the step.
     """
 
     def __init__(
@@ -223,7 +234,7 @@ class StatusBoard:
                 del board.health[name]
         board.gone_total_steps = max(board.gone_total_steps, gone_steps)
         reported = {each.latest.public_id for each in board.health.values()}
-        board.restored_steps = {p: step for p, step in by_process.items() if p not in reported}
+        board.kept_steps = {p: step for p, step in by_process.items() if p not in reported}
 
     def history(self, job: str) -> tuple[ChangeReports, Series] | None:
         """Changes and charted series of the job; None if unknown."""
@@ -300,11 +311,11 @@ class StatusBoard:
             known = board.replace(member_id, health)
         known.latest = health
         known.step = known.step if health.step is None else health.step
-        board.restored_steps.pop(health.public_id, None)
+        board.kept_steps.pop(health.public_id, None)
         board.num_reports += 1
         board.health.move_to_end(member_id)
         if len(board.health) > MAX_MEMBERS:
-            board.settle(board.health.popitem(last=False)[1])
+            board.evict()
         if health.paused_s is not None and health.generation is not None:
             pause = ChangeReport(
                 member_id=member_id,
@@ -332,7 +343,7 @@ class StatusBoard:
         if board is not None:
             board.health.clear()
             board.gone_highest_step = board.gone_total_steps = 0
-            board.restored_steps.clear()
+            board.kept_steps.clear()
             board.last_loss = board.snapshot_unix_s = None
             board.reports, board.series, board.logged = ChangeReports(), Series(), LoggedValues()
             board.checkpoints, board.run, board.last_removal = _Checkpoints(), None, ""
@@ -347,6 +358,13 @@ class StatusBoard:
         """Latest report of the member's process with that public id; None without one."""
         known = self._health(job, member_id, process)
         return known.latest if known else None
+
+    def reported_step(self, job: str, member_id: str, process: str) -> int:
+        """Newest step that the member's process with that public id reported; 0 without one."""
+        known, board = self._health(job, member_id, process), self._jobs.get(job)
+        if known is not None:
+            return known.step
+        return board.kept_steps.get(process, 0) if board else 0
 
     def losses(self, job: str, member_id: str, process: str) -> Sequence[tuple[int, float]]:
         """(step, loss) of the last reports of the member's process with that public id."""

@@ -183,8 +183,7 @@ class StatusQueries:
         return max(self.board.total_steps(name) + sum(since), job.summary.step)
 
     def _reported_step(self, job: str, member: MemberView) -> int:
-        health = self.health(job, member)
-        return (health.step or 0) if health else 0
+        return self.board.reported_step(job, member.member_id, member.public_id)
 
     def step(self, job: str, member: MemberView) -> int:
         """Newest step of the member, from heartbeat or report."""

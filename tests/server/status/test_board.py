@@ -2,7 +2,7 @@
 
 from support.clusters.status_world import health
 
-from shoal_server.status.board import MAX_JOBS, StatusBoard
+from shoal_server.status.board import MAX_JOBS, MAX_MEMBERS, StatusBoard
 from shoal_server.status.history.series import Reading
 
 
@@ -13,6 +13,19 @@ def test_a_jobs_losses_are_in_the_order_of_its_steps_after_a_rollback() -> None:
         board.report("job", "w0", health("w0", step=step, loss=loss))
     process = health("w0").public_id
     assert list(board.losses("job", "w0", process)) == [(10, 3.0), (15, 2.5), (25, 1.5)]
+
+
+def test_steps_of_very_many_members_are_counted_once() -> None:
+    """More members report than the board keeps reports of."""
+    board = StatusBoard()
+    for step in (10, 20, 30):
+        for number in range(MAX_MEMBERS + 10):
+            board.report("job", f"w{number}", health(f"w{number}", step=step))
+        assert board.total_steps("job") == step * (MAX_MEMBERS + 10)
+        process = health("w0").public_id
+        assert board.health("job", "w0", process) is None
+        assert board.reported_step("job", "w0", process) == step
+    assert board.highest_step("job") == 30
 
 
 def test_no_board_of_a_live_job_is_dropped() -> None:
