@@ -1,10 +1,10 @@
 """Data that the coordinator keeps only to show it: health reports and events, both bounded."""
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Literal
+from typing import TypeVar
 
 import structlog
 
@@ -18,6 +18,8 @@ from shoal_server.status.history.series import Reading, Series
 from shoal_server.status.views import EventView, HealthView
 
 log = structlog.get_logger(__name__)
+
+Value = TypeVar("Value")
 
 MAX_EVENTS = 1000
 MAX_MEMBERS = 4096
@@ -241,12 +243,15 @@ class StatusBoard:
         board = self._jobs.get(job)
         return (board.reports, board.series) if board else None
 
-    def highest(self, job: str, figure: Literal["num_steps", "checkpoint_step"]) -> int | None:
-        """Highest value of a figure in the latest reports; None if none has it."""
-        board = self._jobs.get(job)
-        courses = [each.latest.course for each in board.health.values()] if board else []
-        reported = [getattr(course, figure) for course in courses if course is not None]
-        return max((value for value in reported if value is not None), default=None)
+    def num_steps(self, job: str) -> int | None:
+        """Steps of the job in total, by the newest report that has this figure: a job that is
+        resumed with other settings may have another number. None without one."""
+        return _newest(course.num_steps for course in self._courses(job))
+
+    def checkpoint_step(self, job: str) -> int | None:
+        """Step of the newest reported checkpoint; None without one."""
+        steps = (course.checkpoint_step for course in self._courses(job))
+        return max((step for step in steps if step is not None), default=None)
 
     def checkpoint_unix_s(self, job: str) -> float | None:
         """Time at which the newest checkpoint was first reported; None without one, or if the first
@@ -260,13 +265,16 @@ class StatusBoard:
         return board.checkpoints.num_bytes if board else None
 
     def writes_checkpoints(self, job: str) -> bool | None:
-        """True if a member's latest report says that it writes checkpoints; None if no report has
-        this figure."""
+        """True if the job writes checkpoints, by the newest report that has this figure; None
+        without one."""
+        return _newest(course.writes_checkpoints for course in self._courses(job))
+
+    def _courses(self, job: str) -> Iterator[CourseFigures]:
+        """Yield the course in each member's latest report, the newest report first."""
         board = self._jobs.get(job)
-        courses = [each.latest.course for each in board.health.values()] if board else []
-        said = [each.writes_checkpoints for each in courses if each is not None]
-        known = [each for each in said if each is not None]
-        return any(known) if known else None
+        for each in reversed(board.health.values()) if board else ():
+            if each.latest.course is not None:
+                yield each.latest.course
 
     def run_origin(self, job: str) -> RunOrigin | None:
         """Command line and commit of the job's script, if reported."""
@@ -414,3 +422,7 @@ class StatusBoard:
         ended = (job for job in tuple(self._jobs) if not self._is_live(job))
         for job in islice(ended, max(num_surplus, 0)):
             del self._jobs[job]
+
+
+def _newest(values: Iterator[Value | None]) -> Value | None:
+    return next((value for value in values if value is not None), None)

@@ -227,13 +227,13 @@ class StatusQueries:
 
     def _course(self, job: JobDetail, summary: JobSummary) -> CourseView:
         board, name = self.board, summary.job
-        num_steps = board.highest(name, "num_steps") if job.synchronous else None
+        num_steps = board.num_steps(name) if job.synchronous else None
         progress = _progress(summary.step, num_steps, job.samples)
         return CourseView(
             num_steps=num_steps,
             progress=progress,
             eta_s=self._eta_s(summary, progress, num_steps),
-            checkpoint_step=board.highest(name, "checkpoint_step"),
+            checkpoint_step=board.checkpoint_step(name),
             checkpoint_unix_s=board.checkpoint_unix_s(name),
             checkpoint_bytes=board.checkpoint_bytes(name),
             writes_checkpoints=board.writes_checkpoints(name),

@@ -2,6 +2,7 @@
 
 from support.clusters.status_world import health
 
+from shoal_proto.health import CourseFigures
 from shoal_server.status.board import MAX_JOBS, MAX_MEMBERS, StatusBoard
 from shoal_server.status.history.series import Reading
 
@@ -81,3 +82,14 @@ def test_the_snapshot_of_an_earlier_run_or_term_is_not_shown() -> None:
     board.snapshot_taken("job", "snapshot 1")
     board.reset_reports("job")
     assert board.snapshot_unix_s("job") is None
+
+
+def test_the_length_of_a_job_is_that_of_the_newest_report() -> None:
+    """Members that resume a job with larger batches take fewer steps than the gone ones, and may
+    write no checkpoints."""
+    board = StatusBoard()
+    for name, num_steps in (("old", 1000), ("new", 500)):
+        course = CourseFigures(num_steps=num_steps, writes_checkpoints=name == "old")
+        board.report("job", name, health(name, course=course))
+    assert board.num_steps("job") == 500
+    assert board.writes_checkpoints("job") is False
