@@ -547,6 +547,15 @@ async def test_every_figure_of_a_report_is_shown_exported_and_documented(
         assert series[f'{name}{{job="digits",member="w1"}}'] == report[figure]
 
 
+async def test_a_silent_server_does_not_lower_the_counts_of_its_job(
+    world: World, http: httpx.AsyncClient
+) -> None:
+    """A lower count would look like a restart."""
+    world.shards_of["digits"] = status_world.shards(silent="ps1")
+    series = parse(await http.get("/metrics"))
+    assert not [name for name in series if name.startswith("shoal_job_push_staleness_updates")]
+
+
 async def test_an_ended_job_has_no_age_of_its_snapshot(
     world: World, http: httpx.AsyncClient
 ) -> None:
