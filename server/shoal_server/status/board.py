@@ -135,6 +135,7 @@ class StatusBoard:
         self._is_live = is_live
         self._jobs: OrderedDict[str, _JobBoard] = OrderedDict()
         self._last_event_id = 0
+        self._last_id_before_term = 0
 
     def event(
         self, job: str, kind: str, reason: str, *, member_id: str = "", generation: int = 0
@@ -290,7 +291,13 @@ class StatusBoard:
         self, job: str, *, after: int = 0, limit: int = 100, details: bool = True
     ) -> Sequence[EventView]:
         """The oldest `limit` events with an id above `after`, in order. `details`: include events
-        that `generation_changed` sums up."""
+        that `generation_changed` sums up.
+
+        An `after` above all ids is an earlier leader's whose clock was ahead: all events of this
+        term are later.
+        """
+        if after > self._last_event_id:
+            after = self._last_id_before_term
         board = self._jobs.get(job)
         known = board.events if board else ()
         found = [e for e in known if e.id > after and (details or not e.detail)]
@@ -359,6 +366,7 @@ class StatusBoard:
     def end_term(self) -> None:
         """Reset the reports of all jobs, since this coordinator no longer leads. The next term
         continues the stored history, which has most of them."""
+        self._last_id_before_term = self._last_event_id
         for job in self._jobs:
             self.reset_reports(job)
 

@@ -233,7 +233,7 @@ class EventView(View):
     """An event of a job."""
 
     id: int
-    """Number that rises from event to event, also across restarts of the coordinator."""
+    """Number that rises from event to event; also from leader to leader if their clocks agree."""
     unix_s: float
     kind: str
     """Kind, as in the log: generation_changed, member_removed, phase_running ..."""

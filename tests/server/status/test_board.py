@@ -63,6 +63,19 @@ def test_ids_of_events_rise_from_leader_to_leader() -> None:
     assert len(older.events("job", after=last)) == 1
 
 
+def test_events_of_a_leader_whose_clock_is_behind_are_not_missed() -> None:
+    """Its first events have lower ids than the last one of the leader before. Events of its own
+    earlier terms are not repeated."""
+    ahead, behind = StatusBoard(lambda: 1005.0), StatusBoard(lambda: 1000.0)
+    behind.event("job", "member_joined", "w0, in an earlier term")
+    behind.end_term()
+    last = ahead.event("job", "member_joined", "w1").id
+    assert not behind.events("job", after=last)
+    taken = behind.event("job", "leader_took_over", "it leads")
+    assert list(behind.events("job", after=last)) == [taken]
+    assert not behind.events("job", after=taken.id)
+
+
 def test_all_times_of_a_board_are_of_one_clock() -> None:
     """They are shown as ages, and beside each other in charts."""
     board = StatusBoard(clock=lambda: 7.0)
