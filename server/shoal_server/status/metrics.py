@@ -1,6 +1,7 @@
 """Metrics for Prometheus, computed from the source at each scrape, so that they cannot drift from
 what the API shows."""
 
+import asyncio
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -70,10 +71,16 @@ async def render(reading: StatusQueries, measures: ProcessMeasures) -> bytes:
     names = [job.summary.job for job in jobs]
     views = await gather_bounded(partial(_shards, reading), names, 16)
     shards = {name: view for name, view in zip(names, views, strict=True) if view is not None}
-    registry = CollectorRegistry(auto_describe=False)
     states = Counter(job.summary.state for job in every)
     jobs = [replace(job, summary=reading.summary(job)) for job in (*jobs, *over[:MAX_OVER])]
-    registry.register(_Printable(_Snapshot(reading, jobs, states, shards, measures)))
+    collected = tuple(_Snapshot(reading, jobs, states, shards, measures).collect())
+    # Thousands of members have text of megabytes: the loop must go on meanwhile.
+    return await asyncio.to_thread(_text, collected)
+
+
+def _text(collected: tuple[Metric, ...]) -> bytes:
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Printable(collected))
     return generate_latest(registry)
 
 
@@ -85,14 +92,14 @@ async def _shards(reading: StatusQueries, job: str) -> ShardsView | None:
         return None
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False)  # the registry keeps collectors by identity
 class _Printable(Collector):
     """Metrics whose labels have no control characters, which a terminal would obey."""
 
-    inner: Collector
+    collected: tuple[Metric, ...]
 
     def collect(self) -> Iterator[Metric]:
-        for metric in self.inner.collect():
+        for metric in self.collected:
             metric.samples = [
                 sample._replace(labels={k: printable(v) for k, v in sample.labels.items()})
                 for sample in metric.samples
@@ -100,8 +107,8 @@ class _Printable(Collector):
             yield metric
 
 
-@dataclass(frozen=True, eq=False)  # the registry keeps collectors by identity
-class _Snapshot(Collector):
+@dataclass(frozen=True)
+class _Snapshot:
     reading: StatusQueries
     jobs: Sequence[JobDetail]
     """Summaries include what members reported."""

@@ -1,6 +1,7 @@
 """The HTTP API, over a real socket."""
 
 import ast
+import asyncio
 import json
 import math
 import re
@@ -20,10 +21,12 @@ from shoal_proto.incarnation import public_id
 from shoal_proto.protocol import OWN_PROTOCOLS
 from shoal_proto.terminal import printable
 from shoal_server.serving.unix_clock import unix_s
+from shoal_server.status import metrics
 from shoal_server.status.access.guard import OPEN
 from shoal_server.status.board import MAX_EVENTS
 from shoal_server.status.from_core import quarantined_detail
 from shoal_server.status.health import EXAMPLE
+from shoal_server.status.reading import StatusQueries
 from shoal_server.status.views import (
     FIGURES,
     AcceptedLossView,
@@ -565,6 +568,21 @@ async def test_an_ended_job_has_no_age_of_its_snapshot(
     assert age in parse(await http.get("/metrics"))
     world.change("digits", phase="finished", state="finished")
     assert age not in parse(await http.get("/metrics"))
+
+
+async def test_the_loop_goes_on_while_the_text_of_metrics_is_made(world: World) -> None:
+    """With thousands of members the text takes long, and heartbeats must be answered."""
+    members = [status_world.member(f"w{rank}", rank) for rank in range(1000)]
+    world.put(status_world.job(members=members))
+    rendered = asyncio.ensure_future(
+        metrics.render(StatusQueries(world, world.board), metrics.ProcessMeasures())
+    )
+    num_turns = 0
+    while not rendered.done():
+        num_turns += 1
+        await asyncio.sleep(0)
+    assert b"w999" in rendered.result()
+    assert num_turns > 20
 
 
 async def test_a_quarantined_job_has_no_counters_of_its_life(
