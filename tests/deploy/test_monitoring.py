@@ -198,6 +198,26 @@ async def test_board_and_alerts_name_metrics_that_are_served() -> None:
         assert rule["annotations"]["runbook_url"] == anchor
 
 
+def test_moments_without_a_generation_do_not_end_the_alert_on_goodput() -> None:
+    """A job that breaks again and again has such moments within each ten minutes: a condition on
+    the present phase would start the rule's `for` anew each time."""
+    rules = yaml.safe_load((MONITORING / "alerts.yml").read_text())["groups"][0]["rules"]
+    (rule,) = (each for each in rules if each["alert"] == "ShoalLowGoodput")
+    assert rule["for"] == "10m"
+    assert all(
+        part.startswith("[") for part in re.findall(r"\bshoal_\w+(?:{.*?})?(.)", rule["expr"])
+    )
+
+
+def test_no_rule_mixes_clusters() -> None:
+    """One Prometheus may watch several clusters, with jobs of the same name."""
+    rules = yaml.safe_load((MONITORING / "alerts.yml").read_text())["groups"][0]["rules"]
+    for rule in rules:
+        assert not re.search(r"\b(max|min|sum|count|avg)\(", rule["expr"]), rule["alert"]
+        for labels in re.findall(r"\b(?:by|on) \((.*?)\)", rule["expr"]):
+            assert {"cluster", "namespace"} <= set(labels.split(", ")), rule["alert"]
+
+
 @pytest.mark.nightly
 async def test_promtool_accepts_metrics_rules_and_configuration(tmp_path: Path) -> None:
     """The test needs promtool; on Debian: apt-get install prometheus."""

@@ -72,14 +72,14 @@ def _events(client: StatusClient, config: EventsConfig) -> Iterator[Json]:
         try:
             answer = client.events(config.job, after, details=details)
         except RetryError:
-            # Events recorded meanwhile have higher ids.
+            # The next leader's events count as later ones, also if its clock is behind.
             if not is_away:
                 Console(stderr=True, highlight=False).print(
                     "[dim]no coordinator leads; waiting[/dim]"
                 )
             is_away = True
         else:
-            is_away, after = False, max(after, answer["next_after"])
+            is_away, after = False, answer["next_after"]
             yield from answer["events"]
             if answer["events"]:
                 continue

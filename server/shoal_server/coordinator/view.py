@@ -76,6 +76,7 @@ class CoordinatorView:
         name = actor.job.spec.job
         return JobReader(
             job=actor.job,
+            newest_roster=actor.records.newest_roster,
             heartbeats=actor.heartbeats,
             clocks=self._plug_in.clocks(name),
             waiting=self._plug_in.waiting(name),

@@ -8,6 +8,7 @@ from shoal_server.serving.tasks import cancel
 
 SAMPLE_EACH_S = 0.02
 NUM_SAMPLES = 500
+"""Samples of ten seconds."""
 
 
 class LoopLag:
@@ -46,4 +47,7 @@ class LoopLag:
         while True:
             due_s = loop.time() + SAMPLE_EACH_S
             await asyncio.sleep(SAMPLE_EACH_S)
-            self._lags_s.append(max(0.0, loop.time() - due_s))
+            lag_s = max(0.0, loop.time() - due_s)
+            # A long stall counts for each sample that was due in it, not as one of 500.
+            num_due = min(1 + int(lag_s / SAMPLE_EACH_S), NUM_SAMPLES)
+            self._lags_s.extend(lag_s - missed * SAMPLE_EACH_S for missed in range(num_due))

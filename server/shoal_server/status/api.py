@@ -3,10 +3,12 @@
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Path, Query
+from fastapi import APIRouter, Path, Query, Request
 
+from shoal_proto.errors import Fenced, UnknownJob, UnknownMember
 from shoal_proto.health import MAX_COUNT
 from shoal_proto.names import MAX_NAME_LENGTH
+from shoal_server.status.access.guard import may_read
 from shoal_server.status.board import MAX_EVENTS
 from shoal_server.status.health import HealthReport
 from shoal_server.status.http.errors import ErrorBody
@@ -118,13 +120,22 @@ def _add_members(api: APIRouter, reading: StatusQueries) -> None:
         status_code=204,
         responses=REPORT_REFUSED,
     )
-    async def report(job: JobName, member: MemberId, health: HealthReport) -> None:
+    async def report(
+        request: Request, job: JobName, member: MemberId, health: HealthReport
+    ) -> None:
         """Keep a worker's report, which it posts about once a second. The report is only displayed,
         and has no effect on liveness.
 
-        The latest report and the newest losses of each member are kept.
+        The latest report and the newest losses of each member are kept. A caller that may not read
+        the job's status gets 404 for every refused report.
         """
-        reading.report(job, member, health)
+        try:
+            reading.report(job, member, health)
+        except (UnknownJob, UnknownMember, Fenced):
+            if may_read(request.scope):
+                raise
+            # The reasons name jobs, members and processes.
+            raise UnknownMember("no such member, or another process of that name") from None
 
 
 def _add_history(api: APIRouter, reading: StatusQueries) -> None:

@@ -1,10 +1,10 @@
 """Data that the coordinator keeps only to show it: health reports and events, both bounded."""
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Literal
+from typing import TypeVar
 
 import structlog
 
@@ -19,8 +19,11 @@ from shoal_server.status.views import EventView, HealthView
 
 log = structlog.get_logger(__name__)
 
+Value = TypeVar("Value")
+
 MAX_EVENTS = 1000
 MAX_MEMBERS = 4096
+MAX_KEPT_STEPS = 32768
 MAX_JOBS = 256
 MAX_LOSSES = 60
 MAX_REASON_LENGTH = 2000
@@ -67,8 +70,9 @@ class _JobBoard:
     num_reports: int = 0
     gone_highest_step: int = 0
     gone_total_steps: int = 0
-    restored_steps: dict[str, int] = field(default_factory=dict)
-    """Steps that processes reported to an earlier leader, by public id."""
+    kept_steps: dict[str, int] = field(default_factory=dict)
+    """Steps of processes without a report in `health`, by public id: they reported to an earlier
+    leader, or too many members have reported since."""
     last_loss: float | None = None
     event_counts: Counter[str] = field(default_factory=Counter)
     reports: ChangeReports = field(default_factory=ChangeReports)
@@ -90,6 +94,15 @@ class _JobBoard:
         self.gone_highest_step = max(self.gone_highest_step, gone.step)
         self.gone_total_steps += gone.step
 
+    def evict(self) -> None:
+        """Drop the report of the member that reported longest ago, but not its steps: it may report
+        again."""
+        _, oldest = self.health.popitem(last=False)
+        self.gone_highest_step = max(self.gone_highest_step, oldest.step)
+        self.kept_steps[oldest.latest.public_id] = oldest.step
+        if len(self.kept_steps) > MAX_KEPT_STEPS:
+            self.gone_total_steps += self.kept_steps.pop(next(iter(self.kept_steps)))
+
     @property
     def highest_step(self) -> int:
         return max(self.gone_highest_step, *(each.step for each in self.health.values()), 0)
@@ -101,7 +114,7 @@ class _JobBoard:
     @property
     def steps_by_process(self) -> Mapping[str, int]:
         own = {each.latest.public_id: each.step for each in self.health.values()}
-        return self.restored_steps | own
+        return self.kept_steps | own
 
 
 class StatusBoard:
@@ -109,7 +122,7 @@ class StatusBoard:
     MAX_JOBS. Belongs to one event loop.
 
     For each job it keeps the newest MAX_EVENTS events, and the latest report and MAX_LOSSES losses
-    of the MAX_MEMBERS members that reported last.
+    of the MAX_MEMBERS members that reported last; of MAX_KEPT_STEPS others the step.
     """
 
     def __init__(
@@ -122,6 +135,7 @@ class StatusBoard:
         self._is_live = is_live
         self._jobs: OrderedDict[str, _JobBoard] = OrderedDict()
         self._last_event_id = 0
+        self._last_id_before_term = 0
 
     def event(
         self, job: str, kind: str, reason: str, *, member_id: str = "", generation: int = 0
@@ -223,19 +237,22 @@ class StatusBoard:
                 del board.health[name]
         board.gone_total_steps = max(board.gone_total_steps, gone_steps)
         reported = {each.latest.public_id for each in board.health.values()}
-        board.restored_steps = {p: step for p, step in by_process.items() if p not in reported}
+        board.kept_steps = {p: step for p, step in by_process.items() if p not in reported}
 
     def history(self, job: str) -> tuple[ChangeReports, Series] | None:
         """Changes and charted series of the job; None if unknown."""
         board = self._jobs.get(job)
         return (board.reports, board.series) if board else None
 
-    def highest(self, job: str, figure: Literal["num_steps", "checkpoint_step"]) -> int | None:
-        """Highest value of a figure in the latest reports; None if none has it."""
-        board = self._jobs.get(job)
-        courses = [each.latest.course for each in board.health.values()] if board else []
-        reported = [getattr(course, figure) for course in courses if course is not None]
-        return max((value for value in reported if value is not None), default=None)
+    def num_steps(self, job: str) -> int | None:
+        """Steps of the job in total, by the newest report that has this figure: a job that is
+        resumed with other settings may have another number. None without one."""
+        return _newest(course.num_steps for course in self._courses(job))
+
+    def checkpoint_step(self, job: str) -> int | None:
+        """Step of the newest reported checkpoint; None without one."""
+        steps = (course.checkpoint_step for course in self._courses(job))
+        return max((step for step in steps if step is not None), default=None)
 
     def checkpoint_unix_s(self, job: str) -> float | None:
         """Time at which the newest checkpoint was first reported; None without one, or if the first
@@ -249,13 +266,16 @@ class StatusBoard:
         return board.checkpoints.num_bytes if board else None
 
     def writes_checkpoints(self, job: str) -> bool | None:
-        """True if a member's latest report says that it writes checkpoints; None if no report has
-        this figure."""
+        """True if the job writes checkpoints, by the newest report that has this figure; None
+        without one."""
+        return _newest(course.writes_checkpoints for course in self._courses(job))
+
+    def _courses(self, job: str) -> Iterator[CourseFigures]:
+        """Yield the course in each member's latest report, the newest report first."""
         board = self._jobs.get(job)
-        courses = [each.latest.course for each in board.health.values()] if board else []
-        said = [each.writes_checkpoints for each in courses if each is not None]
-        known = [each for each in said if each is not None]
-        return any(known) if known else None
+        for each in reversed(board.health.values()) if board else ():
+            if each.latest.course is not None:
+                yield each.latest.course
 
     def run_origin(self, job: str) -> RunOrigin | None:
         """Command line and commit of the job's script, if reported."""
@@ -271,7 +291,13 @@ class StatusBoard:
         self, job: str, *, after: int = 0, limit: int = 100, details: bool = True
     ) -> Sequence[EventView]:
         """The oldest `limit` events with an id above `after`, in order. `details`: include events
-        that `generation_changed` sums up."""
+        that `generation_changed` sums up.
+
+        An `after` above all ids is an earlier leader's whose clock was ahead: all events of this
+        term are later.
+        """
+        if after > self._last_event_id:
+            after = self._last_id_before_term
         board = self._jobs.get(job)
         known = board.events if board else ()
         found = [e for e in known if e.id > after and (details or not e.detail)]
@@ -300,11 +326,11 @@ class StatusBoard:
             known = board.replace(member_id, health)
         known.latest = health
         known.step = known.step if health.step is None else health.step
-        board.restored_steps.pop(health.public_id, None)
+        board.kept_steps.pop(health.public_id, None)
         board.num_reports += 1
         board.health.move_to_end(member_id)
         if len(board.health) > MAX_MEMBERS:
-            board.settle(board.health.popitem(last=False)[1])
+            board.evict()
         if health.paused_s is not None and health.generation is not None:
             pause = ChangeReport(
                 member_id=member_id,
@@ -326,19 +352,21 @@ class StatusBoard:
 
     def reset_reports(self, job: str) -> None:
         """Drop all that members of the job reported, and the reason of the last removal, for the
-        next run. Events, counts, and the newest snapshot's time stay."""
+        next run or term. Events and counts stay. The newest snapshot's time goes too: an earlier
+        run's is not restored automatically, and another leader may have taken newer ones."""
         board = self._jobs.get(job)
         if board is not None:
             board.health.clear()
             board.gone_highest_step = board.gone_total_steps = 0
-            board.restored_steps.clear()
-            board.last_loss = None
+            board.kept_steps.clear()
+            board.last_loss = board.snapshot_unix_s = None
             board.reports, board.series, board.logged = ChangeReports(), Series(), LoggedValues()
             board.checkpoints, board.run, board.last_removal = _Checkpoints(), None, ""
 
     def end_term(self) -> None:
         """Reset the reports of all jobs, since this coordinator no longer leads. The next term
         continues the stored history, which has most of them."""
+        self._last_id_before_term = self._last_event_id
         for job in self._jobs:
             self.reset_reports(job)
 
@@ -346,6 +374,13 @@ class StatusBoard:
         """Latest report of the member's process with that public id; None without one."""
         known = self._health(job, member_id, process)
         return known.latest if known else None
+
+    def reported_step(self, job: str, member_id: str, process: str) -> int:
+        """Newest step that the member's process with that public id reported; 0 without one."""
+        known, board = self._health(job, member_id, process), self._jobs.get(job)
+        if known is not None:
+            return known.step
+        return board.kept_steps.get(process, 0) if board else 0
 
     def losses(self, job: str, member_id: str, process: str) -> Sequence[tuple[int, float]]:
         """(step, loss) of the last reports of the member's process with that public id."""
@@ -395,3 +430,7 @@ class StatusBoard:
         ended = (job for job in tuple(self._jobs) if not self._is_live(job))
         for job in islice(ended, max(num_surplus, 0)):
             del self._jobs[job]
+
+
+def _newest(values: Iterator[Value | None]) -> Value | None:
+    return next((value for value in values if value is not None), None)

@@ -44,6 +44,8 @@ class JobReader:
     seconds. The mappings are by member id."""
 
     job: Job
+    newest_roster: GenerationRoster | None = None
+    """Newest roster in the job's records: a job that ended under an earlier leader has no other."""
     heartbeats: Mapping[str, HeartbeatHistory] = field(default_factory=dict)
     clocks: Mapping[str, int] = field(default_factory=dict)
     waiting: Mapping[str, tuple[str, float]] = field(default_factory=dict)
@@ -59,7 +61,7 @@ class JobReader:
         the newest first."""
         job, tally = self.job, self.job.tally
         members = tuple(self.member(member) for member in job.members.values())
-        roster = job.attempt or job.running or job.previous
+        roster = job.attempt or job.running or job.previous or self.newest_roster
         state, result = _job_state(job), tally.result
         return JobDetail(
             summary=JobSummary(

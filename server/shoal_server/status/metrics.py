@@ -1,6 +1,7 @@
 """Metrics for Prometheus, computed from the source at each scrape, so that they cannot drift from
 what the API shows."""
 
+import asyncio
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,9 +34,11 @@ from shoal_server.status.views import FIGURES, OVER, STATES, JobDetail, ShardsVi
 
 log = structlog.get_logger(__name__)
 
+QUARANTINED = "quarantined"
+"""State of a job whose counters are not known: counts of 0 would look like a restart."""
 PHASES = (
     *("collect", "prepare", "committed", "running", "aborted", "finished", "failed", "stopped"),
-    *("lost", "quarantined"),
+    *("lost", QUARANTINED),
 )
 KINDS = (
     *("generation_changed", "member_joined", "member_removed", "member_refused"),
@@ -68,10 +71,16 @@ async def render(reading: StatusQueries, measures: ProcessMeasures) -> bytes:
     names = [job.summary.job for job in jobs]
     views = await gather_bounded(partial(_shards, reading), names, 16)
     shards = {name: view for name, view in zip(names, views, strict=True) if view is not None}
-    registry = CollectorRegistry(auto_describe=False)
     states = Counter(job.summary.state for job in every)
     jobs = [replace(job, summary=reading.summary(job)) for job in (*jobs, *over[:MAX_OVER])]
-    registry.register(_Printable(_Snapshot(reading, jobs, states, shards, measures)))
+    collected = tuple(_Snapshot(reading, jobs, states, shards, measures).collect())
+    # Thousands of members have text of megabytes: the loop must go on meanwhile.
+    return await asyncio.to_thread(_text, collected)
+
+
+def _text(collected: tuple[Metric, ...]) -> bytes:
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Printable(collected))
     return generate_latest(registry)
 
 
@@ -83,14 +92,14 @@ async def _shards(reading: StatusQueries, job: str) -> ShardsView | None:
         return None
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False)  # the registry keeps collectors by identity
 class _Printable(Collector):
     """Metrics whose labels have no control characters, which a terminal would obey."""
 
-    inner: Collector
+    collected: tuple[Metric, ...]
 
     def collect(self) -> Iterator[Metric]:
-        for metric in self.inner.collect():
+        for metric in self.collected:
             metric.samples = [
                 sample._replace(labels={k: printable(v) for k, v in sample.labels.items()})
                 for sample in metric.samples
@@ -98,8 +107,8 @@ class _Printable(Collector):
             yield metric
 
 
-@dataclass(frozen=True, eq=False)  # the registry keeps collectors by identity
-class _Snapshot(Collector):
+@dataclass(frozen=True)
+class _Snapshot:
     reading: StatusQueries
     jobs: Sequence[JobDetail]
     """Summaries include what members reported."""
@@ -177,12 +186,13 @@ class _Snapshot(Collector):
             summary, name = job.summary, job.summary.job
             for each in PHASES:
                 phase.add_metric([name, each], float(summary.phase == each))
-            generation.add_metric([name], summary.generation)
+            if summary.state != QUARANTINED:
+                generation.add_metric([name], summary.generation)
+                step.add_metric([name], summary.step)
             states = Counter({"training": 0})
             states.update(entry.member.state for entry in job.members)
             for state, number in sorted(states.items()):
                 members.add_metric([name, state], number)
-            step.add_metric([name], summary.step)
             counts = {**dict.fromkeys(KINDS, 0), **self.reading.board.event_counts(name)}
             for kind, count in sorted(counts.items()):
                 events.add_metric([name, kind], count)
@@ -217,19 +227,23 @@ class _Snapshot(Collector):
             labels=labels,
         )
         age = GaugeMetricFamily(
-            "shoal_job_snapshot_age_seconds", "Time since the newest snapshot.", labels=labels
+            "shoal_job_snapshot_age_seconds",
+            "Time since the newest snapshot of a job that has not ended.",
+            labels=labels,
         )
         for summary in (job.summary for job in self.jobs):
             name, totals = summary.job, board.change_totals(summary.job)
-            restarts.add_metric([name], summary.num_restarts)
-            idle.add_metric([name], summary.unproductive_s)
+            if summary.state != QUARANTINED:
+                restarts.add_metric([name], summary.num_restarts)
+                idle.add_metric([name], summary.unproductive_s)
             if summary.goodput is not None:
                 goodput.add_metric([name], summary.goodput)
             lost.add_metric([name], totals.num_lost)
             steps.add_metric([name], totals.steps_lost)
             for _, buckets, sum_s in totals.recoveries.series():
                 recovery.add_metric([name], buckets=buckets, sum_value=sum_s)
-            if (taken_s := board.snapshot_unix_s(name)) is not None:
+            taken_s = board.snapshot_unix_s(name)
+            if taken_s is not None and summary.state not in OVER:
                 age.add_metric([name], max(0.0, unix_s() - taken_s))
         yield from (restarts, idle, goodput, lost, steps, recovery, age)
 

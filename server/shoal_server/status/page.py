@@ -240,12 +240,11 @@ class PageMaker:
         return summaries
 
     def _job(self, job: JobDetail, *, all_members: bool) -> PageJob:
-        reports = self._reading.board.reports(job.summary.job)
         members = [each.member for each in job.members]
         health = {
             each.member_id: report
             for each in members
-            if (report := reports.get(each.member_id)) and report.public_id == each.public_id
+            if (report := self._reading.health(job.summary.job, each))
         }
         training = [
             report

@@ -34,6 +34,11 @@ from shoal_server.status.views import (
     SamplesView,
 )
 
+SPEEDS_KEPT_S = 30.0
+SPEEDS_KEPT_STEPS = 3
+"""Reports are shown without speeds after SPEEDS_KEPT_S and this many of their steps: members report
+after steps, so one that waits or hangs never reports a lower speed."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class WaitView(View):
@@ -178,16 +183,30 @@ class StatusQueries:
         return max(self.board.total_steps(name) + sum(since), job.summary.step)
 
     def _reported_step(self, job: str, member: MemberView) -> int:
-        health = self.health(job, member)
-        return (health.step or 0) if health else 0
+        return self.board.reported_step(job, member.member_id, member.public_id)
 
     def step(self, job: str, member: MemberView) -> int:
         """Newest step of the member, from heartbeat or report."""
         return max(member.step, self._reported_step(job, member))
 
     def health(self, job: str, member: MemberView) -> HealthView | None:
-        """Last health report of the member."""
-        return self.board.health(job, member.member_id, member.public_id)
+        """Last health report of the member; without its speeds if it is old."""
+        health = self.board.health(job, member.member_id, member.public_id)
+        if health is None:
+            return None
+        kept_s = SPEEDS_KEPT_S + SPEEDS_KEPT_STEPS * (health.step_time_s or 0.0)
+        if unix_s() - health.received_unix_s <= kept_s:
+            return health
+        return replace(
+            health,
+            step_time_s=None,
+            step_parts=None,
+            samples_per_s=None,
+            staleness_steps=None,
+            cpu_cores=None,
+            host_received_bytes_per_s=None,
+            host_sent_bytes_per_s=None,
+        )
 
     def detail(self, job: JobDetail, members: Sequence[MemberView] | None = None) -> JobDetail:
         """Details of a job, with what its members reported. `members`: those to include, in this
@@ -208,13 +227,13 @@ class StatusQueries:
 
     def _course(self, job: JobDetail, summary: JobSummary) -> CourseView:
         board, name = self.board, summary.job
-        num_steps = board.highest(name, "num_steps") if job.synchronous else None
+        num_steps = board.num_steps(name) if job.synchronous else None
         progress = _progress(summary.step, num_steps, job.samples)
         return CourseView(
             num_steps=num_steps,
             progress=progress,
             eta_s=self._eta_s(summary, progress, num_steps),
-            checkpoint_step=board.highest(name, "checkpoint_step"),
+            checkpoint_step=board.checkpoint_step(name),
             checkpoint_unix_s=board.checkpoint_unix_s(name),
             checkpoint_bytes=board.checkpoint_bytes(name),
             writes_checkpoints=board.writes_checkpoints(name),

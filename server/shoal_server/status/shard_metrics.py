@@ -149,6 +149,8 @@ def _staleness(views: Mapping[str, ShardsView]) -> Metric:
         labels=["job"],
     )
     for job, view in views.items():
+        if any(server.state != "serving" for server in view.servers):
+            continue
         counts = [shard.pushes.staleness_counts for shard in view.shards]
         if not any(counts):
             continue

@@ -195,8 +195,9 @@ def _lost_view(job: str, gone: ShardAssignment, table: str) -> LostShardView:
 
 
 def _skew(shards: Sequence[ShardView]) -> float:
+    # The bytes of a silent server are not known: 0 would count as an empty server.
     led: dict[str, int] = {}
-    for shard in shards:
+    for shard in (each for each in shards if each.created):
         led[shard.server_id] = led.get(shard.server_id, 0) + shard.num_bytes
     total = sum(led.values())
     return max(led.values()) * len(led) / total if total else 1.0

@@ -205,7 +205,8 @@ def describe_figures(schema: dict[str, Any]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class HealthView(HealthFigures, View):
-    """A member's last health report. A figure is null if it was not reported."""
+    """A member's last health report. A figure is null if it was not reported; a speed also once the
+    report is older than 30 s and three of its steps."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(
         **View.__pydantic_config__, json_schema_extra=describe_figures
@@ -232,7 +233,7 @@ class EventView(View):
     """An event of a job."""
 
     id: int
-    """Number that rises from event to event, also across restarts of the coordinator."""
+    """Number that rises from event to event; also from leader to leader if their clocks agree."""
     unix_s: float
     kind: str
     """Kind, as in the log: generation_changed, member_removed, phase_running ..."""

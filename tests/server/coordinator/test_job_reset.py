@@ -194,11 +194,14 @@ async def test_a_refused_retry_leaves_the_reports_of_a_running_job() -> None:
         assert board.highest_step("j") == 60
 
 
-@pytest.mark.parametrize("from_scratch", [False, True])
+@pytest.mark.parametrize(
+    ("from_scratch", "is_stopped"), [(False, True), (True, True), (True, False)]
+)
 async def test_a_job_that_is_retried_from_scratch_has_no_steps_of_before(
-    from_scratch: bool,
+    from_scratch: bool, is_stopped: bool
 ) -> None:
-    """The steps, losses, logged values and charts of a job that goes on are kept."""
+    """The steps, losses, logged values and charts of a job that goes on are kept. From scratch, an
+    interrupted job can be retried too."""
     store = MemoryStore()
     async with served(store) as world:
         (member,) = await world.training("a")
@@ -207,7 +210,8 @@ async def test_a_job_that_is_retried_from_scratch_has_no_steps_of_before(
         course = CourseFigures(logged={"accuracy": (60, 0.9)})
         health = HealthView(public_id="p", received_unix_s=1.0, step=60, loss=1.5, course=course)
         board.report("j", "a", health)
-        await registry.find("j").stop("enough")
+        if is_stopped:
+            await registry.find("j").stop("enough")
         await store.put(keys.history("j"), b"charts")
         await registry.retry("j", from_scratch=from_scratch)
         assert (await store.get(keys.history("j")) is None) == from_scratch

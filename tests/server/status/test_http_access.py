@@ -147,9 +147,28 @@ async def test_workers_report_without_a_token(world: World, tmp_path: Path) -> N
     async with serving(world, tmp_path) as served:
         path = "/api/v1/jobs/digits/members/w1/health"
         assert (await served.http.post(path, json=REPORT_BODY)).status_code == 204
-        forged = {**REPORT_BODY, "incarnation": "guess"}
-        assert (await served.http.post(path, json=forged)).status_code == 409
         assert (await served.http.get("/healthz")).status_code == 200
+
+
+@pytest.mark.long
+async def test_a_refused_report_names_nothing_to_a_stranger(world: World, tmp_path: Path) -> None:
+    """The names of jobs and members and the processes' public ids are for callers with a token."""
+    async with serving(world, tmp_path) as served:
+        http, forged = served.http, {**REPORT_BODY, "incarnation": "guess"}
+        calls = {
+            f"/api/v1/jobs/{process}/health": kind
+            for process, kind in (
+                ("unknown/members/w1", "UnknownJob"),
+                ("digits/members/unknown", "UnknownMember"),
+                ("digits/members/w1", "Fenced"),
+            )
+        }
+        refusals = [await http.post(path, json=forged) for path in calls]
+        assert {each.status_code for each in refusals} == {404}
+        assert len({each.text for each in refusals}) == 1 and "w0" not in refusals[0].text
+        for path, kind in calls.items():
+            told = await http.post(path, json=forged, headers=served.viewer)
+            assert told.json()["kind"] == kind
 
 
 @pytest.mark.long

@@ -1,6 +1,7 @@
 """The HTTP API, over a real socket."""
 
 import ast
+import asyncio
 import json
 import math
 import re
@@ -19,9 +20,13 @@ from shoal_proto.health import gauges
 from shoal_proto.incarnation import public_id
 from shoal_proto.protocol import OWN_PROTOCOLS
 from shoal_proto.terminal import printable
+from shoal_server.serving.unix_clock import unix_s
+from shoal_server.status import metrics
 from shoal_server.status.access.guard import OPEN
 from shoal_server.status.board import MAX_EVENTS
+from shoal_server.status.from_core import quarantined_detail
 from shoal_server.status.health import EXAMPLE
+from shoal_server.status.reading import StatusQueries
 from shoal_server.status.views import (
     FIGURES,
     AcceptedLossView,
@@ -163,6 +168,26 @@ async def test_a_health_report_is_shown_with_its_member(http: httpx.AsyncClient)
     assert entry["health"]["samples_per_s"] == 900.5
     assert entry["losses"] == [[1300, 0.125]]
     assert (await http.get("/api/v1/jobs")).json()[0]["step"] == 1300
+
+
+async def test_speeds_of_an_old_report_are_not_shown(world: World, http: httpx.AsyncClient) -> None:
+    """A member that waits or hangs reports nothing; its last speed would stay for ever. A member
+    whose steps take minutes reports seldom."""
+    old_s = unix_s() - 100
+    for name, step_s in (("w0", 0.1), ("w1", 60.0)):
+        report = status_world.health(
+            name, received_unix_s=old_s, step_time_s=step_s, samples_per_s=150.0, memory_bytes=7
+        )
+        world.board.report("digits", name, report)
+    series = parse(await http.get("/metrics"))
+    speed = "shoal_member_throughput_samples_per_second"
+    assert [name for name in series if name.startswith(speed)] == [
+        f'{speed}{{job="digits",member="w1"}}'
+    ]
+    members = (await http.get("/api/v1/jobs/digits/members")).json()
+    health = [each["health"] for each in members[:2]]
+    assert [each["samples_per_s"] for each in health] == [None, 150.0]
+    assert [each["memory_bytes"] for each in health] == [7, 7]
 
 
 async def test_every_file_that_the_page_names_is_served(http: httpx.AsyncClient) -> None:
@@ -523,6 +548,56 @@ async def test_every_figure_of_a_report_is_shown_exported_and_documented(
     series = parse(await http.get("/metrics"))
     for figure, name in gauges().items():
         assert series[f'{name}{{job="digits",member="w1"}}'] == report[figure]
+
+
+async def test_a_silent_server_does_not_lower_the_counts_of_its_job(
+    world: World, http: httpx.AsyncClient
+) -> None:
+    """A lower count would look like a restart."""
+    world.shards_of["digits"] = status_world.shards(silent="ps1")
+    series = parse(await http.get("/metrics"))
+    assert not [name for name in series if name.startswith("shoal_job_push_staleness_updates")]
+
+
+async def test_an_ended_job_has_no_age_of_its_snapshot(
+    world: World, http: httpx.AsyncClient
+) -> None:
+    """Nobody can take another: the alert on old snapshots would fire until the job is removed."""
+    world.board.snapshot_taken("digits", "snapshot 1")
+    age = 'shoal_job_snapshot_age_seconds{job="digits"}'
+    assert age in parse(await http.get("/metrics"))
+    world.change("digits", phase="finished", state="finished")
+    assert age not in parse(await http.get("/metrics"))
+
+
+async def test_the_loop_goes_on_while_the_text_of_metrics_is_made(world: World) -> None:
+    """With thousands of members the text takes long, and heartbeats must be answered."""
+    members = [status_world.member(f"w{rank}", rank) for rank in range(1000)]
+    world.put(status_world.job(members=members))
+    rendered = asyncio.ensure_future(
+        metrics.render(StatusQueries(world, world.board), metrics.ProcessMeasures())
+    )
+    num_turns = 0
+    while not rendered.done():
+        num_turns += 1
+        await asyncio.sleep(0)
+    assert b"w999" in rendered.result()
+    assert num_turns > 20
+
+
+async def test_a_quarantined_job_has_no_counters_of_its_life(
+    world: World, http: httpx.AsyncClient
+) -> None:
+    """They are not known. As 0 they would rise by the whole life's total after the repair."""
+    counters = {
+        f'shoal_job_{name}_total{{job="digits"}}' for name in ("restarts", "unproductive_seconds")
+    }
+    assert counters <= parse(await http.get("/metrics")).keys()
+    world.put(quarantined_detail("digits", "a record was refused", unix_s()))
+    series = parse(await http.get("/metrics"))
+    assert series['shoal_job_phase_bool{job="digits",phase="quarantined"}'] == 1
+    assert not counters & series.keys()
+    assert 'shoal_job_generation_number{job="digits"}' not in series
 
 
 async def test_a_removed_job_has_no_metrics(world: World, http: httpx.AsyncClient) -> None:

@@ -3,6 +3,7 @@ allowed hosts, invalid HTTP."""
 
 import asyncio
 import json
+import re
 import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -164,6 +165,29 @@ async def test_a_live_page_that_is_not_read_is_dropped(world: World) -> None:
                 await asyncio.sleep(0.02)
             while bounds.streams.num_open:  # noqa: ASYNC110
                 await asyncio.sleep(0)
+
+
+@pytest.mark.long
+async def test_a_large_answer_may_be_read_slowly(world: World) -> None:
+    """A client over a slow link reads for longer than one may read nothing."""
+    record = status_world.generation(3, [f"w{i}" for i in range(1000)])
+    world.change("digits", generations=tuple(replace(record, generation=i) for i in range(60)))
+    limits = HttpLimits(http_stalled_s=0.5)
+    async with serving(world, limits) as (server, bounds):
+        reader, writer = await connect(server)
+        writer.write(
+            b"GET /api/v1/jobs/digits/generations HTTP/1.1\r\nhost: 127.0.0.1\r\n"
+            b"connection: close\r\n\r\n"
+        )
+        head = await reader.readuntil(b"\r\n\r\n")
+        num_bytes = int(re.search(rb"content-length: (\d+)", head)[1])  # type: ignore[index]
+        num_read = 0
+        while part := await reader.read(1 << 15):
+            num_read += len(part)
+            await asyncio.sleep(0.01)
+        writer.close()
+        assert num_read == num_bytes > 4 << 20
+        assert not bounds.connections.refused["clients that do not read"]
 
 
 @pytest.mark.long

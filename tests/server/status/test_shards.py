@@ -9,7 +9,7 @@ import grpc.aio
 import pytest
 from support.clusters.memory_store import MemoryStore
 
-from shoal_proto.v1.parameters_pb2 import DescribeReply, DescribeRequest
+from shoal_proto.v1.parameters_pb2 import DescribeReply, DescribeRequest, ShardState
 from shoal_proto.v1.parameters_pb2_grpc import (
     ParametersServicer,
     add_ParametersServicer_to_server,
@@ -40,15 +40,16 @@ class Servers(ParametersServicer):
         if request.job == SLOW:
             self.is_asked.set()
             await self.may_answer.wait()
-        return DescribeReply(server_id=request.job)
+        state = ShardState(shard_id=0, version=1, num_bytes=4000)
+        return DescribeReply(server_id=request.job, shards=[state])
 
-    async def add(self, job: str, number: int) -> None:
-        """Register a server, and place the only shard of a job on it."""
+    async def add(self, job: str, number: int, *others: Shard) -> None:
+        """Register a server, and place the first shard of a job on it."""
         address = f"127.0.0.{number}:{self.port}"
         record = json.dumps({"incarnation": "one", "address": address})
         await self._store.put(f"{keys.SERVERS}{job}", record.encode())
         shard = Shard(shard_id=0, epoch=1, server_id=job, address=address)
-        layout = shard_map.stored(ShardMap(job=job, shards=[shard]))
+        layout = shard_map.stored(ShardMap(job=job, shards=[shard, *others]))
         await self._store.transact([], [layout.head, *layout.chunks])
 
 
@@ -100,3 +101,16 @@ async def test_any_number_of_jobs_is_read_at_a_time() -> None:
     jobs = [f"job-{number}" for number in range(3 * MAX_JOBS)]
     views = await asyncio.gather(*(reader.read(job) for job in jobs for _ in range(3)))
     assert views == [None] * len(views)
+
+
+async def test_the_bytes_of_a_silent_server_are_not_taken_for_none() -> None:
+    """The job's bytes would look uneven over its servers."""
+    store = MemoryStore()
+    async with serving(store) as servers:
+        gone = Shard(shard_id=1, epoch=1, server_id="gone", address="127.0.0.2:9")
+        await servers.add("j", 1, gone)
+        reader = ShardReader(store)
+        view = await reader.read("j")
+        await reader.close()
+        assert view is not None and {each.state for each in view.servers} == {"serving", "gone"}
+        assert view.skew == 1.0

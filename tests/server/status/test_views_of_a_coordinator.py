@@ -117,19 +117,23 @@ class HeldGenerations(MemoryStore):
 
 
 async def test_a_new_leader_lists_the_generations_of_a_finished_job() -> None:
-    """They are read once they are asked for, if that is before the leader has read them."""
+    """Its settings are those of the newest one. Generations are read once they are asked for, if
+    that is before the leader has read them."""
     store = HeldGenerations()
     async with endpoint(store) as (world, http):
         (member,) = await world.training("a")
         await asyncio.to_thread(member.leave, completed=True, reason="done")
         (before,) = (await http.get("/api/v1/jobs/j/generations")).json()
-        assert not store.is_asked
+        fields = (await http.get("/api/v1/jobs/j")).json()["fields"]
+        assert not store.is_asked and fields
     async with endpoint(store) as (world, http):
         while not store.is_asked:  # noqa: ASYNC110 - by the leader's own reading
             await asyncio.sleep(0)
         assert (await http.get("/api/v1/jobs/j")).json()["summary"]["state"] == "finished"
         (listed,) = (await http.get("/api/v1/jobs/j/generations")).json()
         assert listed == before
+        job = (await http.get("/api/v1/jobs/j")).json()
+        assert (job["generations"], job["fields"]) == ([before], fields)
         assert (await http.get("/api/v1/jobs/j/generations/1")).json() == before
         assert (await http.get("/api/v1/jobs/j/generations/2")).status_code == 404
 

@@ -3,6 +3,7 @@
 import os
 import socket
 import ssl
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -22,7 +23,7 @@ from shoal.membership import health as health_reports
 from shoal.membership.health import HealthReporter
 from shoal_client.certificates.folder import CertificateFolder
 from shoal_proto.forks.openssl import NO_FORK
-from shoal_proto.health import HealthFigures
+from shoal_proto.health import CourseFigures, HealthFigures
 from shoal_proto.tls import files, identity
 from shoal_proto.tls.identity import in_folder
 from shoal_proto.tls.names import CertificateRole
@@ -127,6 +128,18 @@ def test_a_non_finite_loss_is_reported(board: Board, loss: float, shown: str) ->
         health.update(HealthFigures(step=1, loss=loss))
         (report,) = board.wait_for(1)
     assert str(report.loss) == shown
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_job_without_an_end_is_reported(board: Board) -> None:
+    """`epochs=sys.maxsize` makes more steps than a report can have; the coordinator would refuse
+    all of it."""
+    with endpoint(board) as server, reporter(server.url) as health:
+        course = CourseFigures(num_steps=sys.maxsize * 18, writes_checkpoints=True)
+        health.update(HealthFigures(step=3, course=course))
+        (report,) = board.wait_for(1)
+        health.close(PATIENT_S)
+    assert (report.step, report.course) == (3, CourseFigures(writes_checkpoints=True))
 
 
 def test_a_warning_that_names_a_file_with_bytes_that_are_not_utf8_is_reported(

@@ -16,7 +16,7 @@ import httpcore
 import structlog
 
 from shoal.membership.health_connection import CoordinatorHttp
-from shoal_proto.health import CourseFigures, HealthFigures, StepParts, max_lengths
+from shoal_proto.health import MAX_COUNT, CourseFigures, HealthFigures, StepParts, max_lengths
 from shoal_proto.protocol import OWN_PROTOCOLS
 from shoal_proto.short_lists import sendable
 
@@ -158,7 +158,10 @@ def _json(value: Any) -> Any:
     if not isinstance(value, CourseFigures):
         return _json_number(value)
     logged = {name: [step, _json_number(number)] for name, (step, number) in value.logged.items()}
-    return {**asdict(value), "logged": logged}
+    # `epochs=sys.maxsize` is a job without an end: the coordinator would refuse the whole report.
+    is_endless = value.num_steps is not None and value.num_steps > MAX_COUNT
+    num_steps = None if is_endless else value.num_steps
+    return {**asdict(value), "logged": logged, "num_steps": num_steps}
 
 
 def _json_number(value: SupportsFloat) -> float | str:

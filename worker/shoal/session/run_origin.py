@@ -25,11 +25,16 @@ _SECRET_WORDS = frozenset(
 )
 _KEYS = frozenset({"key", "keys"})
 _KINDS_OF_KEYS = frozenset({"access", "account", "api", "auth", "private", "secret"})
-_NAMED = re.compile(r"""([\w.-]+)(["']?\s*[:=]\s*)("[^"]*"|'[^']*'|[^\s"',;&?{}\[\]]+)""")
-"""A name and its value within an argument that is JSON, a URL with a query, or a header."""
+_NAMED = re.compile(
+    r"""(?<![\w.-])([\w.-]+)(["']?\s*[:=]\s*)"""
+    r"""("(?:\\.|[^"\\])*"?|'(?:\\.|[^'\\])*'?|[^\s"',;&?{}\[\]]+)"""
+)
+"""A name and its value within an argument that is JSON, or a URL with a query."""
+_HEADER = re.compile(r"""(?<![\w.-])([\w.-]+)(\s*:\s+)(?=[^\s"'])""")
+"""The name of a header or of a key in YAML; its value may have blanks."""
 _SECRET_VALUES = re.compile(
-    # user and password of a URL, and the credentials of a header
-    r"(?<=://)[^/\s@]+(?=@)|(?<=bearer )\S+|(?<=basic )\S+"
+    # user and password of a URL, which may have @ or / themselves, and the credentials of a header
+    r"(?<=://)(?:[^/\s:\"]*:[^\s\"]*|[^/\s\"]+)(?=@)|(?<=bearer )\S+|(?<=basic )\S+"
     # tokens of known services, and JSON web tokens
     r"|\b(?:hf_|sk-|ghp_|gho_|ghs_|github_pat_|glpat-|xox[a-z]-|akia|aiza|eyj)[\w.-]{8,}"
     # random values
@@ -67,13 +72,21 @@ def _masked(arguments: Sequence[str]) -> Iterator[str]:
         elif equals and _is_secret(name):
             yield f"{name}={_STAND_IN}"
         else:
-            yield _NAMED.sub(_masked_value, _SECRET_VALUES.sub(_STAND_IN, argument))
+            shown = _NAMED.sub(_masked_value, _SECRET_VALUES.sub(_STAND_IN, argument))
+            yield _without_secret_header(shown)
         hides = argument.startswith("-") and not equals and _is_secret(name)
 
 
 def _masked_value(found: re.Match[str]) -> str:
     name, between, value = found.groups()
     return f"{name}{between}{_STAND_IN if _is_secret(name) else value}"
+
+
+def _without_secret_header(argument: str) -> str:
+    for found in _HEADER.finditer(argument):
+        if _is_secret(found[1]):
+            return argument[: found.end()] + _STAND_IN
+    return argument
 
 
 def _is_secret(name: str) -> bool:

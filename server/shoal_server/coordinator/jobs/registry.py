@@ -36,7 +36,6 @@ from shoal_server.core.generations.roster import JobSpec
 from shoal_server.core.job.job import Job
 from shoal_server.core.limits import Limits
 from shoal_server.core.membership import events
-from shoal_server.core.membership.phases import OVER
 from shoal_server.core.processes import MemberProcess
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import Delete
@@ -417,9 +416,9 @@ class Registry:
         await actor.end()
 
     async def retry(self, job: str, *, from_scratch: bool) -> JobActor:
-        """Allow members to join a job that is over; with `from_scratch`, without its reports and
-        charts. Raises what `find`, `JobActor.retry` and the store raise, and InvalidSpec with
-        `from_scratch` if the cluster has the job's parameters or samples."""
+        """Allow members to join a job that is over, or, with `from_scratch`, interrupted: then
+        without its reports and charts. Raises what `find`, `JobActor.retry` and the store raise,
+        and InvalidSpec with `from_scratch` if the cluster has the job's parameters or samples."""
         actor = self.find(job)
         takes_retry = actor.job.retry_refusal is None
         if from_scratch and takes_retry and await self._dependencies.stored.is_kept_on_servers(job):
@@ -429,12 +428,12 @@ class Registry:
                 expected="a job without either",
                 fix=f"`shoal run --fresh` starts it over; `shoal retry {job}` lets it continue.",
             )
-        was_over = actor.job.phase in OVER
+        progress_before = actor.job.progress
         try:
             await actor.retry("an operator lets members join again", from_scratch=from_scratch)
         finally:
-            # Also if the call is cancelled: the job is no longer over then, and needs its timers.
-            if from_scratch and was_over and actor.job.phase not in OVER:
+            # Also if the call is cancelled: it may have been decided, and the job needs its timers.
+            if actor.job.progress is not progress_before:
                 self._dependencies.board.reset_reports(job)
             task = self._tasks.get(job)
             if (task is None or task.done()) and self._actors.get(job) is actor:

@@ -3,7 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 
-from shoal_server.core.generations.roster import GenerationRecord
+from shoal_server.core.generations.roster import GenerationRecord, GenerationRoster
 from shoal_server.status.from_core import generation_view
 from shoal_server.status.views import GenerationView
 
@@ -54,6 +54,11 @@ class Records:
             number, oldest = self._records.popitem(last=False)
             self._views.pop(number, None)
             self._num_entries -= len(oldest.roster.entries)
+
+    @property
+    def newest_roster(self) -> GenerationRoster | None:
+        """Roster of the newest record that was read; None without one."""
+        return self._records[max(self._records)].roster if self._records else None
 
     def views(self) -> Iterator[GenerationView]:
         """Yield the views of the records, the newest generation first. Each is made once: to make

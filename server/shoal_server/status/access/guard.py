@@ -108,6 +108,14 @@ def session_of(scope: Scope) -> str:
     return cookies[name].value if name in cookies else ""
 
 
+def may_read(scope: Scope) -> bool:
+    """True if the caller may read the status of the job in the path."""
+    holder = scope.get(HOLDER)
+    if holder is NOBODY:
+        return identity.own() is None or _uncertified(scope) is None
+    return holder is not None
+
+
 class AccessControl:
     """Answers 401 to unknown callers, 403 to actions of other sites' pages and of roles that may
     not act or read, and 503 to credentials while the tokens cannot be read."""

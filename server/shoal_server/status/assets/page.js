@@ -388,7 +388,8 @@ function generations(job, now_s) {
   const items = job.generations.map((each) => generation(each, now_s, changes.get(each.record.generation)));
   const unsent = job.num_generations - job.generations.length;
   return section("Generations", "committed and aborted rosters, newest first",
-    items.length === 0 ? h("p", { class: "empty" }, "No generation has been decided yet.") : [
+    items.length === 0 ? h("p", { class: "empty" }, job.detail.summary.generation === 0
+      ? "No generation has been decided yet." : "No generations are kept.") : [
       h("ol", { class: "timeline" }, items.slice(0, SHOWN_GENERATIONS)),
       items.length > SHOWN_GENERATIONS && h("div", { class: "body" }, h("details", null,
         h("summary", null, `${items.length - SHOWN_GENERATIONS} older`),
@@ -500,7 +501,7 @@ function events(state) {
     ago(event.unix_s, state.now_unix_s),
     h("p", { class: "text" }, event.reason)));
   return section("Events", "newest first", items.length === 0
-    ? h("p", { class: "empty" }, "No events yet.")
+    ? h("p", { class: "empty" }, "No events since this coordinator began to lead.")
     : h("ol", { class: "events", tabindex: "0", "aria-label": "Events" }, items));
 }
 

@@ -76,7 +76,13 @@ class BoundedProtocol(H11Protocol):
     def pause_writing(self) -> None:
         super().pause_writing()
         if self._stall is None:
-            self._stall = self.loop.call_later(self._limits.http_stalled_s, self._abort_stalled)
+            self._watch_reading()
+
+    def _watch_reading(self) -> None:
+        num_unread = self.transport.get_write_buffer_size()
+        self._stall = self.loop.call_later(
+            self._limits.http_stalled_s, self._abort_stalled, num_unread
+        )
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -121,7 +127,10 @@ class BoundedProtocol(H11Protocol):
             self.transport.write(raw_answer(408, late))
         self.transport.close()
 
-    def _abort_stalled(self) -> None:
+    def _abort_stalled(self, num_unread: int) -> None:
+        if self.transport.get_write_buffer_size() < num_unread:
+            self._watch_reading()  # the client reads, over a slow link
+            return
         self._counts.count_closed("clients that do not read")
         self.transport.abort()
 
