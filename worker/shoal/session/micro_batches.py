@@ -347,6 +347,20 @@ class MicroBatches:
                 " gradients: see 'In parts' in docs/contrastive.md.",
             )
 
+    def check_dropping(self) -> None:
+        """Raise InvalidSpec for gradients that the script drops in a loop over several parts, after
+        the first part's pass."""
+        if self._part is not None and self._num_parts > 1 and self._num_passes:
+            raise InvalidSpec(
+                "zero_grad() in a loop over the parts of a batch",
+                seen=f"zero_grad() after {self._num_passes} of {self._num_parts} parts were trained"
+                " on",
+                expected="gradients of all parts at the end of the step: with another number of"
+                " members a part would have other samples, and the job would train a different"
+                " loss",
+                fix="Leave out the call: each step begins without gradients.",
+            )
+
     def check_complete(self) -> None:
         """Check a step before it is committed, and restore buffers that stand-ins have changed.
         Raises InvalidSpec if a part had no backward pass, or for a loss that `check_mean` noted."""

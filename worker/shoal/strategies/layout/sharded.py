@@ -199,6 +199,10 @@ class ShardedStrategy(LayoutStrategy):
         )
         return moved + (binding.layout.num_moved if binding is not None else 0)
 
+    def drop_gradients(self, optimizer: Optimizer) -> None:
+        if self._binding is not None:
+            self._binding.drop_gradients(optimizer)
+
     def _hand_over(self, leaving: Collection[int]) -> None:
         if self._binding is not None:
             self._peer_checkpoints.hand_over(self._collect(self._binding), leaving=leaving)
