@@ -89,6 +89,50 @@ def average_each() -> dict[str, list[dict[str, Tensor]]]:
     return seen
 
 
+class Complex(nn.Module):
+    """A model with complex weights, or with the same numbers in real parameters."""
+
+    def __init__(self, *, is_real: bool) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(7)
+        for name, shape in (("first", (8, 32)), ("shift", (32,)), ("second", (32, 2))):
+            drawn = torch.randn((*shape, 2), generator=generator) * 0.3
+            stored = drawn.flatten(-2) if is_real else torch.view_as_complex(drawn)
+            setattr(self, name, nn.Parameter(stored))
+        self.is_real = is_real
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        first, shift, second = self.parameters()
+        if self.is_real:
+            first, shift, second = (
+                torch.view_as_complex(each.unflatten(-1, (-1, 2))) for each in self.parameters()
+            )
+        return ((inputs.to(torch.complex64) @ first + shift) @ second).abs()
+
+
+def train_complex_each() -> dict[str, tuple[Tensor, Tensor]]:
+    """Return the weights, as real numbers, of a model with complex parameters and of its real
+    twin, after some steps with every compression."""
+    seen = {}
+    for compression in (*LOSSY, find_compression("fp16"), find_compression("bf16")):
+        ends = []
+        for is_real in (False, True):
+            model: Any = Complex(is_real=is_real)
+            optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.05)
+            model, optimizer = shoal.distribute(
+                model, optimizer, shoal.DDP(compression=compression)
+            )
+            generator = torch.Generator().manual_seed(dist.get_rank())
+            for _ in range(NUM_STEPS):
+                optimizer.zero_grad()
+                model(torch.randn(6, 8, generator=generator)).square().mean().backward()
+                optimizer.step()
+            whole = [each.detach() for each in model.parameters()]
+            ends.append(torch.cat([t.view(torch.float32).flatten() for t in whole]))
+        seen[compression.name] = (ends[0], ends[1])
+    return seen
+
+
 def drain_each(num_steps: int) -> dict[str, tuple[dict[str, Tensor], list[int]]]:
     """Return the sum of all averages, after further steps with zero gradients, and a checksum of
     each step's averages.

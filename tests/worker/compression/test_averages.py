@@ -2,11 +2,12 @@
 
 import numpy as np
 import pytest
+import torch
 from support.collectives import compression_ranks as bodies
 from support.oracles.compression_twins import PowerSGD, Quantised, TopK, Twin, to_int8, to_sign
 
 import shoal
-from shoal.compression import COMPRESSIONS
+from shoal.compression import COMPRESSIONS, find_compression
 
 WORLD_SIZES = (2, 3, 4)
 
@@ -42,6 +43,22 @@ def test_averages_are_those_of_a_slow_twin_and_the_same_everywhere(world_size: i
             for parameter, mean in exact.items():
                 error = (every[0][name][step][parameter] - mean).abs().max()
                 assert float(error) < tolerance, name
+
+
+def test_averages_of_complex_values_keep_both_parts() -> None:
+    """Regression: the imaginary part was dropped."""
+
+    def body() -> None:
+        on = bodies.wire()
+        values = {
+            "a": torch.full((3,), complex(on.rank, 2)),
+            "b": torch.tensor(complex(4, on.rank)),
+        }
+        found = find_compression("fp16").compressor().average(values, on)
+        assert torch.equal(found["a"], torch.full((3,), complex(0.5, 2)))
+        assert torch.equal(found["b"], torch.tensor(complex(4, 0.5)))
+
+    shoal.run_in_memory(body, 2)
 
 
 @pytest.mark.sampled()

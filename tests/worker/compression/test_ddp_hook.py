@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.collectives import compression_ranks as bodies
 from support.processes.ranks import Ranks
 from support.processes.worlds import run_on_gloo
@@ -49,6 +50,15 @@ def test_ranks_agree_though_layers_are_in_no_loss_or_in_that_of_some_ranks(
         for same, _, moved in (seen[name] for seen in every):
             assert same, name
             assert moved > 0, name
+
+
+def test_complex_parameters_train_as_their_real_numbers_do() -> None:
+    """Regression: residuals and averages covered half of the numbers; the other half of a low-rank
+    average was uninitialised memory."""
+    first, second = in_threads(2, bodies.train_complex_each)
+    for name, (complex_weights, real_weights) in first.items():
+        torch.testing.assert_close(complex_weights, real_weights, msg=name)
+        assert torch.equal(complex_weights, second[name][0]), name
 
 
 def test_a_non_finite_gradient_is_named_on_its_rank_and_fails_all_ranks() -> None:

@@ -1,7 +1,9 @@
 """BatchNorm over all members: the results of one process with the whole batch."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -18,11 +20,13 @@ from support.collectives.strategy_runs import (
 from support.models.seeding import draw_parameters
 from torch import Tensor, nn
 from torch.optim import SGD
+from torch.utils.checkpoint import checkpoint
 
 from shoal.backends.in_memory.run import run_in_memory
 from shoal.data.batches import Batch, Loader
 from shoal.data.order import Order
 from shoal.layouts.synced_batchnorm import sync_batchnorm
+from shoal.session.micro_batches import loss_to_backward
 from shoal.step_context import BatchNormMembers, StepContext, set_current
 from shoal.strategies import find_strategy
 from shoal_proto.errors import InvalidSpec
@@ -91,6 +95,76 @@ def test_members_normalise_the_whole_batch(strategy: str, world_size: int, kind:
     assert any(loader().order.span(step)[2] % SIZE for step in range(NUM_STEPS))
     expected = by_one_process(run_of(kind, synced=False))
     for ours in run_in_memory(trained, world_size, strategy, kind):
+        assert difference(ours, expected) < TOLERANCE
+
+
+IGNORED = -100
+
+
+class Unlabelled(Loader):
+    """A loader of class numbers, of which the first half of each batch has none."""
+
+    def synchronous(self, step: int, index: int, count: int) -> Batch:
+        batch = super().synchronous(step, index, count)
+        start, stop = self.order.span(step)[1:]
+        places = range(batch.first, batch.first + len(batch.targets))
+        labels = [IGNORED if each < (stop - start + 1) // 2 else each % 4 for each in places]
+        return replace(batch, targets=torch.tensor(labels))
+
+
+class Recomputed(nn.Module):
+    """The model of kind "1d", whose last layers run within a reentrant checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = model_of("1d")
+
+    def forward(self, inputs: Tensor) -> Any:
+        first, *rest = self.layers.children()
+        return checkpoint(nn.Sequential(*rest), first(inputs), use_reentrant=True)
+
+
+def labelled_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(outputs, targets, ignore_index=IGNORED)
+
+
+def by_labels(strategy: str, run: Run) -> dict[str, Tensor]:
+    """Return the weights of a rank whose losses are weighted by their number of labels."""
+
+    def take(rank: Rank, batch: Batch) -> None:
+        members = rank.strategy.batchnorm_members(has_samples=bool(batch.indices))
+        set_current(StepContext(batchnorm=members))
+        rank.strategy.begin_step()
+        loss = labelled_loss(rank.strategy.module(batch.inputs), batch.targets)
+        num_labels = int((batch.targets != IGNORED).sum()) if batch.indices else 0
+        with loss_to_backward(loss, num_labels) as counts:
+            rank.strategy.backward_by_weight(counts, num_labels)
+        rank.strategy.end_step(lambda: None)
+        set_current(StepContext())
+
+    return by_a_rank(run, partial(find_strategy, strategy), take)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "make"),
+    [("ddp", partial(model_of, "1d")), ("fsdp", partial(model_of, "1d")), ("ddp", Recomputed)],
+)
+def test_samples_of_a_loss_without_weight_count_in_the_statistics(
+    strategy: str, make: Callable[[], nn.Module]
+) -> None:
+    """Regression: other members' gradients of these samples were dropped."""
+
+    def build(synced: bool, _: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = make()
+        assert not synced or sync_batchnorm(model, every=True) == 1
+        return model, SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+    def loader() -> Loader:
+        return Unlabelled(data(), Order(num_samples=23, global_batch_size=SIZE, num_epochs=9))
+
+    run = Run(build=partial(build, False), loader=loader, loss=labelled_loss, num_steps=NUM_STEPS)
+    expected = by_one_process(run)
+    for ours in run_in_memory(by_labels, 2, strategy, replace(run, build=partial(build, True))):
         assert difference(ours, expected) < TOLERANCE
 
 

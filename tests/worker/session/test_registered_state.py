@@ -9,7 +9,7 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 from support.members.elastic_schedule import Schedule, lose_all
-from support.members.thread_members import ThreadJob, lone, train_alone
+from support.members.thread_members import Killed, ThreadJob, lone, train_alone
 from support.processes.ranks import Ranks
 from support.training import registered_bodies
 from support.training.elastic_bodies import build
@@ -315,3 +315,43 @@ def test_a_schedule_that_a_script_steps_is_refused_under_local_sgd(
 
     with pytest.raises(InvalidSpec, match=rf"a StepLR is stepped under.* {strategy}.*batch\.step"):
         train_alone(cluster, strategy, body)
+
+
+def test_a_member_lost_after_its_vote_leaves_a_committed_step_committed(
+    cluster: LocalCluster, tmp_path: Path
+) -> None:
+    """Regression: a checkpoint was due, for which the members exchange messages: the survivors
+    kept the step, and saw that it was not committed."""
+    job = ThreadJob(cluster=cluster, num_members=4)
+
+    def member(model: Any, optimizer: Any) -> Any:
+        steps = []
+        with job.join(min_members=1) as session:
+            count = session.register("count", Metric())
+            model, optimizer = session.distribute(
+                model,
+                optimizer,
+                strategy=shoal.HSDP(shard=2),
+                checkpoints=shoal.Checkpoints(tmp_path, every_steps=3),
+            )
+
+            def is_lost(*_: Any) -> None:
+                # The members have voted for the third step, and none waits for another to take it.
+                if session.step_number == 2 and session.rank == 3:
+                    raise Killed
+
+            optimizer.register_step_post_hook(is_lost)
+            for batch in session.batches(data(), global_batch_size=24):
+                with session.step() as step:
+                    session.backward(cross_entropy(model(batch.inputs), batch.targets))
+                if step.committed:
+                    count.total += 1
+                    steps.append(batch.step)
+                if session.step_number == 5:
+                    break
+        return steps, count.total
+
+    ends = job.outcomes(member, *[build("sgd", "layers") for _ in range(4)])
+    (lost,) = (each for each in ends if isinstance(each, Exception))
+    assert isinstance(lost, Killed), lost
+    assert [each for each in ends if each is not lost] == [([0, 1, 2, 3, 4], 5)] * 3

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.members.thread_members import lone, train_alone
+from support.members.thread_members import ThreadJob, lone, train_alone
 from support.models.small_layers import LimitedRows
 from support.training.elastic_bodies import build
 from support.training.elastic_bodies import numbers as data
@@ -210,6 +210,50 @@ def test_gradients_that_a_script_drops_between_two_passes_or_in_part_stay_droppe
     torch.testing.assert_close(
         train_alone(cluster, "ddp", body), train_alone(cluster, "ddp", plain)
     )
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
+def test_several_members_drop_the_gradients_between_two_passes(
+    cluster: LocalCluster, strategy: str, to_none: bool
+) -> None:
+    """Regression: under zero1 gradients stayed on all members that do not step the parameter."""
+
+    def member(job: ThreadJob, num_passes: int, model: Any, optimizer: Any) -> dict[str, Tensor]:
+        with job.join() as session:
+            model, optimizer = session.distribute(model, optimizer, strategy=strategy)
+            for batch in session.batches(data(), global_batch_size=24):
+                with session.step():
+                    for _ in range(num_passes - 1):
+                        session.backward(loss_of(session, model, batch) * 3)
+                        optimizer.zero_grad(set_to_none=to_none)
+                    session.backward(loss_of(session, model, batch))
+            return {name: tensor.clone() for name, tensor in session.state_dict().items()}
+
+    ends = []
+    for num_passes in (1, 2):
+        job = ThreadJob(cluster=cluster, num_members=2)
+        # Threads share torch's generator: build before they start.
+        given = [(job, num_passes, *build("sgd", "layers")) for _ in range(2)]
+        ends.append(job.results(member, *given)[0])
+    torch.testing.assert_close(*ends)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "async-sgd"])
+@pytest.mark.parametrize("dropped_by", ["optimizer", "model"])
+def test_gradients_that_a_script_drops_between_two_parts_are_refused(
+    cluster: LocalCluster, strategy: str, dropped_by: str
+) -> None:
+    """A call before the first part drops nothing, and is allowed."""
+
+    def body(session: Session, model: Any, optimizer: Any, batch: shoal.Batch) -> None:
+        with session.step():
+            for part in batch.parts(2):
+                {"optimizer": optimizer, "model": model}[dropped_by].zero_grad()
+                session.backward(loss_of(session, model, part))
+
+    with pytest.raises(InvalidSpec, match=r"loop over the parts.*zero_grad\(\) after 1 of 2 parts"):
+        train_alone(cluster, strategy, body)
 
 
 def test_calling_batches_for_each_epoch_is_refused_with_the_remedy(cluster: LocalCluster) -> None:

@@ -71,13 +71,25 @@ def refuse_several_models(compression: Compression | None, model: nn.Module) -> 
         )
 
 
+def real_shape(tensor: Tensor) -> torch.Size:
+    """Return the shape of a tensor's real numbers: a complex tensor has twice as many in its last
+    dimension."""
+    if not tensor.is_complex():
+        return tensor.shape
+    return torch.Size([*tensor.shape[:-1], 2 * tensor.shape[-1]] if tensor.ndim else [2])
+
+
 @dataclass(frozen=True)
 class PackedTensors:
-    """Several tensors concatenated into a flat one."""
+    """Several tensors, as real numbers, concatenated into a flat one."""
 
     flat: Tensor
     names: Sequence[str]
     shapes: Sequence[torch.Size]
+
+    def __post_init__(self) -> None:
+        total = sum(shape.numel() for shape in self.shapes)
+        assert self.flat.numel() == total, f"{self.flat.numel()} numbers for shapes of {total}"
 
     def slots(self) -> Iterator[tuple[str, slice]]:
         """Yield each name with its slice in `flat`."""
@@ -85,6 +97,10 @@ class PackedTensors:
         for name, shape in zip(self.names, self.shapes, strict=True):
             yield name, slice(start, start + shape.numel())
             start += shape.numel()
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 class Compressor(ABC):
@@ -108,11 +124,14 @@ class Compressor(ABC):
         All tensors must have one dtype and device. All ranks must call this with the same names and
         shapes.
         """
-        flat = torch.cat([tensor.detach().reshape(-1) for tensor in values.values()])
-        packed = PackedTensors(flat, list(values), [tensor.shape for tensor in values.values()])
+        flat = torch.cat([_real(tensor.detach()).reshape(-1) for tensor in values.values()])
+        packed = PackedTensors(flat, list(values), list(map(real_shape, values.values())))
         for work in self.averaging(packed, wire):
             work.wait()
-        return {name: flat[span].view_as(values[name]) for name, span in packed.slots()}
+        return {
+            name: flat[span].view(values[name].dtype).view_as(values[name])
+            for name, span in packed.slots()
+        }
 
     @abstractmethod
     def _average(self, packed: PackedTensors, wire: Wire) -> Averaging:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.backends.abortable.waiter import Completion, OngoingCollective
-from shoal.compression.base import Averaging, Compressor, PackedTensors
+from shoal.compression.base import Averaging, Compressor, PackedTensors, real_shape
 from shoal.compression.gradient_exchange import GradientExchange
 from shoal.compression.wire import Traffic, Wire
 from shoal.torch_private.c10d import GradBucket
@@ -55,9 +55,10 @@ class CompressedExchange(GradientExchange):
     def _begin_average(self, bucket: GradBucket) -> Completion:
         parameters = bucket.parameters()
         packed = PackedTensors(
+            # DDP gives a bucket of complex gradients as real numbers.
             bucket.buffer(),
             [self._name_of(parameter) for parameter in parameters],
-            [parameter.shape for parameter in parameters],
+            list(map(real_shape, parameters)),
         )
         average = BucketAverage(
             self._compressor.averaging(packed, self._wire), self.waiter.new_completion()

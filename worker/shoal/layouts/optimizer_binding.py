@@ -204,6 +204,14 @@ class OptimizerBinding:
             group["params"] = [self._parameters[name] for name in names if name in self._parameters]
         self.gradients = StepGradients(self._parameters.values(), optimizer)
 
+    def drop_gradients(self, optimizer: Optimizer) -> None:
+        """Drop this rank's gradients of parameters that other ranks step by this optimizer."""
+        own = {id(group) for group in optimizer.param_groups}
+        for names, group in zip(self.group_names, self.optimizer.param_groups, strict=True):
+            for name in names if id(group) in own else ():
+                if name not in self._parameters and name in self.held_parameters:
+                    self.held_parameters[name].grad = None
+
     # --- reading ---
 
     def collect(self, step: int) -> StateShard:

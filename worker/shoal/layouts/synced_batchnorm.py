@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 from shoal import step_context
 from shoal.backends.abortable.gather import gather_rows
@@ -129,6 +130,12 @@ class _Normalise(torch.autograd.Function):
         of_weight = None if weight is None else own[1].to(weight.dtype)
         of_bias = own[0].to(gradients[0].dtype if weight is None else weight.dtype)
         return of_values, of_weight, of_bias if context.needs_input_grad[2] else None, None
+
+
+def normalises_members(node: Node) -> bool:
+    """True if this autograd node adds gradients of other members' losses to this member's
+    samples."""
+    return getattr(node, "_forward_cls", None) is _Normalise and node.members.has_samples  # type: ignore[attr-defined]
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
+from torch.utils.checkpoint import CheckpointFunction
 
 from shoal import randomness
 from shoal.data.batches import Batch
@@ -17,6 +18,7 @@ from shoal.data.parts import cut, has_all_rows, rows_of_fewer
 from shoal.layouts.base import LossFunction
 from shoal.layouts.buffers import BuffersAside
 from shoal.layouts.gathered_rows import is_gather
+from shoal.layouts.synced_batchnorm import normalises_members
 from shoal.model.other_parameters import nodes_from, nodes_of
 from shoal.step_context import StepContext, current, set_current
 from shoal.strategies.base import Strategy
@@ -44,14 +46,26 @@ def loss_to_backward(loss: Tensor, weight: float) -> Iterator[Tensor]:
         return
     loss = loss.nan_to_num()
     nodes = nodes_of(loss)
-    # Except for gathered rows, where other members' losses add gradients.
-    nodes -= nodes_from(before for node in nodes if is_gather(node) for before in _before(node))
+    # Below these nodes, other members' losses add gradients.
+    nodes -= nodes_from(before for node in nodes if _is_shared(node) for before in _before(node))
     handles = [node.register_prehook(_zeros) for node in nodes]
     try:
         yield loss
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _is_shared(node: Node) -> bool:
+    """True if the node's gradients depend on other members' losses; reentrant checkpoints may
+    contain such nodes."""
+    function = getattr(node, "_forward_cls", None)
+    return (
+        is_gather(node)
+        or normalises_members(node)
+        or function is CheckpointFunction
+        or getattr(function, "__module__", "") == "torch.distributed.nn.functional"
+    )
 
 
 def _zeros(gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -331,6 +345,20 @@ class MicroBatches:
                 fix="Before the loop, compute features without gradients, gather them, and compute"
                 " the loss's gradient for each feature. In the loop, train each part with its"
                 " gradients: see 'In parts' in docs/contrastive.md.",
+            )
+
+    def check_dropping(self) -> None:
+        """Raise InvalidSpec for gradients that the script drops in a loop over several parts, after
+        the first part's pass."""
+        if self._part is not None and self._num_parts > 1 and self._num_passes:
+            raise InvalidSpec(
+                "zero_grad() in a loop over the parts of a batch",
+                seen=f"zero_grad() after {self._num_passes} of {self._num_parts} parts were trained"
+                " on",
+                expected="gradients of all parts at the end of the step: with another number of"
+                " members a part would have other samples, and the job would train a different"
+                " loss",
+                fix="Leave out the call: each step begins without gradients.",
             )
 
     def check_complete(self) -> None:

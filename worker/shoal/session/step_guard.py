@@ -26,6 +26,7 @@ from shoal.model.module_proxy import ModuleProxy
 from shoal.model.other_parameters import OtherParameters, References, nodes_of
 from shoal.model.script_attributes import ScriptModes
 from shoal.model.trained_parameters import TRAINED_LATER, TrainedParameters, are_same
+from shoal.session.micro_batches import MicroBatches
 from shoal.state.registered.objects import RegisteredState
 from shoal.step_context import current, set_current
 from shoal.strategies.base import Strategy
@@ -204,10 +205,20 @@ class StepGuard:
                 expected="session.backward(scaler.scale(loss)): the session unscales the gradients",
             )
 
-    def note_zero_grad(self, parameters: Iterable[Tensor], *, to_none: bool) -> None:
-        """Note that the script drops the gradients of these parameters."""
+    def note_zero_grad(self, owner: Optimizer | nn.Module, *, to_none: bool) -> None:
+        """Note that the script drops the gradients of the owner's parameters. Raises InvalidSpec
+        between two parts of a batch: members have other samples in each part."""
         if self._commits or self._computes:
             return
+        is_ours = isinstance(owner, Optimizer) and any(each is owner for each in self._optimizers)
+        parameters = list(
+            _parameters_of(owner) if isinstance(owner, Optimizer) else owner.parameters()
+        )
+        parts = current().parts
+        if isinstance(parts, MicroBatches) and (is_ours or self._trained.has_any(parameters)):
+            parts.check_dropping()
+        if is_ours and isinstance(owner, Optimizer):
+            self._strategy.drop_gradients(owner)
         dropped = {id(each) for each in parameters}
         for optimizer in self._optimizers:
             held = {id(each) for each in _with_gradient(optimizer)}
@@ -393,21 +404,19 @@ def _watch_zeroing() -> None:
     """Wrap `zero_grad` of optimizers and modules, once, to report to the guard of the thread's open
     step."""
     if not hasattr(Optimizer.zero_grad, _MARK):
-        Optimizer.zero_grad = _watched_zeroing(Optimizer.zero_grad, _parameters_of)  # type: ignore[method-assign]
-        nn.Module.zero_grad = _watched_zeroing(  # type: ignore[method-assign]
-            nn.Module.zero_grad, nn.Module.parameters
-        )
+        Optimizer.zero_grad = _watched_zeroing(Optimizer.zero_grad)  # type: ignore[method-assign]
+        nn.Module.zero_grad = _watched_zeroing(nn.Module.zero_grad)  # type: ignore[method-assign]
 
 
 def _parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
     return (each for group in optimizer.param_groups for each in group["params"])
 
 
-def _watched_zeroing(plain: Callable[..., Any], parameters: Callable[..., Iterable[Tensor]]) -> Any:
+def _watched_zeroing(plain: Callable[..., Any]) -> Any:
     @functools.wraps(plain)
     def watched(self: Any, set_to_none: bool = True) -> Any:
         if (guard := _guard()) is not None:
-            guard.note_zero_grad(parameters(self), to_none=set_to_none)
+            guard.note_zero_grad(self, to_none=set_to_none)
         return plain(self, set_to_none)
 
     setattr(watched, _MARK, True)

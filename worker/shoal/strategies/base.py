@@ -250,6 +250,10 @@ class Strategy(ABC):
         Gradients have to be reduced only after the last part.
         """
 
+    def drop_gradients(self, optimizer: Optimizer) -> None:  # noqa: B027 - most hold all of them
+        """Drop this member's gradients of parameters that other members step by this optimizer of
+        the session: its `zero_grad` does not reach them."""
+
     @abstractmethod
     def backward(self, loss: Tensor, weight: float) -> None:
         """Compute gradients of `loss`, the mean over this member's samples.

@@ -48,6 +48,8 @@ class ShardedStrategy(LayoutStrategy):
         self._filling: Layout | None = None
         self._attributes, self._hooks = ScriptAttributes(), ScriptHooks()
         self._copy_due = False
+        self._refusal_due = False
+        """True if the members still have to exchange refusals of the latest step's state."""
 
     def try_lay_out(self, model: nn.Module, world_size: int) -> None:
         """Raise InvalidSpec if the model cannot be laid out for this size. Quick; thread-safe."""
@@ -171,7 +173,8 @@ class ShardedStrategy(LayoutStrategy):
 
     def _release_training(self) -> None:
         binding, filling = self._binding, self._filling
-        self._binding, self._filling, self._copy_due = None, None, False
+        self._binding, self._filling = None, None
+        self._copy_due = self._refusal_due = False
         with ExitStack() as releases:
             releases.callback(self._meta_model.give_back, self._optimizer)
             if binding is not None:
@@ -199,6 +202,10 @@ class ShardedStrategy(LayoutStrategy):
         )
         return moved + (binding.layout.num_moved if binding is not None else 0)
 
+    def drop_gradients(self, optimizer: Optimizer) -> None:
+        if self._binding is not None:
+            self._binding.drop_gradients(optimizer)
+
     def _hand_over(self, leaving: Collection[int]) -> None:
         if self._binding is not None:
             self._peer_checkpoints.hand_over(self._collect(self._binding), leaving=leaving)
@@ -217,10 +224,15 @@ class ShardedStrategy(LayoutStrategy):
         binding = self._binding
         assert binding is not None, "after a step"
         self.position.inspection.inspect(self._optimizer, lambda: binding.collect(self.step))
-        if self.step == 1 or self._checkpoints.is_due(self.step):
-            self.position.inspection.raise_on_all(self.group)
+        # Exchanged after the step's block: a member lost meanwhile must not fail a committed step.
+        self._refusal_due = self.step == 1 or self._checkpoints.is_due(self.step)
         # The copy is made in the next step, so that the end of this step does not wait for it.
         self._copy_due = self._peer_checkpoints.is_due(self.step)
+
+    def _raise_refusals(self) -> None:
+        due, self._refusal_due = self._refusal_due, False
+        if due:
+            self.position.inspection.raise_on_all(self.group)
 
     def _write_checkpoint(self) -> None:
         binding, is_first = self._binding, self.group.rank() == 0

@@ -246,10 +246,14 @@ class SynchronousStrategy(Strategy):
     def between_steps(self) -> None:
         self._drop_changes_after_failure()
         self._registered.keep()
+        self._raise_refusals()
         if self._checkpoints.owed_step:
             self._check_registered()
             self._checkpoints.owed_step = 0
             self._write_checkpoint()
+
+    def _raise_refusals(self) -> None:
+        """Raise a member's refusal of its part of the state on all members, if that is due."""
 
     def _check_registered(self) -> None:
         if self._registered and self._process_group is not None:
@@ -276,9 +280,9 @@ class SynchronousStrategy(Strategy):
 
     def _checkpoint(self) -> None:
         """Write a checkpoint if one is due; later, if the script may still change the step's
-        state.
+        state, or a member refuse its part of it.
         """
-        if self._registered or self._checkpoints.samples.are_known:
+        if self._registered or self._checkpoints.samples.are_known or self.state_is_spread:
             self._checkpoints.owed_step = self.step if self._checkpoints.is_due(self.step) else 0
         else:
             self._write_checkpoint()
