@@ -3,6 +3,7 @@
 import io
 import os
 import resource
+import shutil
 import ssl
 import threading
 import time
@@ -315,6 +316,34 @@ def test_renewed_files_are_used_once_they_are_complete(
     assert renewed is not first and renewed.cert == files.cert.read_bytes()
     files.cert.unlink()
     assert own.material is renewed
+
+
+def test_a_worker_sees_the_renewal_of_a_mounted_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kubelet replaces a link, and removes the folder that it named. The worker has its paths
+    from the launcher."""
+    monkeypatch.setattr("shoal_proto.tls.files.LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr("shoal_proto.tls.files.LOOK_WITHIN_S", 60.0)
+    folder, mount = CertificateFolder(tmp_path / "certs"), tmp_path / "own"
+    folder.init()
+    mount.mkdir()
+
+    def update(version: str) -> None:
+        shutil.copytree(folder.path, mount / version)
+        (mount / "..new").symlink_to(version)
+        (mount / "..new").replace(mount / "..data")
+
+    update("..1")
+    for path in folder.path.iterdir():
+        (mount / path.name).symlink_to(f"..data/{path.name}")
+    of_worker = from_environment(in_folder(mount, CertificateRole.WORKER).environment())
+    assert of_worker is not None
+    worker = TlsIdentity(of_worker)
+    folder.renew()
+    update("..2")
+    shutil.rmtree(mount / "..1")
+    assert worker.material.cert == (folder.path / "worker.crt").read_bytes()
 
 
 @pytest.mark.parametrize("call", ["stat", "read_bytes"])
