@@ -321,7 +321,7 @@ async def test_the_workers_probe_asks_for_a_member(resources: list[Resource]) ->
     program, kind, urls, option, path = words
     assert (program, kind, option) == ("shoal-probe", "http", "--path")
     assert urls == known["SHOAL_HTTP"]
-    assert path == "/api/v1/jobs/digits/members/worker-0"
+    assert path == "/api/v1/jobs/digits/members/worker-0/readyz"
     assert known["SHOAL_TOKEN_FILE"] == f"{OWN}/token"
     refusal = await answer(f"http://coordinator:7780{path}")
     assert refusal.status_code == 404

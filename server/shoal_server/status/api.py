@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Path, Query
+from fastapi import APIRouter, Path, Query, Response
 
 from shoal_proto.health import MAX_COUNT
 from shoal_proto.names import MAX_NAME_LENGTH
@@ -16,6 +16,7 @@ from shoal_server.status.views import (
     JobDetail,
     JobSummary,
     MemberDetail,
+    MemberView,
     PublishedSeriesView,
     ShardsView,
 )
@@ -39,6 +40,10 @@ REPORT_REFUSED: Responses = {
     422: {"model": ErrorBody, "description": "A field is missing, unknown or out of range."},
 }
 AWAY: Responses = {503: {"model": ErrorBody, "description": "Not leading, or without etcd."}}
+MEMBER_UNREADY: Responses = {
+    **NOT_FOUND,
+    503: {"model": MemberView | ErrorBody, "description": "Not ready, or as for other paths."},
+}
 GENERATIONS_UNREAD: Responses = {
     **NOT_FOUND,
     **AWAY,
@@ -100,6 +105,19 @@ def _add_members(api: APIRouter, reading: StatusQueries) -> None:
     async def member(job: JobName, member: MemberId) -> MemberDetail:
         """A member with its last health report."""
         return reading.member_detail(job, reading.member(job, member))
+
+    @api.get(
+        "/jobs/{job}/members/{member}/readyz",
+        summary="Ready?",
+        tags=["members"],
+        responses=MEMBER_UNREADY,
+    )
+    async def readyz(job: JobName, member: MemberId, response: Response) -> MemberView:
+        """200 if the member trains, holds the job's state or is on standby; 503 while it loads its
+        model or receives the state. For probes: until then, no other member may be ended for it."""
+        found = reading.member(job, member)
+        response.status_code = 200 if found.takes_part else 503
+        return found
 
     @api.get(
         "/jobs/{job}/members/{member}/why",
