@@ -37,7 +37,12 @@ from datetime import timedelta
 from pathlib import Path
 
 from shoal_client.certificates.authority import CertificateHolder
-from shoal_client.certificates.folder import CA_KEY_FILE, CertificateFolder, keep_renewed
+from shoal_client.certificates.folder import (
+    CA_KEY_FILE,
+    CertificateFolder,
+    keep_renewed,
+    role_holders,
+)
 from shoal_proto.errors import ShoalError
 from shoal_proto.tls.identity import CA_FILE
 from shoal_proto.tls.names import Caller, CertificateRole
@@ -92,14 +97,7 @@ def make(
     OSError."""
     authority.mkdir(mode=0o700, exist_ok=True, parents=True)
     wanted = {
-        "shoal": [
-            CertificateHolder(
-                caller=Caller(role, role.value),
-                hosts=hosts if role is CertificateRole.COORDINATOR else (),
-                valid=valid,
-            )
-            for role in CertificateRole
-        ],
+        "shoal": role_holders(valid, hosts),
         # etcd ignores the roles: it accepts every certificate of its own authority.
         "etcd": [
             CertificateHolder(
