@@ -1,7 +1,8 @@
 """Certificates in the form that `shoal_proto.tls` reads: a URI names holder and role.
 
-They are valid from five minutes before their issue, for peers with slow clocks. They name no hosts,
-except for clients such as browsers: Shoal's processes check the role.
+They are valid from five minutes before their issue, for peers with slow clocks, and authorities
+from ten years before. They name no hosts, except for clients such as browsers: Shoal's processes
+check the role.
 """
 
 from collections.abc import Iterable, Sequence
@@ -66,11 +67,12 @@ class Authority:
 
     @classmethod
     def new(cls, name: str, valid: timedelta = CA_VALID) -> tuple["Authority", IssuedCertificate]:
-        """A self-signed authority, with its certificate and key to store."""
+        """A self-signed authority, with its certificate and key to store. It is valid from long
+        ago: it is never renewed, also not after the clock was set back."""
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         built = (
-            _builder(subject, subject, key, valid)
+            _builder(subject, subject, key, valid, before=CA_VALID)
             .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
             .add_extension(_usage(signs=True), critical=True)
             .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), False)
@@ -144,7 +146,11 @@ def holder_of(cert: x509.Certificate) -> CertificateHolder | None:
 
 
 def _builder(
-    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, valid: timedelta
+    subject: x509.Name,
+    issuer: x509.Name,
+    key: ec.EllipticCurvePrivateKey,
+    valid: timedelta,
+    before: timedelta = CLOCK_SKEW,
 ) -> x509.CertificateBuilder:
     now = datetime.now(UTC)
     return (
@@ -153,7 +159,7 @@ def _builder(
         .issuer_name(issuer)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - CLOCK_SKEW)
+        .not_valid_before(now - before)
         .not_valid_after(now + valid)
     )
 

@@ -2,13 +2,13 @@
 
 import errno
 import threading
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta, tzinfo
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from shoal_client.certificates import folder
+from shoal_client.certificates import authority, folder
 from shoal_client.local import access
 from shoal_client.local.access import LocalAccess
 
@@ -43,6 +43,26 @@ def test_certificates_are_renewed_though_a_failure_cannot_be_reported(
         assert renewed.wait(DEADLINE_S)
     finally:
         local.close()
+
+
+def test_an_authority_made_while_the_clock_was_ahead_is_valid_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Renewed certificates would be of no use under an authority that is not valid yet."""
+
+    class Ahead(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> "Ahead":
+            return super().now(tz) + timedelta(days=365)
+
+    made = folder.CertificateFolder(tmp_path / "certs")
+    with monkeypatch.context() as patched:
+        patched.setattr(authority, "datetime", Ahead)
+        made.init()
+    made.renew()
+    for path in made.path.glob("*.crt"):
+        found = authority.read(path.read_bytes())
+        assert found.not_valid_before_utc < datetime.now(UTC) < found.not_valid_after_utc
 
 
 def test_certificates_are_renewed_once_the_clock_is_set_back(
