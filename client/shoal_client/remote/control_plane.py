@@ -11,7 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from importlib.metadata import version
@@ -21,6 +21,7 @@ from pathlib import Path
 from shoal_client.certificates.folder import CertificateFolder
 from shoal_client.host.reports import check_reachable
 from shoal_client.local.access import ETCD_CERTIFICATES, etcd_holders
+from shoal_client.local.directory import locked
 from shoal_client.local.etcd import EtcdAddresses
 from shoal_client.remote.on_host import (
     LOOK,
@@ -96,7 +97,8 @@ class ControlPlaneHosts:
                 name, answer = asked[each], each.result()
                 answers[name] = answer
                 if orders[name].action == START and isinstance(answer, HostFailure):
-                    self.ask({other: self.order(other, STOP) for other in orders}, ANSWER_S)
+                    stops = {n: replace(o, action=STOP, files={}) for n, o in orders.items()}
+                    self.ask(stops, ANSWER_S)
                     return {name: answer}
         return {name: answers[name] for name in orders}
 
@@ -169,10 +171,26 @@ def check_number(names: Sequence[str]) -> None:
 
 
 def start(config: ControlPlaneConfig, say: Say) -> ControlPlane:
-    """Start a control plane; return once a coordinator leads. Raises InvalidSpec if one is up, and
-    Unavailable if a host cannot be used or a part does not come up: then nothing is left."""
+    """Start a control plane; return once a coordinator leads. Raises InvalidSpec if one is up or is
+    being started from this machine, and Unavailable if a host cannot be used or a part does not
+    come up: then nothing is left."""
+    here = config.hosts.here
+    check_ssh(config.hosts.names)
+    here.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(locked(here))
+        except BlockingIOError as error:
+            raise InvalidSpec(
+                "another `shoal up --hosts` starts a control plane",
+                seen=str(here),
+                expected="one start at a time",
+            ) from error
+        return _start(config, say)
+
+
+def _start(config: ControlPlaneConfig, say: Say) -> ControlPlane:
     hosts = config.hosts
-    check_ssh(hosts.names)
     _check_record(hosts)
     looks = {
         name: replace(hosts.order(name, LOOK), base_port=config.base_port) for name in hosts.names
@@ -180,10 +198,10 @@ def start(config: ControlPlaneConfig, say: Say) -> ControlPlane:
     found = _usable(hosts.ask(looks, ANSWER_S))
     _check_free(found)
     addresses = _addresses(found)
+    plans = _plans(config, addresses, {name: found[name].ports for name in hosts.names})
     _write_record(hosts)
     try:
         files = _make_certificates(hosts.certificates, list(addresses.values()))
-        plans = _plans(config, addresses, {name: found[name].ports for name in hosts.names})
         say(f"starting on {', '.join(hosts.names)}")
         orders = {
             name: replace(hosts.order(name, START), plan=asdict(plan), files=files)
@@ -201,15 +219,20 @@ def start(config: ControlPlaneConfig, say: Say) -> ControlPlane:
             check_reachable(control_plane.coordinators, LEADS_WITHIN_S)
     except BaseException:
         say("the start has failed; removing what was started")
-        stop(hosts, say)
+        stop(hosts, say, plans)
         raise
     return control_plane
 
 
-def stop(hosts: ControlPlaneHosts, say: Say) -> Sequence[str]:
+def stop(
+    hosts: ControlPlaneHosts, say: Say, plans: Mapping[str, HostPlan] | None = None
+) -> Sequence[str]:
     """End the parts on the hosts, and remove their data; return the hosts on which that failed, and
-    which the record keeps."""
-    answers = hosts.ask({name: hosts.order(name, STOP) for name in hosts.names}, ANSWER_S)
+    which the record keeps. `plans`: end only their parts, not those of another start."""
+    orders = {name: hosts.order(name, STOP) for name in hosts.names}
+    if plans is not None:
+        orders = {n: replace(order, plan=asdict(plans[n])) for n, order in orders.items()}
+    answers = hosts.ask(orders, ANSWER_S)
     failed = []
     for name, answer in answers.items():
         if isinstance(answer, HostFailure):
