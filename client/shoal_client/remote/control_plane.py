@@ -4,6 +4,7 @@ record of the hosts, stay on this machine.
 """
 
 import json
+import platform
 import secrets
 import shutil
 import subprocess
@@ -68,6 +69,8 @@ class ControlPlaneHosts:
     """Directory on the hosts and on this machine; empty: the usual ones."""
     python: str = ""
     """Empty: the path of this Python."""
+    machine: str = ""
+    """Name of the machine that recorded them, which is `localhost` among the hosts."""
 
     @property
     def here(self) -> Path:
@@ -252,6 +255,18 @@ def stop(
     return failed
 
 
+def check_machine(known: ControlPlaneHosts) -> None:
+    """Raise InvalidSpec if `localhost` among the recorded hosts is another machine, with the same
+    home directory as this one."""
+    if LOCALHOST in known.names and known.machine not in ("", platform.node()):
+        raise InvalidSpec(
+            "the control plane was started on another machine, which is one of its hosts",
+            seen=f"started on {known.machine}, and this is {platform.node()}",
+            expected=f"the command on {known.machine}",
+            fix=f"If this machine was renamed, give the hosts: shoal down --hosts {LOCALHOST},...",
+        )
+
+
 def recorded(directory: str = "", *, damaged_counts: bool = True) -> ControlPlaneHosts | None:
     """Return the hosts of the recorded control plane, if any. `directory`: as at the start. For a
     damaged record, raises InvalidSpec, or returns None if `damaged_counts` is False."""
@@ -274,7 +289,7 @@ def recorded(directory: str = "", *, damaged_counts: bool = True) -> ControlPlan
 def _write_record(hosts: ControlPlaneHosts) -> None:
     hosts.here.mkdir(mode=0o700, parents=True, exist_ok=True)
     new = hosts.here / f"{RECORD}.new"
-    new.write_text(json.dumps(asdict(hosts)))
+    new.write_text(json.dumps(asdict(replace(hosts, machine=platform.node()))))
     new.replace(hosts.here / RECORD)
 
 
@@ -283,6 +298,8 @@ def _write_record(hosts: ControlPlaneHosts) -> None:
 
 def _check_record(hosts: ControlPlaneHosts) -> None:
     known = recorded(hosts.directory)
+    if known is not None:
+        check_machine(known)
     if known is not None and {*known.names} - {*hosts.names}:
         raise InvalidSpec(
             "there is a control plane on other hosts",

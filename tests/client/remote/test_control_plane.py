@@ -164,6 +164,25 @@ def test_down_without_a_record_asks_for_hosts(shoal: Shoal) -> None:
     assert "no control plane was started from this machine" in ended.stderr
 
 
+def test_localhost_is_the_machine_that_started_the_control_plane(
+    shoal: Shoal, tmp_path: Path
+) -> None:
+    """Machines that share a home directory share the record."""
+    record = ControlPlaneHosts(names=(), directory=str(tmp_path / "plane")).here / RECORD
+    record.parent.mkdir(parents=True)
+    known = ControlPlaneHosts(
+        names=["localhost"], directory=str(tmp_path / "plane"), machine="login1"
+    )
+    record.write_text(json.dumps(asdict(known)))
+    for words in (("down",), ("up", "--hosts", "localhost")):
+        ended = shoal(*words, "--dir", "plane")
+        assert ended.returncode == 1
+        assert "saw started on login1, and this is " in ended.stderr
+    assert recorded(str(tmp_path / "plane")) == known
+    assert shoal("down", "--dir", "plane", "--hosts", "localhost").returncode == 0
+    assert not record.exists()
+
+
 def test_a_damaged_record_is_overcome_by_naming_the_hosts(shoal: Shoal, tmp_path: Path) -> None:
     """The error of `shoal down` without hosts gives this advice."""
     record = ControlPlaneHosts(names=(), directory=str(tmp_path / "plane")).here / RECORD
