@@ -21,7 +21,8 @@ from shoal_proto.tls.names import SERVES_AS, Caller, caller_among
 CLOCK_SKEW = timedelta(minutes=5)
 MAX_VALID = timedelta(days=3650)
 CA_VALID = MAX_VALID + timedelta(days=1)
-"""Exceeds MAX_VALID: a certificate is issued after its authority, and must not outlive it."""
+"""Exceeds MAX_VALID: the first certificates are issued after their authority, which they do not
+outlive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +83,16 @@ class Authority:
         return cls(issued.cert, issued.key), issued
 
     def issue(self, holder: CertificateHolder) -> IssuedCertificate:
-        """A certificate with a new key. Raises InvalidSpec if the certificate would outlive the
-        authority, or for a host that no certificate can name."""
-        if datetime.now(UTC) + holder.valid > self._cert.not_valid_after_utc:
+        """A certificate with a new key, valid for as long as the authority at most. Raises
+        InvalidSpec after the authority's end, or for a host that no certificate can name."""
+        end = self._cert.not_valid_after_utc
+        left = end - datetime.now(UTC)
+        if left <= timedelta():
             raise InvalidSpec(
-                "a certificate would outlive its authority",
-                seen=f"valid for {holder.valid}",
-                expected=f"until {self._cert.not_valid_after_utc:%Y-%m-%d %H:%M} UTC at most",
+                "the authority has expired",
+                seen=f"valid until {end:%Y-%m-%d %H:%M} UTC",
+                expected="a valid one",
+                fix="Make a new one: shoal certs init with another --dir.",
             )
         caller = holder.caller
         key = ec.generate_private_key(ec.SECP256R1())
@@ -106,7 +110,7 @@ class Authority:
         names += _general(holder.hosts)
         signer = x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key())
         built = (
-            _builder(subject, self._cert.subject, key, holder.valid)
+            _builder(subject, self._cert.subject, key, min(holder.valid, left))
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(_usage(signs=False), critical=True)
             .add_extension(x509.ExtendedKeyUsage(purposes), critical=False)

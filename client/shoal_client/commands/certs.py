@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from shoal_client.certificates.authority import MAX_VALID, CertificateHolder
+from shoal_client.certificates.authority import MAX_VALID, CertificateHolder, read
 from shoal_client.certificates.folder import (
     DEFAULT_VALID,
     CertificateFolder,
@@ -151,7 +151,10 @@ def certs(config: CertsConfig) -> int:
             name = config.name or config.role
             caller = Caller(CertificateRole(config.role), name, config.job, config.series)
             path = folder.issue(CertificateHolder(caller=caller, hosts=config.hosts, valid=valid))
-            print(f"{path} and {path.with_suffix('.key')}: {caller}, valid for {valid}")
+            until = read(path.read_bytes()).not_valid_after_utc
+            print(
+                f"{path} and {path.with_suffix('.key')}: {caller}, until {until:%Y-%m-%d %H:%M} UTC"
+            )
         case "renew":
             _renew(folder)
             if config.every_h:

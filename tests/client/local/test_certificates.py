@@ -45,15 +45,32 @@ def test_certificates_are_renewed_though_a_failure_cannot_be_reported(
         local.close()
 
 
+class Ahead(datetime):
+    """A clock that is a year ahead."""
+
+    @classmethod
+    def now(cls, tz: tzinfo | None = None) -> "Ahead":
+        return super().now(tz) + timedelta(days=365)
+
+
+def test_certificates_are_renewed_up_to_the_end_of_their_authority(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They cannot be valid for ten further years."""
+    made = folder.CertificateFolder(tmp_path / "certs")
+    made.init(authority.MAX_VALID)
+    monkeypatch.setattr(authority, "datetime", Ahead)
+    made.renew()
+    ends = {
+        authority.read(path.read_bytes()).not_valid_after_utc for path in made.path.glob("*.crt")
+    }
+    assert len(ends) == 1
+
+
 def test_an_authority_made_while_the_clock_was_ahead_is_valid_now(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Renewed certificates would be of no use under an authority that is not valid yet."""
-
-    class Ahead(datetime):
-        @classmethod
-        def now(cls, tz: tzinfo | None = None) -> "Ahead":
-            return super().now(tz) + timedelta(days=365)
 
     made = folder.CertificateFolder(tmp_path / "certs")
     with monkeypatch.context() as patched:
