@@ -339,6 +339,13 @@ def _check_free(found: Mapping[str, HostAnswer]) -> None:
             fix="Use it: `shoal status` with the addresses that its start has printed. `shoal down`"
             " ends it.",
         )
+    if kept := [name for name, answer in found.items() if answer.has_data]:
+        raise InvalidSpec(
+            "there is data of a control plane that no longer runs",
+            seen=", ".join(f"{found[name].directory} on {name}" for name in kept),
+            expected="hosts without one",
+            fix="`shoal down` removes it, with all that the cluster knew of its jobs.",
+        )
 
 
 def _addresses(found: Mapping[str, HostAnswer]) -> dict[str, str]:

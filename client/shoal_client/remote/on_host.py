@@ -104,6 +104,8 @@ class HostAnswer:
     runs: bool
     """True if parts of a control plane ran before the order."""
     directory: str
+    has_data: bool = False
+    """True if the directory has data of a control plane, running or not."""
     address: str = ""
     """Address at which ssh has reached this host; empty without ssh."""
     client: str = ""
@@ -121,6 +123,7 @@ def main(arguments: Sequence[str]) -> int:
     directory = host_directory(order)
     try:
         runs = directory.is_dir() and _is_locked(directory)
+        has_data = (directory / PLAN).exists()
         ports = {}
         is_others = order.action == STOP and order.plan and _plan_in(directory) != order.plan
         if order.action == START:
@@ -139,6 +142,7 @@ def main(arguments: Sequence[str]) -> int:
         version=version("shoal"),
         runs=runs,
         directory=str(directory),
+        has_data=has_data,
         address=address,
         client=client,
         ports=ports,

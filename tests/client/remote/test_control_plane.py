@@ -164,6 +164,22 @@ def test_down_without_a_record_asks_for_hosts(shoal: Shoal) -> None:
     assert "no control plane was started from this machine" in ended.stderr
 
 
+def test_data_of_a_control_plane_that_was_cut_off_is_not_removed(
+    shoal: Shoal, tmp_path: Path
+) -> None:
+    """All hosts have lost power. Only `shoal down` removes what the cluster knows of its jobs."""
+    order = HostOrder(action="start", name="a", directory=str(tmp_path / "plane"))
+    plan = host_directory(order) / PLAN
+    plan.parent.mkdir(parents=True)
+    plan.write_text("{}")
+    ended = shoal("up", "--hosts", "a", "--dir", "plane")
+    assert ended.returncode == 1
+    assert "there is data of a control plane that no longer runs" in ended.stderr
+    assert plan.exists()
+    assert shoal("down", "--hosts", "a", "--dir", "plane").returncode == 0
+    assert not plan.exists()
+
+
 def test_localhost_is_the_machine_that_started_the_control_plane(
     shoal: Shoal, tmp_path: Path
 ) -> None:
