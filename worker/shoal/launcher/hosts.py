@@ -11,6 +11,7 @@ from typing import Annotated, Any
 from cyclopts import Group, Parameter
 
 from shoal_client.remote.ssh import HOST_NAME, LOCALHOST, bare_name, check_once
+from shoal_proto.addresses import is_loopback
 from shoal_proto.errors import InvalidSpec
 
 MAX_HOSTS = 1000
@@ -117,8 +118,7 @@ def _host_of(text: str) -> RunHost:
 
 def check_reached(hosts: Sequence[RunHost], coordinators: Sequence[str]) -> None:
     """Raise InvalidSpec if a coordinator has a loopback address and a host is another machine."""
-    loopback = ("127.0.0.1:", "localhost:", "[::1]:")
-    unreachable = [each for each in coordinators if each.startswith(loopback)]
+    unreachable = [each for each in coordinators if is_loopback(each.rpartition(":")[0])]
     if unreachable and any(host.name != LOCALHOST for host in hosts):
         raise InvalidSpec(
             "the hosts cannot reach the coordinator",
