@@ -1,7 +1,5 @@
 """Addresses `host:port`."""
 
-from ipaddress import ip_address
-
 from shoal_proto.errors import InvalidSpec
 
 
@@ -24,15 +22,6 @@ def join_address(host: str, port: int | str) -> str:
     """host:port, with an IPv6 address in brackets."""
     host = host.strip("[]")
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def is_loopback(host: str) -> bool:
-    """True for a loopback address, or localhost. No name is looked up."""
-    host = host.strip("[]")
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host.lower() == "localhost"
 
 
 def _is_port(text: str) -> bool:

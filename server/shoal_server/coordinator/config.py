@@ -7,7 +7,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from shoal_proto.addresses import is_loopback, split_address
+from shoal_proto.addresses import split_address
 from shoal_proto.errors import InvalidSpec
 from shoal_server.coordinator.plug_in.options import ParameterOptions, SnapshotPolicy
 from shoal_server.coordinator.retention_policy import RetentionPolicy
@@ -15,7 +15,7 @@ from shoal_server.core.limits import Limits
 from shoal_server.etcd.election import DEFAULT_TTL_S
 from shoal_server.etcd.remote.config import EtcdConfig
 from shoal_server.serving.admission.config import CallLimits, HttpLimits, JobLimits
-from shoal_server.serving.listening import listen_address
+from shoal_server.serving.listening import is_loopback, listen_address
 from shoal_server.serving.options import (
     FLAT,
     AdvertisedAddress,

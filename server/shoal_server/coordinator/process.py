@@ -9,7 +9,7 @@ import structlog
 from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 
 from shoal_proto import descriptor_limit
-from shoal_proto.addresses import is_loopback, join_address, split_address
+from shoal_proto.addresses import join_address, split_address
 from shoal_proto.errors import ShoalError
 from shoal_proto.tls import identity
 from shoal_server.coordinator.assembly import Coordinator
@@ -27,6 +27,7 @@ from shoal_server.serving.admission.calls import CallCounts
 from shoal_server.serving.listening import (
     StopRequest,
     advertised_address,
+    is_loopback,
     remove_ready_file,
     warn_of_exposure,
     write_ready_file,

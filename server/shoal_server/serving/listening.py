@@ -6,16 +6,12 @@ import os
 import signal
 import socket
 from collections.abc import Mapping, Sequence
+from ipaddress import ip_address
 from pathlib import Path
 
 import structlog
 
-from shoal_proto.addresses import (
-    is_loopback,
-    is_reachable_address,
-    join_address,
-    split_address,
-)
+from shoal_proto.addresses import is_reachable_address, join_address, split_address
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.tls import identity
 
@@ -97,6 +93,15 @@ def advertised_address(advertise: str, listen: str, port: int) -> str:
             expected="HOST, or HOST:PORT with a port from 1 to 65535",
         )
     return address
+
+
+def is_loopback(host: str) -> bool:
+    """True for a loopback address, or localhost. No name is looked up."""
+    host = host.strip("[]")
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def exposed_addresses(listens: Mapping[str, str]) -> dict[str, str]:

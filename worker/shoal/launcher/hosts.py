@@ -11,7 +11,6 @@ from typing import Annotated, Any
 from cyclopts import Group, Parameter
 
 from shoal_client.remote.ssh import HOST_NAME, LOCALHOST, bare_name, check_once
-from shoal_proto.addresses import is_loopback
 from shoal_proto.errors import InvalidSpec
 
 MAX_HOSTS = 1000
@@ -118,7 +117,8 @@ def _host_of(text: str) -> RunHost:
 
 def check_reached(hosts: Sequence[RunHost], coordinators: Sequence[str]) -> None:
     """Raise InvalidSpec if a coordinator has a loopback address and a host is another machine."""
-    unreachable = [each for each in coordinators if is_loopback(each.rpartition(":")[0])]
+    loopback = ("127.0.0.1:", "localhost:", "[::1]:")
+    unreachable = [each for each in coordinators if each.startswith(loopback)]
     if unreachable and any(host.name != LOCALHOST for host in hosts):
         raise InvalidSpec(
             "the hosts cannot reach the coordinator",
