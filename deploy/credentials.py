@@ -15,7 +15,8 @@ worker's certificate. Their keys stay in `authority`. The parts get these files:
     reader        the certificate of a reader of published weights
     etcd          the certificate of etcd, for its clients and its peers
 
-With `--every-h`, certificates are renewed after that many hours; tokens and authorities are kept.
+With `--every-h`, certificates are renewed after that many hours, and after the clock was set back;
+tokens and authorities are kept.
 Processes read changed files without a restart.
 """
 
@@ -31,11 +32,17 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
 from shoal_client.certificates.authority import CertificateHolder
-from shoal_client.certificates.folder import CA_KEY_FILE, CertificateFolder
+from shoal_client.certificates.folder import (
+    CA_KEY_FILE,
+    CertificateFolder,
+    keep_renewed,
+    role_holders,
+)
 from shoal_proto.errors import ShoalError
 from shoal_proto.tls.identity import CA_FILE
 from shoal_proto.tls.names import Caller, CertificateRole
@@ -90,14 +97,7 @@ def make(
     OSError."""
     authority.mkdir(mode=0o700, exist_ok=True, parents=True)
     wanted = {
-        "shoal": [
-            CertificateHolder(
-                caller=Caller(role, role.value),
-                hosts=hosts if role is CertificateRole.COORDINATOR else (),
-                valid=valid,
-            )
-            for role in CertificateRole
-        ],
+        "shoal": role_holders(valid, hosts),
         # etcd ignores the roles: it accepts every certificate of its own authority.
         "etcd": [
             CertificateHolder(
@@ -271,16 +271,26 @@ def run(options: argparse.Namespace, wait: Callable[[float], bool]) -> int:
     if options.every and options.every * 2 > options.valid:
         print("shoal-credentials: --every-h must be half of --valid-h at most", file=sys.stderr)
         return 2
-    while True:
-        try:
-            options.give(options)
-        except (OSError, ShoalError) as error:
-            # Kubernetes and compose restart this process, after pauses that grow.
-            print(f"shoal-credentials: {error}", file=sys.stderr)
-            return 1
-        print(f"shoal-credentials: files are written, valid for {options.valid}", flush=True)
-        if not options.every or wait(options.every.total_seconds()):
-            return 0
+
+    def give() -> None:
+        options.give(options)
+        # A message that cannot be printed is no failed renewal.
+        with suppress(OSError):
+            print(f"shoal-credentials: files are written, valid for {options.valid}", flush=True)
+
+    try:
+        give()
+    except (OSError, ShoalError) as error:
+        # Kubernetes and compose restart this process, after pauses that grow.
+        report(str(error))
+        return 1
+    if options.every:
+        keep_renewed(give, options.every, wait=wait, say=report)
+    return 0
+
+
+def report(text: str) -> None:
+    print(f"shoal-credentials: {text}", file=sys.stderr, flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

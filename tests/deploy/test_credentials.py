@@ -5,10 +5,12 @@ import base64
 import json
 import ssl
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ import trustme
 from cryptography import x509
 from deploy.scripts import credentials
 
+from shoal_client.certificates import folder
 from shoal_server.status.access.tokens import Tokens
 
 
@@ -94,20 +97,38 @@ def test_a_renewal_that_comes_too_late_is_refused(
         give(tmp_path, "--valid-h=0")
 
 
-def test_certificates_are_renewed_until_the_program_is_stopped(tmp_path: Path) -> None:
-    """Rounds wait for as long as `--every-h` says."""
+def test_certificates_are_renewed_until_the_program_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They expire by the clock, also while the machine sleeps. A renewal that fails is repeated."""
     options = credentials.build_parser().parse_args(
         ["files", f"--to={tmp_path}", "--valid-h=2", "--every-h=0.5"]
     )
-    rounds: list[tuple[float, bytes]] = []
+    clock_s = time.time()
+    monkeypatch.setattr(folder, "time", SimpleNamespace(time=lambda: clock_s))
+    steps_s = iter([1800.0, 60.0, 60.0, 9000.0])
+    certificates: list[bytes] = []
+    authority, away = tmp_path / credentials.AUTHORITY, tmp_path / "away"
 
     def wait(wait_s: float) -> bool:
-        rounds.append((wait_s, (tmp_path / "worker" / "worker.crt").read_bytes()))
-        return len(rounds) == 3
+        nonlocal clock_s
+        assert wait_s == 60.0
+        certificates.append((tmp_path / "worker" / "worker.crt").read_bytes())
+        if len(certificates) == 4:
+            authority.rename(away)
+            authority.write_bytes(b"")
+        elif len(certificates) == 5:
+            authority.unlink()
+            away.rename(authority)
+        step_s = next(steps_s, None)
+        clock_s += step_s or 0.0
+        return step_s is None and len(certificates) > 5
 
     assert credentials.run(options, wait) == 0
-    assert [wait_s for wait_s, _ in rounds] == [1800.0] * 3
-    assert len({certificate for _, certificate in rounds}) == 3
+    first, *renewed = certificates
+    assert len(set(renewed[:3])) == 1 and renewed[0] != first
+    assert renewed[3] == renewed[2] and renewed[4] != renewed[3]
+    assert capsys.readouterr().err.count("could not be renewed") == 1
 
 
 # --- Secrets ---

@@ -6,6 +6,10 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator, Set
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +153,10 @@ def test_a_drain_can_always_evict_a_worker(minimum: int, budget: dict[str, int])
     given = find(found, kinds={"PodDisruptionBudget"}, name="worker")["spec"]
     assert budget.items() <= given.items()
     assert len({"minAvailable", "maxUnavailable"} & set(given)) == 1
+    # Kubernetes cannot compute maxUnavailable for the pods of a Job.
+    excluded = given["selector"].get("matchExpressions", [])
+    is_needed = "maxUnavailable" in given
+    assert excluded == is_needed * [{"key": "job-name", "operator": "DoesNotExist"}]
 
 
 @pytest.mark.parametrize(
@@ -180,6 +188,66 @@ def test_a_number_where_text_is_expected_is_refused(
 
 def test_an_unknown_value_is_refused() -> None:
     assert "replica" in refused("--set=worker.replica=8")
+
+
+@pytest.mark.parametrize(
+    ("volumes", "replicas", "accepted"),
+    [(0, 3, True), (3, 3, True), (1, 1, True), (1, 3, False), (3, 1, False), (3, 5, False)],
+)
+def test_a_number_of_etcd_members_other_than_that_of_the_volumes_is_refused(
+    volumes: int, replicas: int, accepted: bool
+) -> None:
+    """New members would make an empty etcd beside the old one."""
+    with api_server({f"data-etcd-{number}" for number in range(volumes)}) as url:
+        arguments = (
+            f"--set=etcd.replicas={replicas}",
+            "--dry-run=server",
+            f"--kube-apiserver={url}",
+        )
+        if accepted:
+            helm("template", "any-name", str(CHART), *arguments)
+        else:
+            assert f"etcd.replicas={replicas}, but the namespace default" in refused(*arguments)
+
+
+@contextmanager
+def api_server(claims: Set[str]) -> Iterator[str]:
+    """A Kubernetes API with these PersistentVolumeClaims, and nothing else."""
+    kind = {"name": "persistentvolumeclaims", "kind": "PersistentVolumeClaim", "namespaced": True}
+    answers: dict[str, object] = {
+        "/version": {"major": "1", "minor": "30", "gitVersion": "v1.30.0"},
+        "/api": {"kind": "APIVersions", "versions": ["v1"]},
+        "/apis": {"kind": "APIGroupList", "apiVersion": "v1", "groups": []},
+        "/api/v1": {
+            "kind": "APIResourceList",
+            "groupVersion": "v1",
+            "resources": [{**kind, "singularName": "", "verbs": ["get"]}],
+        },
+    }
+    for name in claims:
+        path = f"/api/v1/namespaces/default/persistentvolumeclaims/{name}"
+        answers[path] = {"apiVersion": "v1", "kind": kind["kind"], "metadata": {"name": name}}
+
+    class Answers(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            found = answers.get(self.path.partition("?")[0])
+            body = json.dumps(found or {"kind": "Status", "code": 404, "reason": "NotFound"})
+            self.send_response(200 if found else 404)
+            self.send_header("Content-Type", "application/json")
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+        def log_message(self, *of_request: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def refused(*arguments: str) -> str:

@@ -303,6 +303,7 @@ def test_the_batch_script_reports_a_missing_script_or_slurm(tmp_path: Path) -> N
         *(("MAX_REQUEUES", each) for each in ("-1", "many")),
         *(("PARAMETER_SERVERS", each) for each in ("-1", "9", "x")),
         *(("SHOAL_PORT", each) for each in ("80", "70000")),
+        *(("SHOAL_JOB", each) for each in ("-j", "a b", "lr=0.1", "j" * 129)),
     ],
 )
 def test_a_bad_value_is_refused_by_name_before_anything_starts(

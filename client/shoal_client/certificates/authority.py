@@ -1,7 +1,8 @@
 """Certificates in the form that `shoal_proto.tls` reads: a URI names holder and role.
 
-They are valid from five minutes before their issue, for peers with slow clocks. They name no hosts,
-except for clients such as browsers: Shoal's processes check the role.
+They are valid from five minutes before their issue, for peers with slow clocks, and authorities
+from ten years before. They name no hosts, except for clients such as browsers: Shoal's processes
+check the role.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,7 +21,8 @@ from shoal_proto.tls.names import SERVES_AS, Caller, caller_among
 CLOCK_SKEW = timedelta(minutes=5)
 MAX_VALID = timedelta(days=3650)
 CA_VALID = MAX_VALID + timedelta(days=1)
-"""Exceeds MAX_VALID: a certificate is issued after its authority, and must not outlive it."""
+"""Exceeds MAX_VALID: the first certificates are issued after their authority, which they do not
+outlive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +68,12 @@ class Authority:
 
     @classmethod
     def new(cls, name: str, valid: timedelta = CA_VALID) -> tuple["Authority", IssuedCertificate]:
-        """A self-signed authority, with its certificate and key to store."""
+        """A self-signed authority, with its certificate and key to store. It is valid from long
+        ago: it is never renewed, also not after the clock was set back."""
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         built = (
-            _builder(subject, subject, key, valid)
+            _builder(subject, subject, key, valid, before=CA_VALID)
             .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
             .add_extension(_usage(signs=True), critical=True)
             .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), False)
@@ -80,13 +83,16 @@ class Authority:
         return cls(issued.cert, issued.key), issued
 
     def issue(self, holder: CertificateHolder) -> IssuedCertificate:
-        """A certificate with a new key. Raises InvalidSpec if the certificate would outlive the
-        authority, or for a host that no certificate can name."""
-        if datetime.now(UTC) + holder.valid > self._cert.not_valid_after_utc:
+        """A certificate with a new key, valid for as long as the authority at most. Raises
+        InvalidSpec after the authority's end, or for a host that no certificate can name."""
+        end = self._cert.not_valid_after_utc
+        left = end - datetime.now(UTC)
+        if left <= timedelta():
             raise InvalidSpec(
-                "a certificate would outlive its authority",
-                seen=f"valid for {holder.valid}",
-                expected=f"until {self._cert.not_valid_after_utc:%Y-%m-%d %H:%M} UTC at most",
+                "the authority has expired",
+                seen=f"valid until {end:%Y-%m-%d %H:%M} UTC",
+                expected="a valid one",
+                fix="Make a new one: shoal certs init with another --dir.",
             )
         caller = holder.caller
         key = ec.generate_private_key(ec.SECP256R1())
@@ -104,7 +110,7 @@ class Authority:
         names += _general(holder.hosts)
         signer = x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key())
         built = (
-            _builder(subject, self._cert.subject, key, holder.valid)
+            _builder(subject, self._cert.subject, key, min(holder.valid, left))
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(_usage(signs=False), critical=True)
             .add_extension(x509.ExtendedKeyUsage(purposes), critical=False)
@@ -144,7 +150,11 @@ def holder_of(cert: x509.Certificate) -> CertificateHolder | None:
 
 
 def _builder(
-    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, valid: timedelta
+    subject: x509.Name,
+    issuer: x509.Name,
+    key: ec.EllipticCurvePrivateKey,
+    valid: timedelta,
+    before: timedelta = CLOCK_SKEW,
 ) -> x509.CertificateBuilder:
     now = datetime.now(UTC)
     return (
@@ -153,7 +163,7 @@ def _builder(
         .issuer_name(issuer)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - CLOCK_SKEW)
+        .not_valid_before(now - before)
         .not_valid_after(now + valid)
     )
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from pathlib import Path
 
+from cryptography import x509
+
 from shoal_client.certificates.authority import (
     CLOCK_SKEW,
     Authority,
@@ -51,8 +53,9 @@ class CertificateFolder:
 
     @property
     def has_authority(self) -> bool:
-        """True if the folder has an authority's certificate or key."""
-        return (self.path / CA_FILE).exists() or (self.path / CA_KEY_FILE).exists()
+        """True if the folder has certificates. A lone key of an authority is that of an `init` that
+        was cut off."""
+        return any(_has_contents(path) for path in self.path.glob("*.crt"))
 
     def init(
         self,
@@ -61,9 +64,9 @@ class CertificateFolder:
         roles: Iterable[CertificateRole] = CertificateRole,
     ) -> None:
         """Make the authority, and a certificate for each role. `hosts`: names and addresses of the
-        coordinator. Raises InvalidSpec, and makes no authority, if a file exists, if the folder
-        cannot be made, if other users have access to the folder, or as `Authority.issue` does.
-        """
+        coordinator. Raises InvalidSpec, and makes no authority, if a certificate exists, if the
+        folder cannot be made, if other users have access to the folder, or as `Authority.issue`
+        does."""
         if self.has_authority:
             raise InvalidSpec(
                 "there is an authority already",
@@ -81,15 +84,25 @@ class CertificateFolder:
         self._check_private()
         authority, own = Authority.new(f"shoal {secrets.token_hex(4)}")
         # Issue before any file is written, so that a refused `init` can be repeated.
-        issued = {}
-        for role in roles:
-            named = hosts if role is CertificateRole.COORDINATOR else ()
-            holder = CertificateHolder(caller=Caller(role, role.value), hosts=named, valid=valid)
-            issued[self._new_path(holder)] = authority.issue(holder)
-        _write_new(self.path / CA_KEY_FILE, own.key)
-        _write_new(self.path / CA_FILE, own.cert)
+        issued = {
+            self._new_path(holder): authority.issue(holder)
+            for holder in role_holders(valid, hosts, roles)
+        }
+        for path, data in ((self.path / CA_KEY_FILE, own.key), (self.path / CA_FILE, own.cert)):
+            path.unlink(missing_ok=True)
+            _write_new(path, data)
         for path, certificate in issued.items():
             _write_new_pair(path, certificate)
+
+    def complete(self, holders: Iterable[CertificateHolder]) -> None:
+        """Issue those certificates that an `init` which was cut off did not write. Raises
+        InvalidSpec."""
+        for holder in holders:
+            path = self.path / f"{holder.caller.name}.crt"
+            if not _has_contents(path):
+                for each in (path, path.with_suffix(".key")):
+                    each.unlink(missing_ok=True)
+                self.issue(holder)
 
     def issue(self, holder: CertificateHolder) -> Path:
         """Issue a further certificate; return its file. Raises InvalidSpec, for example for a name
@@ -128,7 +141,7 @@ class CertificateFolder:
                 path=path,
                 caller=holder.caller,
                 hosts=holder.hosts,
-                not_after=read(_bytes_of(path)).not_valid_after_utc,
+                not_after=_certificate(path).not_valid_after_utc,
             )
             for path, holder in self._holders()
         ]
@@ -137,7 +150,7 @@ class CertificateFolder:
         for path in sorted(self.path.glob("*.crt")):
             if path.name == CA_FILE:
                 continue
-            holder = holder_of(read(_bytes_of(path)))
+            holder = holder_of(_certificate(path))
             if holder is not None:
                 yield path, holder
 
@@ -168,6 +181,37 @@ class CertificateFolder:
                 expected="mode 700",
                 fix=f"Run: chmod 700 {self.path}",
             )
+
+
+def role_holders(
+    valid: timedelta = DEFAULT_VALID,
+    hosts: Sequence[str] = (),
+    roles: Iterable[CertificateRole] = CertificateRole,
+) -> Sequence[CertificateHolder]:
+    """Return a holder for each role. `hosts`: names and addresses of the coordinator."""
+    return [
+        CertificateHolder(
+            caller=Caller(role, role.value),
+            hosts=hosts if role is CertificateRole.COORDINATOR else (),
+            valid=valid,
+        )
+        for role in roles
+    ]
+
+
+def _has_contents(path: Path) -> bool:
+    """True if the file exists and is not empty, as after a power failure."""
+    return path.exists() and path.stat().st_size > 0
+
+
+def _certificate(path: Path) -> x509.Certificate:
+    data = _bytes_of(path)
+    try:
+        return read(data)
+    except InvalidSpec as error:
+        raise InvalidSpec(
+            error.what, seen=f"{path}: {error.seen}", expected=error.expected
+        ) from error
 
 
 def _bytes_of(path: Path) -> bytes:

@@ -11,8 +11,13 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from shoal_client.certificates.authority import MAX_VALID, CertificateHolder
-from shoal_client.certificates.folder import DEFAULT_VALID, CertificateFolder, keep_renewed
+from shoal_client.certificates.authority import MAX_VALID, CertificateHolder, read
+from shoal_client.certificates.folder import (
+    DEFAULT_VALID,
+    CertificateFolder,
+    keep_renewed,
+    role_holders,
+)
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.names import NAME_RULE, SERIES_RULE, is_name, is_series
 from shoal_proto.tls.names import Caller, CertificateRole
@@ -132,6 +137,7 @@ def certs(config: CertsConfig) -> int:
     valid = given or DEFAULT_VALID
     match config.action:
         case "init" if config.if_absent and folder.has_authority:
+            folder.complete(role_holders(valid, config.hosts))
             _renew(folder, given, config.hosts)
         case "init":
             folder.init(valid, config.hosts)
@@ -145,7 +151,10 @@ def certs(config: CertsConfig) -> int:
             name = config.name or config.role
             caller = Caller(CertificateRole(config.role), name, config.job, config.series)
             path = folder.issue(CertificateHolder(caller=caller, hosts=config.hosts, valid=valid))
-            print(f"{path} and {path.with_suffix('.key')}: {caller}, valid for {valid}")
+            until = read(path.read_bytes()).not_valid_after_utc
+            print(
+                f"{path} and {path.with_suffix('.key')}: {caller}, until {until:%Y-%m-%d %H:%M} UTC"
+            )
         case "renew":
             _renew(folder)
             if config.every_h:

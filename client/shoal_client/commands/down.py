@@ -6,7 +6,12 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from shoal_client.remote.control_plane import ControlPlaneHosts, recorded, stop
+from shoal_client.remote.control_plane import (
+    ControlPlaneHosts,
+    check_machine,
+    recorded,
+    stop,
+)
 from shoal_client.remote.ssh import HostNames, check_ssh
 from shoal_proto.errors import InvalidSpec
 
@@ -38,6 +43,8 @@ def down(config: DownConfig) -> int:
             fix="Give the hosts: shoal down --hosts HOST,... A cluster of `shoal up` without"
             " --hosts ends with Ctrl-C.",
         )
+    if known is not None and not config.hosts:
+        check_machine(known)
     hosts = known or ControlPlaneHosts(names=(), directory=directory)
     hosts = replace(hosts, names=config.hosts or hosts.names, python=config.python or hosts.python)
     check_ssh(hosts.names)

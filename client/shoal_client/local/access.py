@@ -9,7 +9,12 @@ from datetime import timedelta
 from pathlib import Path
 
 from shoal_client.certificates.authority import CertificateHolder
-from shoal_client.certificates.folder import DEFAULT_VALID, CertificateFolder, keep_renewed
+from shoal_client.certificates.folder import (
+    DEFAULT_VALID,
+    CertificateFolder,
+    keep_renewed,
+    role_holders,
+)
 from shoal_client.local.etcd import HOST, EtcdOptions, EtcdTls
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.tls import local_clusters
@@ -65,7 +70,7 @@ class LocalAccess:
         if not self._is_found:
             return
         if self._made is not None:
-            _make(CertificateFolder(self._made), _shoal_holders())
+            _make(CertificateFolder(self._made), role_holders())
             _make(CertificateFolder(self._made / ETCD_CERTIFICATES), etcd_holders())
         self._renewing = threading.Thread(
             target=keep_renewed,
@@ -135,18 +140,13 @@ class LocalAccess:
 
 
 def _make(folder: CertificateFolder, holders: Sequence[CertificateHolder]) -> None:
-    if folder.has_authority:
-        folder.renew()
+    if not folder.has_authority:
+        folder.init(roles=())
+        folder.complete(holders)
         return
-    folder.init(roles=())
-    for holder in holders:
-        folder.issue(holder)
-
-
-def _shoal_holders(valid: timedelta = DEFAULT_VALID) -> Sequence[CertificateHolder]:
-    return [
-        CertificateHolder(caller=Caller(role, role.value), valid=valid) for role in CertificateRole
-    ]
+    # An earlier start may have been cut off.
+    folder.complete(holders)
+    folder.renew()
 
 
 def etcd_holders(

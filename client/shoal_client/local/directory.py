@@ -53,7 +53,7 @@ def given_directory(directory: Path) -> Iterator[Path]:
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             # The user may name it by a symbolic link.
-            stack.enter_context(_locked(directory.resolve()))
+            stack.enter_context(locked(directory.resolve()))
         except BlockingIOError as error:
             raise InvalidSpec(
                 "another `shoal up` uses the directory",
@@ -73,20 +73,20 @@ def remove_left_over(parent: Path, now_s: float) -> None:
     boot; kept logs after KEPT_S."""
     # Found by their marks: a directory that the user has named may have such a name, too.
     for mark in parent.glob(f"shoal-*/{_mark(parent).name}"):
-        with suppress(OSError), _locked(mark.parent) as directory:
+        with suppress(OSError), locked(mark.parent) as directory:
             if (directory / KEPT_LOGS).exists():
                 keep_logs(directory)
             else:
                 _remove(directory)
     for mark in parent.glob(f"shoal-*/{KEPT_LOGS}"):
-        with suppress(OSError), _locked(mark.parent) as directory:
+        with suppress(OSError), locked(mark.parent) as directory:
             is_old = now_s - directory.stat().st_mtime > KEPT_S
             if is_old and not any(directory.glob(f"{TEMPORARY}-*")):
                 _remove(directory)
 
 
 @contextmanager
-def _locked(directory: Path) -> Iterator[Path]:
+def locked(directory: Path) -> Iterator[Path]:
     """Lock a directory of this user's. Raises OSError if it is another user's, or locked."""
     lock = os.open(directory, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:

@@ -4,6 +4,7 @@ record of the hosts, stay on this machine.
 """
 
 import json
+import platform
 import secrets
 import shutil
 import subprocess
@@ -11,7 +12,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from importlib.metadata import version
@@ -21,6 +22,7 @@ from pathlib import Path
 from shoal_client.certificates.folder import CertificateFolder
 from shoal_client.host.reports import check_reachable
 from shoal_client.local.access import ETCD_CERTIFICATES, etcd_holders
+from shoal_client.local.directory import locked
 from shoal_client.local.etcd import EtcdAddresses
 from shoal_client.remote.on_host import (
     LOOK,
@@ -67,6 +69,8 @@ class ControlPlaneHosts:
     """Directory on the hosts and on this machine; empty: the usual ones."""
     python: str = ""
     """Empty: the path of this Python."""
+    machine: str = ""
+    """Name of the machine that recorded them, which is `localhost` among the hosts."""
 
     @property
     def here(self) -> Path:
@@ -96,7 +100,8 @@ class ControlPlaneHosts:
                 name, answer = asked[each], each.result()
                 answers[name] = answer
                 if orders[name].action == START and isinstance(answer, HostFailure):
-                    self.ask({other: self.order(other, STOP) for other in orders}, ANSWER_S)
+                    stops = {n: replace(o, action=STOP, files={}) for n, o in orders.items()}
+                    self.ask(stops, ANSWER_S)
                     return {name: answer}
         return {name: answers[name] for name in orders}
 
@@ -169,10 +174,26 @@ def check_number(names: Sequence[str]) -> None:
 
 
 def start(config: ControlPlaneConfig, say: Say) -> ControlPlane:
-    """Start a control plane; return once a coordinator leads. Raises InvalidSpec if one is up, and
-    Unavailable if a host cannot be used or a part does not come up: then nothing is left."""
+    """Start a control plane; return once a coordinator leads. Raises InvalidSpec if one is up or is
+    being started from this machine, and Unavailable if a host cannot be used or a part does not
+    come up: then nothing is left."""
+    here = config.hosts.here
+    check_ssh(config.hosts.names)
+    here.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(locked(here))
+        except BlockingIOError as error:
+            raise InvalidSpec(
+                "another `shoal up --hosts` starts a control plane",
+                seen=str(here),
+                expected="one start at a time",
+            ) from error
+        return _start(config, say)
+
+
+def _start(config: ControlPlaneConfig, say: Say) -> ControlPlane:
     hosts = config.hosts
-    check_ssh(hosts.names)
     _check_record(hosts)
     looks = {
         name: replace(hosts.order(name, LOOK), base_port=config.base_port) for name in hosts.names
@@ -180,10 +201,10 @@ def start(config: ControlPlaneConfig, say: Say) -> ControlPlane:
     found = _usable(hosts.ask(looks, ANSWER_S))
     _check_free(found)
     addresses = _addresses(found)
+    plans = _plans(config, addresses, {name: found[name].ports for name in hosts.names})
     _write_record(hosts)
     try:
         files = _make_certificates(hosts.certificates, list(addresses.values()))
-        plans = _plans(config, addresses, {name: found[name].ports for name in hosts.names})
         say(f"starting on {', '.join(hosts.names)}")
         orders = {
             name: replace(hosts.order(name, START), plan=asdict(plan), files=files)
@@ -201,15 +222,20 @@ def start(config: ControlPlaneConfig, say: Say) -> ControlPlane:
             check_reachable(control_plane.coordinators, LEADS_WITHIN_S)
     except BaseException:
         say("the start has failed; removing what was started")
-        stop(hosts, say)
+        stop(hosts, say, plans)
         raise
     return control_plane
 
 
-def stop(hosts: ControlPlaneHosts, say: Say) -> Sequence[str]:
+def stop(
+    hosts: ControlPlaneHosts, say: Say, plans: Mapping[str, HostPlan] | None = None
+) -> Sequence[str]:
     """End the parts on the hosts, and remove their data; return the hosts on which that failed, and
-    which the record keeps."""
-    answers = hosts.ask({name: hosts.order(name, STOP) for name in hosts.names}, ANSWER_S)
+    which the record keeps. `plans`: end only their parts, not those of another start."""
+    orders = {name: hosts.order(name, STOP) for name in hosts.names}
+    if plans is not None:
+        orders = {n: replace(order, plan=asdict(plans[n])) for n, order in orders.items()}
+    answers = hosts.ask(orders, ANSWER_S)
     failed = []
     for name, answer in answers.items():
         if isinstance(answer, HostFailure):
@@ -227,6 +253,18 @@ def stop(hosts: ControlPlaneHosts, say: Say) -> Sequence[str]:
         (hosts.here / RECORD).unlink(missing_ok=True)
         shutil.rmtree(hosts.certificates, ignore_errors=True)
     return failed
+
+
+def check_machine(known: ControlPlaneHosts) -> None:
+    """Raise InvalidSpec if `localhost` among the recorded hosts is another machine, with the same
+    home directory as this one."""
+    if LOCALHOST in known.names and known.machine not in ("", platform.node()):
+        raise InvalidSpec(
+            "the control plane was started on another machine, which is one of its hosts",
+            seen=f"started on {known.machine}, and this is {platform.node()}",
+            expected=f"the command on {known.machine}",
+            fix=f"If this machine was renamed, give the hosts: shoal down --hosts {LOCALHOST},...",
+        )
 
 
 def recorded(directory: str = "", *, damaged_counts: bool = True) -> ControlPlaneHosts | None:
@@ -251,7 +289,7 @@ def recorded(directory: str = "", *, damaged_counts: bool = True) -> ControlPlan
 def _write_record(hosts: ControlPlaneHosts) -> None:
     hosts.here.mkdir(mode=0o700, parents=True, exist_ok=True)
     new = hosts.here / f"{RECORD}.new"
-    new.write_text(json.dumps(asdict(hosts)))
+    new.write_text(json.dumps(asdict(replace(hosts, machine=platform.node()))))
     new.replace(hosts.here / RECORD)
 
 
@@ -260,6 +298,8 @@ def _write_record(hosts: ControlPlaneHosts) -> None:
 
 def _check_record(hosts: ControlPlaneHosts) -> None:
     known = recorded(hosts.directory)
+    if known is not None:
+        check_machine(known)
     if known is not None and {*known.names} - {*hosts.names}:
         raise InvalidSpec(
             "there is a control plane on other hosts",
@@ -298,6 +338,13 @@ def _check_free(found: Mapping[str, HostAnswer]) -> None:
             expected="hosts without one",
             fix="Use it: `shoal status` with the addresses that its start has printed. `shoal down`"
             " ends it.",
+        )
+    if kept := [name for name, answer in found.items() if answer.has_data]:
+        raise InvalidSpec(
+            "there is data of a control plane that no longer runs",
+            seen=", ".join(f"{found[name].directory} on {name}" for name in kept),
+            expected="hosts without one",
+            fix="`shoal down` removes it, with all that the cluster knew of its jobs.",
         )
 
 

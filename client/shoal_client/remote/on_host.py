@@ -91,7 +91,7 @@ class HostOrder:
     base_port: int = 0
     """LOOK: first of the ports to use; 0: any free ones."""
     plan: Mapping[str, object] = field(default_factory=dict)
-    """START: `HostPlan`."""
+    """`HostPlan`. STOP: end the parts only if they are those of this plan; empty: in any case."""
     files: Mapping[str, str] = field(default_factory=dict)
     """START: the certificates' files, by path in their folder."""
 
@@ -104,6 +104,8 @@ class HostAnswer:
     runs: bool
     """True if parts of a control plane ran before the order."""
     directory: str
+    has_data: bool = False
+    """True if the directory has data of a control plane, running or not."""
     address: str = ""
     """Address at which ssh has reached this host; empty without ssh."""
     client: str = ""
@@ -121,9 +123,13 @@ def main(arguments: Sequence[str]) -> int:
     directory = host_directory(order)
     try:
         runs = directory.is_dir() and _is_locked(directory)
+        has_data = (directory / PLAN).exists()
         ports = {}
+        is_others = order.action == STOP and order.plan and _plan_in(directory) != order.plan
         if order.action == START:
             start(directory, order)
+        elif is_others:
+            runs = False
         elif order.action == STOP:
             stop(directory)
         elif not runs:
@@ -136,6 +142,7 @@ def main(arguments: Sequence[str]) -> int:
         version=version("shoal"),
         runs=runs,
         directory=str(directory),
+        has_data=has_data,
         address=address,
         client=client,
         ports=ports,
@@ -175,7 +182,8 @@ def start(directory: Path, order: HostOrder) -> None:
                 fix="`shoal down` ends them.",
             ) from None
         _remove_all_in(directory)
-        for name, text in {**order.files, PLAN: json.dumps(order.plan)}.items():
+        # The plan first: by it, STOP knows whose files these are.
+        for name, text in {PLAN: json.dumps(order.plan), **order.files}.items():
             path = directory / CERTIFICATES / name if name in order.files else directory / name
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
@@ -224,6 +232,12 @@ def stop(directory: Path) -> None:
         if _is_locked(directory):
             raise Unavailable("the parts of the host do not end", seen=str(directory))
     keep_logs(directory)
+
+
+def _plan_in(directory: Path) -> object:
+    with suppress(FileNotFoundError, ValueError):
+        return json.loads((directory / PLAN).read_text())
+    return None
 
 
 def _ports(base: int) -> HostPorts:

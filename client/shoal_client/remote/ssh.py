@@ -23,13 +23,14 @@ HOST_NAME = r"([A-Za-z0-9_][A-Za-z0-9_.-]*@)?([A-Za-z0-9_][A-Za-z0-9_.-]*|\[[0-9
 SSH_OPTIONS = (
     "-T",
     *("-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ClearAllForwardings=yes"),
-    # Override ~/.ssh/config: a connection that is the master of others would not end before them.
-    *("-o", "RemoteCommand=none", "-o", "ControlMaster=no"),
+    # Override ~/.ssh/config: over a shared connection, ServerAliveInterval would have no effect.
+    *("-o", "RemoteCommand=none", "-o", "ControlPath=none"),
     # A host that is cut off counts as lost after half a minute.
     *("-o", "ServerAliveInterval=10", "-o", "ServerAliveCountMax=3", "-o", "LogLevel=ERROR"),
 )
 ADVICE = (
-    "Try `ssh -o BatchMode=yes HOST true`: ssh must not ask for a password or for the host's key."
+    "Try `ssh -o BatchMode=yes -o ControlPath=none HOST true`: ssh must not ask for a password or"
+    " for the host's key."
 )
 
 

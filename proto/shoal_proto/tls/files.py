@@ -36,10 +36,12 @@ class TlsFiles:
 
     def environment(self) -> dict[str, str]:
         """Return the environment variables that name these files for another process."""
+        # Not resolved: the files of a Kubernetes Secret are links to a folder that each renewal
+        # removes.
         return {
-            "SHOAL_TLS_CA": str(self.ca.resolve()),
-            "SHOAL_TLS_CERT": str(self.cert.resolve()),
-            "SHOAL_TLS_KEY": str(self.key.resolve()),
+            "SHOAL_TLS_CA": str(self.ca.absolute()),
+            "SHOAL_TLS_CERT": str(self.cert.absolute()),
+            "SHOAL_TLS_KEY": str(self.key.absolute()),
         }
 
 

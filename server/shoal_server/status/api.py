@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Path, Query, Request
+from fastapi import APIRouter, Path, Query, Request, Response
 
 from shoal_proto.errors import Fenced, UnknownJob, UnknownMember
 from shoal_proto.health import MAX_COUNT
@@ -18,6 +18,7 @@ from shoal_server.status.views import (
     JobDetail,
     JobSummary,
     MemberDetail,
+    MemberView,
     PublishedSeriesView,
     ShardsView,
 )
@@ -41,6 +42,11 @@ REPORT_REFUSED: Responses = {
     422: {"model": ErrorBody, "description": "A field is missing, unknown or out of range."},
 }
 AWAY: Responses = {503: {"model": ErrorBody, "description": "Not leading, or without etcd."}}
+MEMBER_UNREADY: Responses = {
+    **NOT_FOUND,
+    **AWAY,
+    409: {"model": MemberView | ErrorBody, "description": "Not ready."},
+}
 GENERATIONS_UNREAD: Responses = {
     **NOT_FOUND,
     **AWAY,
@@ -102,6 +108,19 @@ def _add_members(api: APIRouter, reading: StatusQueries) -> None:
     async def member(job: JobName, member: MemberId) -> MemberDetail:
         """A member with its last health report."""
         return reading.member_detail(job, reading.member(job, member))
+
+    @api.get(
+        "/jobs/{job}/members/{member}/readyz",
+        summary="Ready?",
+        tags=["members"],
+        responses=MEMBER_UNREADY,
+    )
+    async def readyz(job: JobName, member: MemberId, response: Response) -> MemberView:
+        """200 if the member trains, holds the job's state or is on standby; 409 while it loads its
+        model or receives the state. For probes: until then, no other member may be ended for it."""
+        found = reading.member(job, member)
+        response.status_code = 200 if found.takes_part else 409
+        return found
 
     @api.get(
         "/jobs/{job}/members/{member}/why",

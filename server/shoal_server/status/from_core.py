@@ -119,6 +119,7 @@ class JobReader:
             clock=self.clocks.get(member.member_id),
             joined_unix_s=member.joined_s,
             last_seen_unix_s=max(member.joined_s, seen.at_s if seen else member.joined_s),
+            takes_part=member.is_in(self.job.running) or member.keeps_job or member.is_standby,
         )
 
     def _wait(self, member: MemberState) -> tuple[str, str, float]:

@@ -68,6 +68,9 @@ class MemberView(View):
     """Round in which the member trains; null without a staleness bound."""
     joined_unix_s: float = 0.0
     last_seen_unix_s: float = 0.0
+    takes_part: bool = False
+    """True if the member trains, holds the job's state or is on standby: another member may leave
+    for it. False while it loads its model, or receives the state."""
     """Time of the last sign of life."""
 
 

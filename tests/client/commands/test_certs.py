@@ -3,6 +3,7 @@
 import io
 import os
 import resource
+import shutil
 import ssl
 import threading
 import time
@@ -23,6 +24,7 @@ from shoal_client.certificates.authority import (
 )
 from shoal_client.certificates.folder import CertificateFolder
 from shoal_client.cli import parse
+from shoal_client.local.access import LocalAccess
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.tls import identity
 from shoal_proto.tls.files import TlsFiles, TlsIdentity, TlsMaterial
@@ -94,6 +96,49 @@ def test_an_init_that_is_refused_can_be_repeated(tmp_path: Path) -> None:
     assert list(folder.iterdir()) == []
     certs(folder, "init", "--valid-h", "87600")
     assert (folder / "coordinator.crt").exists()
+
+
+@pytest.mark.parametrize(
+    ("kept", "emptied"),
+    [
+        ((), "ca.key"),
+        (("ca.key",), "ca.crt"),
+        (("ca.key", "ca.crt"), "coordinator.key"),
+        (("ca.key", "ca.crt", "coordinator.key", "server.crt", "server.key"), "coordinator.crt"),
+    ],
+)
+@pytest.mark.parametrize("command", ["certs", "up"])
+def test_an_init_that_was_cut_off_is_completed(
+    tmp_path: Path, kept: tuple[str, ...], emptied: str, command: str
+) -> None:
+    """It was killed, or the machine lost power: files are missing, and one is empty."""
+    folder = tmp_path / "certs"
+    certs(folder, "init")
+    for path in folder.iterdir():
+        if path.name == emptied:
+            path.write_bytes(b"")
+        elif path.name not in kept:
+            path.unlink()
+    if command == "certs":
+        assert certs(folder, "init", "--if-absent", "--host", "node-1") == 0
+    else:
+        access = LocalAccess({}, made=folder)
+        access.make()
+        access.close()
+    for role in CertificateRole:
+        TlsIdentity(in_folder(folder, role))
+        issued = read((folder / f"{role.value}.crt").read_bytes())
+        issued.verify_directly_issued_by(read((folder / "ca.crt").read_bytes()))
+    if command == "certs":
+        holder = holder_of(read((folder / "coordinator.crt").read_bytes()))
+        assert holder is not None and holder.hosts == ["node-1"]
+
+
+def test_a_certificate_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    certs(tmp_path / "certs", "init")
+    (tmp_path / "certs" / "other.crt").write_bytes(b"")
+    with pytest.raises(InvalidSpec, match=r"cannot be read; saw .*other\.crt: "):
+        certs(tmp_path / "certs", "renew")
 
 
 def test_a_folder_that_others_can_read_is_refused(tmp_path: Path) -> None:
@@ -315,6 +360,34 @@ def test_renewed_files_are_used_once_they_are_complete(
     assert renewed is not first and renewed.cert == files.cert.read_bytes()
     files.cert.unlink()
     assert own.material is renewed
+
+
+def test_a_worker_sees_the_renewal_of_a_mounted_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kubelet replaces a link, and removes the folder that it named. The worker has its paths
+    from the launcher."""
+    monkeypatch.setattr("shoal_proto.tls.files.LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr("shoal_proto.tls.files.LOOK_WITHIN_S", 60.0)
+    folder, mount = CertificateFolder(tmp_path / "certs"), tmp_path / "own"
+    folder.init()
+    mount.mkdir()
+
+    def update(version: str) -> None:
+        shutil.copytree(folder.path, mount / version)
+        (mount / "..new").symlink_to(version)
+        (mount / "..new").replace(mount / "..data")
+
+    update("..1")
+    for path in folder.path.iterdir():
+        (mount / path.name).symlink_to(f"..data/{path.name}")
+    of_worker = from_environment(in_folder(mount, CertificateRole.WORKER).environment())
+    assert of_worker is not None
+    worker = TlsIdentity(of_worker)
+    folder.renew()
+    update("..2")
+    shutil.rmtree(mount / "..1")
+    assert worker.material.cert == (folder.path / "worker.crt").read_bytes()
 
 
 @pytest.mark.parametrize("call", ["stat", "read_bytes"])

@@ -2,13 +2,13 @@
 
 import errno
 import threading
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta, tzinfo
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from shoal_client.certificates import folder
+from shoal_client.certificates import authority, folder
 from shoal_client.local import access
 from shoal_client.local.access import LocalAccess
 
@@ -43,6 +43,43 @@ def test_certificates_are_renewed_though_a_failure_cannot_be_reported(
         assert renewed.wait(DEADLINE_S)
     finally:
         local.close()
+
+
+class Ahead(datetime):
+    """A clock that is a year ahead."""
+
+    @classmethod
+    def now(cls, tz: tzinfo | None = None) -> "Ahead":
+        return super().now(tz) + timedelta(days=365)
+
+
+def test_certificates_are_renewed_up_to_the_end_of_their_authority(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They cannot be valid for ten further years."""
+    made = folder.CertificateFolder(tmp_path / "certs")
+    made.init(authority.MAX_VALID)
+    monkeypatch.setattr(authority, "datetime", Ahead)
+    made.renew()
+    ends = {
+        authority.read(path.read_bytes()).not_valid_after_utc for path in made.path.glob("*.crt")
+    }
+    assert len(ends) == 1
+
+
+def test_an_authority_made_while_the_clock_was_ahead_is_valid_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Renewed certificates would be of no use under an authority that is not valid yet."""
+
+    made = folder.CertificateFolder(tmp_path / "certs")
+    with monkeypatch.context() as patched:
+        patched.setattr(authority, "datetime", Ahead)
+        made.init()
+    made.renew()
+    for path in made.path.glob("*.crt"):
+        found = authority.read(path.read_bytes())
+        assert found.not_valid_before_utc < datetime.now(UTC) < found.not_valid_after_utc
 
 
 def test_certificates_are_renewed_once_the_clock_is_set_back(

@@ -1,6 +1,7 @@
 """`shoal up --hosts` and `shoal down`, with an `ssh` on PATH that runs its command on this
 machine. The hosts have addresses of their own on loopback."""
 
+import json
 import os
 import signal
 import socket
@@ -8,14 +9,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from deploy.slurm_campaign import TRAINING
 
 from shoal_client.cli import main
+from shoal_client.local.directory import locked
 from shoal_client.remote.control_plane import RECORD, ControlPlaneHosts, recorded
-from shoal_client.remote.on_host import HostOrder, host_directory, start
+from shoal_client.remote.on_host import PID, PLAN, HostOrder, host_directory, start
+from shoal_client.remote.ssh import MARK
 from shoal_proto.errors import InvalidSpec
 
 DEADLINE_S = 300.0
@@ -115,7 +119,35 @@ def test_a_host_that_is_not_reached_is_named_and_nothing_starts(
     assert ended.returncode == 1
     assert "a host of the control plane cannot be used: gone;" in ended.stderr
     assert "ssh: connect to host gone port 22: No route to host" in ended.stderr
-    assert not (tmp_path / "plane").exists()
+    assert not (tmp_path / "plane" / "hosts").exists()
+    assert recorded(str(tmp_path / "plane")) is None
+
+
+def test_a_second_start_at_the_same_time_is_refused(shoal: Shoal, tmp_path: Path) -> None:
+    """It would replace the certificates of the first, and end its parts."""
+    here = ControlPlaneHosts(names=(), directory=str(tmp_path / "plane")).here
+    here.mkdir(parents=True)
+    with locked(here):
+        ended = shoal("up", "--hosts", "a", "--dir", "plane")
+    assert ended.returncode == 1
+    assert "another `shoal up --hosts` starts a control plane" in ended.stderr
+
+
+def test_a_start_that_has_failed_ends_only_its_own_parts(tmp_path: Path) -> None:
+    """Another machine's start was faster on this host."""
+    order = HostOrder(action="stop", name="a", directory=str(tmp_path), plan={"etcd": ["own"]})
+    directory = host_directory(order)
+    directory.mkdir(parents=True)
+    (directory / PLAN).write_text(json.dumps({"etcd": ["other's"]}))
+    with locked(directory), subprocess.Popen(["sleep", "600"]) as others:
+        (directory / PID).write_text(str(others.pid))
+        command = [sys.executable, "-m", "shoal_client.remote.on_host"]
+        given = json.dumps(asdict(order)) + "\n"
+        done = subprocess.run(command, input=given, capture_output=True, text=True, check=True)
+        assert others.poll() is None
+        others.kill()
+    assert json.loads(done.stdout.removeprefix(MARK))["runs"] is False
+    assert (directory / PLAN).exists()
 
 
 def test_a_directory_that_others_can_write_to_is_refused(tmp_path: Path) -> None:
@@ -130,6 +162,41 @@ def test_down_without_a_record_asks_for_hosts(shoal: Shoal) -> None:
     ended = shoal("down")
     assert ended.returncode == 1
     assert "no control plane was started from this machine" in ended.stderr
+
+
+def test_data_of_a_control_plane_that_was_cut_off_is_not_removed(
+    shoal: Shoal, tmp_path: Path
+) -> None:
+    """All hosts have lost power. Only `shoal down` removes what the cluster knows of its jobs."""
+    order = HostOrder(action="start", name="a", directory=str(tmp_path / "plane"))
+    plan = host_directory(order) / PLAN
+    plan.parent.mkdir(parents=True)
+    plan.write_text("{}")
+    ended = shoal("up", "--hosts", "a", "--dir", "plane")
+    assert ended.returncode == 1
+    assert "there is data of a control plane that no longer runs" in ended.stderr
+    assert plan.exists()
+    assert shoal("down", "--hosts", "a", "--dir", "plane").returncode == 0
+    assert not plan.exists()
+
+
+def test_localhost_is_the_machine_that_started_the_control_plane(
+    shoal: Shoal, tmp_path: Path
+) -> None:
+    """Machines that share a home directory share the record."""
+    record = ControlPlaneHosts(names=(), directory=str(tmp_path / "plane")).here / RECORD
+    record.parent.mkdir(parents=True)
+    known = ControlPlaneHosts(
+        names=["localhost"], directory=str(tmp_path / "plane"), machine="login1"
+    )
+    record.write_text(json.dumps(asdict(known)))
+    for words in (("down",), ("up", "--hosts", "localhost")):
+        ended = shoal(*words, "--dir", "plane")
+        assert ended.returncode == 1
+        assert "saw started on login1, and this is " in ended.stderr
+    assert recorded(str(tmp_path / "plane")) == known
+    assert shoal("down", "--dir", "plane", "--hosts", "localhost").returncode == 0
+    assert not record.exists()
 
 
 def test_a_damaged_record_is_overcome_by_naming_the_hosts(shoal: Shoal, tmp_path: Path) -> None:

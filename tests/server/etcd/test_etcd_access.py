@@ -1,5 +1,6 @@
 """Access to etcd: TLS, user and password, and the errors when it fails."""
 
+import asyncio
 import socket
 from base64 import b64encode
 from collections.abc import Iterator
@@ -8,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import grpc
+import httpx
 import pytest
 import trustme
 from support.clusters.etcd_fixture import ask_etcd, etcd_processes, running_etcd
@@ -188,8 +190,15 @@ def guarded(
         yield supervisor, etcd
 
 
-def login(endpoint: str, password: str = "secret") -> EtcdConfig:
-    return EtcdConfig(endpoints=(endpoint,), user="shoal", password=password, silence_s=1)
+@pytest.fixture
+def password_file(tmp_path: Path) -> Path:
+    path = tmp_path / "password"
+    path.write_text("secret\n")
+    return path
+
+
+def login(endpoint: str, password_file: Path) -> EtcdConfig:
+    return EtcdConfig(endpoints=(endpoint,), user="shoal", password_file=password_file, silence_s=1)
 
 
 @pytest.mark.long
@@ -197,12 +206,12 @@ def login(endpoint: str, password: str = "secret") -> EtcdConfig:
     ("guarded", "prefix"), [("", ""), ("/team", "/team")], indirect=["guarded"]
 )
 async def test_a_user_may_do_what_its_role_allows(
-    guarded: tuple[Supervisor, RunningEtcd], prefix: str
+    guarded: tuple[Supervisor, RunningEtcd], password_file: Path, prefix: str
 ) -> None:
     """The user can use the keys of its role and no others. Calls and watches continue after a
     restart of etcd, which loses the token."""
     supervisor, etcd = guarded
-    async with opened(replace(login(etcd.endpoint), prefix=prefix)) as client:
+    async with opened(replace(login(etcd.endpoint, password_file), prefix=prefix)) as client:
         lease = await client.grant(30)
         revision = await client.put(ROOT + "a", b"1", lease)
         assert await client.keep_alive(lease) > 0
@@ -219,12 +228,16 @@ async def test_a_user_may_do_what_its_role_allows(
             assert (await anext(watch)).revision == made.revision
 
 
-async def test_a_wrong_or_no_password_is_refused(guarded: tuple[Supervisor, RunningEtcd]) -> None:
+async def test_a_wrong_or_no_password_is_refused(
+    guarded: tuple[Supervisor, RunningEtcd], password_file: Path, tmp_path: Path
+) -> None:
     """The error names the option of the password's file."""
     _, etcd = guarded
+    wrong = tmp_path / "wrong"
+    wrong.write_text("wrong")
     for config in (
-        login(etcd.endpoint, "wrong"),
-        replace(login(etcd.endpoint), user="nobody"),
+        login(etcd.endpoint, wrong),
+        replace(login(etcd.endpoint, password_file), user="nobody"),
         EtcdConfig(endpoints=(etcd.endpoint,)),
     ):
         async with EtcdClient(config) as client:
@@ -236,9 +249,37 @@ async def test_a_wrong_or_no_password_is_refused(guarded: tuple[Supervisor, Runn
                 await anext(client.watch(ROOT, Revision(1)))
 
 
-async def test_a_password_for_an_etcd_without_authentication_is_ignored(etcd_endpoint: str) -> None:
+def change_password(endpoint: str, password: str) -> None:
+    root = ask_etcd(endpoint, "auth/authenticate", name="root", password="secret")
+    httpx.post(
+        f"http://{endpoint}/v3/auth/user/changepw",
+        json={"name": "shoal", "password": password},
+        headers={"Authorization": root["token"]},
+        trust_env=False,
+    ).raise_for_status()
+
+
+async def test_a_changed_password_is_read_from_the_file(
+    guarded: tuple[Supervisor, RunningEtcd], password_file: Path
+) -> None:
+    """A change in etcd ends all logins. Until the file has the new one, calls are repeated."""
+    _, etcd = guarded
+    config = replace(login(etcd.endpoint, password_file), timeout_s=1, attempt_timeout_s=1)
+    async with EtcdClient(config) as client:
+        await client.put(ROOT + "a", b"1")
+        change_password(etcd.endpoint, "other")
+        with pytest.raises(Unavailable, match=r"authentication failed.*--etcd-password-file"):
+            await client.put(ROOT + "a", b"2")
+        await asyncio.to_thread(password_file.write_text, "other")
+        await client.put(ROOT + "a", b"3")
+        assert (await client.transact((), (Put(ROOT + "a", b"4"),))).succeeded
+
+
+async def test_a_password_for_an_etcd_without_authentication_is_ignored(
+    etcd_endpoint: str, password_file: Path
+) -> None:
     """The call succeeds."""
-    async with EtcdClient(login(etcd_endpoint)) as client:
+    async with EtcdClient(login(etcd_endpoint, password_file)) as client:
         assert await client.put(ROOT + "a", b"") > 0
 
 

@@ -171,6 +171,21 @@ async def test_a_waiting_member_is_shown_with_what_it_waits_for() -> None:
     assert 0 <= why["waiting_s"] < 60, "the coordinator's clock is Unix time"
 
 
+async def test_a_joining_member_is_ready_once_it_trains() -> None:
+    """A rolling update ends the next old worker once a new one is ready: one that still loads its
+    model could not take the state over."""
+    async with endpoint() as (world, http):
+        path = "/api/v1/jobs/j/members/b/readyz"
+        first, joining = await world.joined("a"), world.client("b")
+        await asyncio.to_thread(joining.join)
+        answer = await http.get(path)
+        assert answer.status_code == 409
+        assert answer.json()["waiting_for"] == "its own model: it has not proposed yet"
+        await asyncio.to_thread(propose, joining)
+        await asyncio.gather(entered(first, 0), entered(joining, 0))
+        assert (await http.get(path)).status_code == 200
+
+
 @pytest.mark.long
 async def test_a_stopped_coordinator_is_not_ready() -> None:
     """The answer of /readyz is 503 with the reason once the coordinator has stepped down."""

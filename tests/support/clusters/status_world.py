@@ -180,6 +180,7 @@ def member(member_id: str, rank: int | None = None, **fields: object) -> MemberV
         "step": 1200,
         "joined_unix_s": now_s - 300,
         "last_seen_unix_s": now_s,
+        "takes_part": True,
     }
     return MemberView(**{**known, **fields})  # type: ignore[arg-type]
 

@@ -266,7 +266,7 @@ def test_each_host_has_a_launcher_with_its_number_of_workers(
         known = f"{host} {number} 5 8 not-for-other-users {address} {folder}"
         assert line.endswith(f"] shown {known} {list(arguments)}")
     called = (tmp_path / "ssh.log").read_text()
-    for option in ("BatchMode=yes", "ConnectTimeout=10", "RemoteCommand=none", "ControlMaster=no"):
+    for option in ("BatchMode=yes", "ConnectTimeout=10", "RemoteCommand=none", "ControlPath=none"):
         assert called.count(option) == 4
     assert "not-for-other-users" not in called, "every user of the host sees its command line"
 
@@ -282,7 +282,7 @@ def test_without_any_usable_host_nothing_runs(run_hosts: Run) -> None:
     code, output = finish(run_hosts(SHOW, "gone,moved"))
     assert code == 1
     assert "too few hosts can be used; saw 0 of 2; expected at least 1" in output
-    assert "ssh -o BatchMode=yes HOST true" in output
+    assert "ssh -o BatchMode=yes -o ControlPath=none HOST true" in output
     assert "cluster" not in output
     code, output = finish(run_hosts(SHOW, "gone,a", "--nnodes", "2"))
     assert code == 1

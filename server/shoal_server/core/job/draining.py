@@ -44,13 +44,15 @@ def _notify_drain(
 
 def _no_generation_follows(job: JobState, member: MemberState, now_s: float) -> bool:
     """True if the member may take further steps until a checkpoint is written, as no generation
-    follows. False once its drain is overdue while it trains: those steps need the other members,
-    which may hang."""
+    follows. False once its drain is overdue while it trains with members that stay: those steps
+    need the others, which may hang."""
     running = job.running
     if running is None:
         return member.holds_state and len(job.table.draining) == len(job.members)
-    overdue = limit_passed(member.drain.since_s, job.limits.drain_s, now_s)
-    return running.synchronous and member.is_in(running) and not overdue
+    if not running.synchronous or not member.is_in(running):
+        return False
+    all_leave = all(each.drain.since_s is not None for each in job.members_of(running))
+    return all_leave or not limit_passed(member.drain.since_s, job.limits.drain_s, now_s)
 
 
 def _is_worth_waiting(job: JobState, member: MemberState, now_s: float) -> bool:

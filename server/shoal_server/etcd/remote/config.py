@@ -1,7 +1,7 @@
 """Options for the connection to etcd."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,15 +25,6 @@ def parse_endpoints(text: str) -> tuple[str, ...]:
 
 def _parsed(kind: Any, tokens: Sequence[Any]) -> tuple[str, ...]:
     return parse_endpoints(tokens[-1].value)
-
-
-def _password(kind: Any, tokens: Sequence[Any]) -> str:
-    try:
-        return Path(tokens[-1].value).read_text().strip()
-    except OSError as error:
-        raise InvalidSpec(
-            "the etcd password file cannot be read", seen=str(error), expected="a readable file"
-        ) from error
 
 
 _ETCD = Group("etcd")
@@ -60,10 +51,8 @@ class EtcdConfig:
     all its coordinators and parameter servers. By default none: keys begin with /shoal/v1/."""
     user: Annotated[str, _option("--etcd-user", "NAME")] = ""
     """User of etcd. By default none, or the user that the client certificate names."""
-    password: Annotated[
-        str, _option("--etcd-password-file", "FILE"), Parameter(converter=_password)
-    ] = field(default="", repr=False)
-    """File with the user's password."""
+    password_file: Annotated[Path | None, _option("--etcd-password-file", "FILE")] = None
+    """File with the user's password. Read again at each login."""
     ca_file: Annotated[Path | None, _option("--etcd-ca", "FILE")] = None
     """PEM file of the authority that signed etcd's certificate. Setting it turns TLS on."""
     cert_file: Annotated[Path | None, _option("--etcd-cert", "FILE")] = None
@@ -84,7 +73,9 @@ class EtcdConfig:
         for endpoint in self.endpoints:
             _check_endpoint(endpoint)
         check_prefix(self.prefix)
-        if bool(self.user) != bool(self.password):
+        if self.password_file is not None:
+            self.read_password()
+        if bool(self.user) != (self.password_file is not None):
             missing = "password" if self.user else "user"
             raise InvalidSpec(
                 f"etcd {missing} is missing", expected="both --etcd-user and --etcd-password-file"
@@ -104,6 +95,17 @@ class EtcdConfig:
             )
         if not self.silence_s > 0:
             raise InvalidSpec("bad silence_s", seen=str(self.silence_s), expected="above 0")
+
+    def read_password(self) -> str:
+        """Password in the file now; empty without a file. Raises InvalidSpec."""
+        if self.password_file is None:
+            return ""
+        try:
+            return self.password_file.read_text().strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise InvalidSpec(
+                "the etcd password file cannot be read", seen=str(error), expected="a readable file"
+            ) from error
 
 
 def _check_endpoint(endpoint: str) -> None:

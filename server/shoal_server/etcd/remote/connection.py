@@ -8,7 +8,7 @@ carry it out.
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import grpc
@@ -22,7 +22,13 @@ from shoal_proto.traces import tracing
 from shoal_server.etcd import keys
 from shoal_server.etcd.remote.channel import EtcdConnection
 from shoal_server.etcd.remote.config import EtcdConfig
-from shoal_server.etcd.remote.failures import Failure, Remedy, classify, unreachable
+from shoal_server.etcd.remote.failures import (
+    LOGIN_REFUSED,
+    Failure,
+    Remedy,
+    classify,
+    unreachable,
+)
 from shoal_server.serving.tasks import SupervisedTasks
 
 log = structlog.get_logger(__name__)
@@ -57,6 +63,8 @@ class Connections:
         self.token: str | None = None
         """None if the next call must log in; empty if etcd wants no token."""
         self._login_lock = asyncio.Lock()
+        self._password = ""
+        """Password of the last login that etcd accepted."""
         self._closing = SupervisedTasks()
         self._closed = False
 
@@ -184,8 +192,13 @@ class Connections:
         )
 
     def failure_of(self, error: grpc.RpcError, address: str) -> Failure:
-        """Classify a failed call to the endpoint."""
-        return classify(error, address, self.config.prefix)
+        """Classify a failed call to the endpoint. After a login that etcd accepted, a refused one
+        is an outage: the operator changes the password in etcd and in the file, one after the
+        other."""
+        failure = classify(error, address, self.config.prefix)
+        if self._password and LOGIN_REFUSED in (error.details() or ""):
+            return replace(failure, remedy=Remedy.ELSEWHERE)
+        return failure
 
     async def metadata(self, connection: EtcdConnection) -> Metadata:
         """Metadata of a call, after a login if needed. Raises grpc.RpcError."""
@@ -211,7 +224,12 @@ class Connections:
             self.token = None
 
     async def _login(self, connection: EtcdConnection) -> str:
-        request = pb.AuthenticateRequest(name=self.config.user, password=self.config.password)
+        try:
+            password = self.config.read_password()
+        except InvalidSpec as error:
+            log.warning("etcd_password_not_read", reason=str(error))
+            password = self._password
+        request = pb.AuthenticateRequest(name=self.config.user, password=password)
         try:
             reply = await connection.auth.Authenticate(
                 request, timeout=self.config.attempt_timeout_s, metadata=REQUIRE_LEADER
@@ -221,6 +239,7 @@ class Connections:
                 raise
             log.warning("etcd_login_skipped", reason="etcd has authentication switched off")
             return ""
+        self._password = password
         log.info("etcd_logged_in", user=self.config.user, endpoint=connection.address)
         return str(reply.token)
 

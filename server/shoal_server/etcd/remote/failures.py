@@ -41,7 +41,9 @@ class Failure:
 Code = grpc.StatusCode
 
 _ELSEWHERE_UNTOUCHED = ("no leader", "too many requests", "not capable", "memberlearner")
+LOGIN_REFUSED = "authentication failed"
 _LOGIN = ("invalid auth token", "revision of auth store is old", "user name is empty")
+_CHECK_LOGIN = "Check --etcd-user and --etcd-password-file."
 _RETRY_CODES = (
     Code.UNAVAILABLE,
     Code.DEADLINE_EXCEEDED,
@@ -57,7 +59,7 @@ def classify(error: grpc.RpcError, address: str, prefix: str) -> Failure:
     code, text = error.code(), error.details() or ""
     if code is Code.UNAUTHENTICATED or any(known in text for known in _LOGIN):
         return Failure(Remedy.LOGIN, True, _denied(address, text, prefix))
-    if "authentication failed" in text or code is Code.PERMISSION_DENIED:
+    if LOGIN_REFUSED in text or code is Code.PERMISSION_DENIED:
         return Failure(Remedy.NONE, True, _denied(address, text, prefix))
     if any(known in text for known in _ELSEWHERE_UNTOUCHED):
         return Failure(
@@ -79,7 +81,7 @@ def _denied(address: str, text: str, prefix: str) -> AccessDenied:
         f"etcd at {address} denies access",
         seen=text,
         expected=f"a user and password that etcd knows, with a role for the keys under {under}",
-        fix="Check --etcd-user and --etcd-password-file.",
+        fix=_CHECK_LOGIN,
     )
 
 
@@ -123,6 +125,8 @@ def unreachable(seen: dict[str, str], *, tls: bool, timeout_s: float) -> Unavail
             " --etcd-ca signed its certificate, that its certificate names this host, and that etcd"
             " accepts this client's certificate."
         )
+    elif LOGIN_REFUSED in lowered:
+        fix = _CHECK_LOGIN
     elif not tls and any(word in lowered for word in ("socket closed", "reset", "broken pipe")):
         fix = "It closed the connection at once. If it expects TLS, give --etcd-ca, the CA file."
     return Unavailable(

@@ -48,6 +48,7 @@ PAGES = (
     "/api/v1/jobs/j/events",
     "/api/v1/jobs/j/shards",
     "/api/v1/servers",
+    "/api/v1/jobs/j/members/a/readyz",
 )
 
 

@@ -177,8 +177,10 @@ def test_a_draining_member_that_dies_is_lost() -> None:
 
 
 def test_a_drain_that_makes_no_progress_ends_at_its_limit() -> None:
-    """The successor never proposes: the member leaves after the drain limit."""
+    """The successor never proposes: the member leaves after the drain limit, with a last
+    checkpoint."""
     w = running("a")
+    notices = drain_notices(w)
     spec, info = w.job.spec, w.job.members["a"].info
     w.deliver(events.MemberJoined(member_id="late", incarnation="late-1", spec=spec, info=info))
     leaver = w.members["a"]
@@ -187,6 +189,7 @@ def test_a_drain_that_makes_no_progress_ends_at_its_limit() -> None:
     assert not leaver.drained
     w.run(1.0 + w.job.limits.drain_s + 0.1)
     assert leaver.drained
+    assert notices["a"][-1].no_generation_follows
 
 
 def test_a_draining_member_that_offers_no_boundary_is_removed_alone() -> None:
