@@ -48,8 +48,8 @@ WAITS_S = (1.0, 2.0, 4.0)
 """Time for pushes in progress to end, by attempt."""
 PAUSE_S = 0.5
 WRITE_WITHIN_S = 3600.0
-PUBLISH_WITHIN_S = 60.0
-"""Below the time for which servers keep segments that no version names."""
+PUBLISH_WITHIN_S = 600.0
+"""Time that a publisher has for its part. Its call is cancelled when it gives up earlier."""
 
 
 @dataclass(frozen=True, kw_only=True)

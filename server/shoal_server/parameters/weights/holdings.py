@@ -78,6 +78,10 @@ class WeightHoldings:
         """See `SegmentStore.renew`."""
         return self._store.renew(series, digest, origin, self._now_s())
 
+    def renew_all(self, series: str, position: Position) -> None:
+        """See `SegmentStore.renew_all`."""
+        self._store.renew_all(series, position, self._now_s())
+
     async def receive(
         self,
         series: str,

@@ -82,6 +82,8 @@ class WeightsServicer(WeightStoreServicer):
     async def Holds(
         self, request: pb.HoldsSegmentsRequest, context: Context
     ) -> pb.HoldsSegmentsReply:
+        if request.publication:
+            self._holdings.renew_all(request.series, (request.epoch, request.publication))
         held = [each for each in request.digests if self._holdings.holds(request.series, each)]
         # Some may not have been read from disk yet.
         durable = [e for e in request.digests if self.upkeep.is_durable(request.series, e)]

@@ -10,7 +10,7 @@ from shoal_proto.segments.sealed import Segment
 
 GRACE_S = 120.0
 """Grace period. It starts again with each put, which a rank repeats at shorter intervals until its
-publication is over."""
+publication is over, and with each `renew_all`, which a coordinator repeats during a cut."""
 MAX_UNDECIDED = 2
 """Bound on one rank's segments that no version has named yet: of the publication in progress, and
 of one that may never be complete."""
@@ -126,6 +126,13 @@ class SegmentStore:
         if segment is not None:
             self.insert(series, segment, origin, now_s)
         return segment
+
+    def renew_all(self, series: str, position: Position, now_s: float) -> None:
+        """Start the grace period of all segments of a publication again."""
+        known = self._series.get(series)
+        for held in known.held.values() if known is not None else ():
+            if held.origin is not None and held.origin.position == position:
+                held.needed_s = now_s
 
     def follow(
         self, series: str, newest: Position, named: Mapping[bytes, Position], now_s: float

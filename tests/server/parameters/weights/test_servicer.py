@@ -1,6 +1,7 @@
 """The WeightStore service's answer about the segments that a server holds."""
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -18,18 +19,20 @@ from shoal_server.parameters.shard.memory import Memory
 from shoal_server.parameters.weights.disk import WeightDisk
 from shoal_server.parameters.weights.holdings import WeightHoldings
 from shoal_server.parameters.weights.servicer import WeightsServicer
-from shoal_server.parameters.weights.store import SegmentOrigin
+from shoal_server.parameters.weights.store import GRACE_S, SegmentOrigin
 from shoal_server.parameters.weights.upkeep import WeightUpkeep
 
 SERIES = "job/policy"
 
 
 @contextmanager
-def service(disk: WeightDisk | None) -> Iterator[tuple[WeightsServicer, WeightHoldings]]:
+def service(
+    disk: WeightDisk | None, now_s: Callable[[], float] = time.monotonic
+) -> Iterator[tuple[WeightsServicer, WeightHoldings]]:
     unused = cast("Any", None)
     memory = Memory(1000, Catalog(MemoryStore(), Holder("ps-0", "one")), Budget(1000))
     with ThreadPoolExecutor(1) as threads:
-        holdings = WeightHoldings(memory, threads, unused)
+        holdings = WeightHoldings(memory, threads, unused, now_s)
         servicer = WeightsServicer(
             "ps-0",
             records=unused,
@@ -70,3 +73,20 @@ async def test_a_restarted_server_reports_what_is_on_its_disk(tmp_path: Path) ->
             reply = await asked(servicer, segment.digest)
             assert not reply.held
             assert list(reply.durable) == [segment.digest]
+
+
+async def test_a_question_about_a_publication_in_progress_keeps_its_segments() -> None:
+    """Coordinators ask while other shards of the publication are copied."""
+    now_s = 0.0
+    with service(None, lambda: now_s) as (servicer, holdings):
+        origin = SegmentOrigin(epoch=2, publication=7, rank=3)
+        segment = await holdings.make(SERIES, 100, origin, lambda buffer: None)
+        now_s = GRACE_S - 1
+        request = pb.HoldsSegmentsRequest(series=SERIES, epoch=2, publication=7)
+        await servicer.Holds(request, cast("Any", None))
+        now_s = GRACE_S
+        holdings.sweep()
+        assert holdings.holds(SERIES, segment.digest)
+        now_s += GRACE_S
+        holdings.sweep()
+        assert not holdings.holds(SERIES, segment.digest)
