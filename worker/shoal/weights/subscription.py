@@ -499,4 +499,4 @@ def reader_id(name: str | None = None) -> str:
     it unique. A second reader with the same id would end the first one's leases."""
     if name is None:
         name = f"{socket.gethostname()[:32]}-{os.getpid()}"
-    return f"{name}-{new_incarnation()[-6:]}"
+    return f"{name}-{new_incarnation()[-12:]}"
