@@ -1,10 +1,11 @@
 """The view of a series that a reader watches."""
 
+import math
 import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
 
 import grpc
 import pytest
@@ -12,7 +13,7 @@ import structlog.testing
 
 from shoal_client.connection.coordinators import Coordinators
 from shoal_client.weights.watch import SeriesWatch
-from shoal_proto.errors import ShoalError
+from shoal_proto.errors import ShoalError, Unavailable
 from shoal_proto.v1 import weights_pb2 as pb
 from shoal_proto.v1.weights_pb2_grpc import (
     WeightSeriesServicer,
@@ -36,24 +37,39 @@ class OneView(WeightSeriesServicer):
         self.ended.wait(LIMIT_S)
 
 
-def test_a_reader_that_ends_logs_no_interruption() -> None:
-    """Closing cancels the stream, which is not a failure of the coordinator."""
-    service, server = OneView(), grpc.server(ThreadPoolExecutor(2))
+@contextmanager
+def served(service: WeightSeriesServicer) -> Iterator[Coordinators]:
+    server = grpc.server(ThreadPoolExecutor(2))
     add_WeightSeriesServicer_to_server(service, server)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     try:
-        with (
-            structlog.testing.capture_logs() as logs,
-            closing(Coordinators([f"127.0.0.1:{port}"])) as coordinators,
-        ):
-            watch = SeriesWatch(coordinators, "rl/policy")
-            assert watch.newest(0, LIMIT_S).head == 3
-            watch.close()
-        assert service.ended.wait(LIMIT_S)
-        assert logs == []
+        with closing(Coordinators([f"127.0.0.1:{port}"])) as coordinators:
+            yield coordinators
     finally:
         server.stop(None)
+
+
+def test_a_reader_that_ends_logs_no_interruption() -> None:
+    """Closing cancels the stream, which is not a failure of the coordinator."""
+    service = OneView()
+    with served(service) as coordinators, structlog.testing.capture_logs() as logs:
+        watch = SeriesWatch(coordinators, "rl/policy")
+        assert watch.newest(0, LIMIT_S).head == 3
+        watch.close()
+    assert service.ended.wait(LIMIT_S)
+    assert logs == []
+
+
+@pytest.mark.parametrize("timeout_s", [None, math.inf, 1e300])
+def test_a_wait_without_an_end_ends_with_the_watch(timeout_s: float | None) -> None:
+    with served(OneView()) as coordinators, ThreadPoolExecutor(1) as pool:
+        watch = SeriesWatch(coordinators, "rl/policy")
+        waiting = pool.submit(watch.newest, 3, timeout_s)
+        with pytest.raises(TimeoutError):
+            waiting.result(0.1)
+        watch.close()
+        assert isinstance(waiting.exception(LIMIT_S), Unavailable)
 
 
 def test_an_outage_is_logged_once(monkeypatch: pytest.MonkeyPatch) -> None:

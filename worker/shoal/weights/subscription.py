@@ -37,7 +37,7 @@ from shoal_proto.errors import (
     VersionGone,
 )
 from shoal_proto.incarnation import new_incarnation
-from shoal_proto.numbers_given import as_index
+from shoal_proto.numbers_given import as_index, as_number
 from shoal_proto.segments.reused import ReusedSegment
 from shoal_proto.segments.sealed import Segment
 from shoal_proto.v1 import weights_pb2
@@ -172,6 +172,7 @@ class Subscription:
         Raises DeadlineExceeded after `timeout` seconds (None: never), the coordinator's refusal, or
         Unavailable once the subscription is closed.
         """
+        timeout = None if timeout is None else as_number("timeout", timeout)
         bound = self.version if newer_than is None else newer_than
         return WeightVersion(self._reader.wait(bound, timeout))
 
@@ -397,7 +398,7 @@ class Subscription:
         self, newer_than: int | None = None, timeout: float | None = None
     ) -> WeightVersion:
         """Wait as `wait` does, without blocking the event loop."""
-        ends_s = None if timeout is None else time.monotonic() + timeout
+        ends_s = None if timeout is None else time.monotonic() + as_number("timeout", timeout)
         while True:
             # Each wait is short, as cancelling the task does not end the thread.
             left_s = WAIT_S if ends_s is None else min(WAIT_S, ends_s - time.monotonic())
