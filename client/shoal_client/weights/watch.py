@@ -41,10 +41,10 @@ class SeriesWatch:
         give_up_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
         with self._changed:
             while True:
-                if self._view is not None and self._view.head > newer_than:
-                    return self._view
                 if self._failure is not None:
                     raise self._failure
+                if self._view is not None and self._view.head > newer_than:
+                    return self._view
                 if self._is_closed:
                     raise Unavailable("the reader was closed")
                 left_s = give_up_s - time.monotonic()

@@ -635,6 +635,19 @@ def test_a_version_that_is_not_kept_is_gone(
         subscription.fetch(7)  # waits for a moment, as the version may be on its way
 
 
+def test_the_newest_version_is_fetched_although_the_view_is_late(
+    series: MemorySeries, publications: Publications
+) -> None:
+    """The publisher has been told of its commit, and has told this process in its own way."""
+    subscription, target = series.subscription(), model_of(0.0)
+    for number in (1, 2, 3):
+        publish(publications, float(number), number)
+        series.num_late = 1
+        assert subscription.fetch(into=target).version.step == number
+    assert target["w"].unique().tolist() == [3.0]
+    assert series.leases == set()
+
+
 def test_a_version_that_its_publisher_knows_of_first_is_waited_for(
     series: MemorySeries, publications: Publications
 ) -> None:

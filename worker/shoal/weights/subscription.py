@@ -153,7 +153,8 @@ class Subscription:
         return 0 if self._installed is None else self._installed.number
 
     def newest(self) -> WeightVersion | None:
-        """Return the newest version, without waiting for one; None if servers keep none."""
+        """Return the newest version that this reader has been told of, without waiting for one;
+        None if servers keep none."""
         versions = self.versions()
         return versions[-1] if versions else None
 
@@ -200,7 +201,8 @@ class Subscription:
     # --- tensors ---
 
     def fetch(self, version: Wanted = "newest", into: Target | None = None) -> Weights:
-        """Fetch and verify all tensors of a version.
+        """Fetch and verify all tensors of a version. "newest" is at least as new as any version
+        that was committed before this call.
 
         With `into`, a module or tensors by name, the version is installed there and reported, and
         the returned Weights have no tensors. Of DTensors only chunks with this process's slices are
@@ -220,9 +222,11 @@ class Subscription:
         with self._installing:
             while True:
                 turn.check()
-                record = self._record_of(version)
+                record = self._record_of(version, turn)
                 try:
-                    return self._fetch(record, into, turn)
+                    found = self._fetch(record, into, turn, is_newest=version == "newest")
+                    if found is not None:
+                        return found
                 except VersionGone:
                     if version != "newest" or not self._has_newer_soon(record.number):
                         raise
@@ -233,13 +237,39 @@ class Subscription:
             return True
         return False
 
+    def _is_outdated(self, record: weights_pb2.VersionRecord, turn: "_Turn") -> bool:
+        """True if there was a newer version when this reader leased the record's. Views arrive on a
+        stream, which may be late or interrupted."""
+        self._catch_up(turn)
+        versions = self._reader.view().versions
+        return bool(versions) and versions[-1].number > record.number
+
+    def _catch_up(self, turn: "_Turn") -> None:
+        give_up_s = time.monotonic() + TIMEOUT_S
+        while True:
+            turn.check()
+            try:
+                self._reader.catch_up(WAIT_S)
+                return
+            except DeadlineExceeded:
+                if time.monotonic() >= give_up_s:
+                    raise
+
     def _fetch(
-        self, record: weights_pb2.VersionRecord, into: Target | None, turn: "_Turn"
-    ) -> Weights:
+        self,
+        record: weights_pb2.VersionRecord,
+        into: Target | None,
+        turn: "_Turn",
+        *,
+        is_newest: bool,
+    ) -> Weights | None:
+        """Fetch the version. With `is_newest`, return None if it is not the newest."""
         if into is not None:
             self.check_newer(WeightVersion(record))
         self._reader.lease(record.number)
         try:
+            if is_newest and self._is_outdated(record, turn):
+                return None
             layout = self._layout_of(record)
             target = None if into is None else Installation(layout, into)
             started_s = time.perf_counter()
@@ -312,13 +342,18 @@ class Subscription:
                 " version with the old bytes.",
             )
 
-    def _record_of(self, wanted: Wanted) -> weights_pb2.VersionRecord:
+    def _record_of(self, wanted: Wanted, turn: "_Turn") -> weights_pb2.VersionRecord:
         if isinstance(wanted, WeightVersion):
             return wanted.record
         if wanted != "newest":
             wanted = as_index("version", wanted)
         versions = self._reader.view().versions
         if wanted == "newest":
+            if not versions:
+                # The coordinator may know of the first version before this reader does.
+                self._reader.report_now()
+                self._catch_up(turn)
+                versions = self._reader.view().versions
             if not versions:
                 raise VersionGone(
                     f"series {self.series} has no version yet",

@@ -453,6 +453,7 @@ class WeightSeriesService(WeightSeriesServicer):
         try:
             leased, gone = actor.report(report)
             sources = actor.series.source_addresses(report.reader, self._clock())
+            head = actor.series.head.number
         except TooManyReaders as why:
             raise Overloaded(
                 f"series {request.series} has its maximum of readers or leases", seen=str(why)
@@ -463,15 +464,16 @@ class WeightSeriesService(WeightSeriesServicer):
                 seen=f"version {report.installed}",
                 expected=f"version {why.before}, which it had installed, or a newer one",
             ) from why
-        if leased:
-            # A successor respects leases from before its term: confirm, after the grant, that this
-            # term lasts.
+        if leased or not head:
+            # A successor respects leases from before its term, and may have committed versions:
+            # confirm, after the grant, that this term lasts.
             await self._store.confirm()
         return pb.ReaderReportReply(
             lease_s=LEASE_S,
             leased=leased,
             gone=gone,
             relays=[sources.get(number, "") for number in leased],
+            head=head,
         )
 
     async def GetLayout(self, request: pb.GetLayoutRequest, context: Context) -> pb.Layout:

@@ -528,7 +528,8 @@ async def test_a_segment_that_no_server_has_makes_no_version(
 async def test_a_leased_version_is_kept_and_a_dropped_one_is_gone(world: WorldWithServers) -> None:
     async with world.leading() as client:
         await world.published(client, 1, 2)
-        assert list((await client.report(leased=[1, 7])).gone) == [7]
+        answer = await client.report(leased=[1, 7])
+        assert (list(answer.leased), list(answer.gone), answer.head) == ([1], [7], 2)
         assert [v.number for v in (await client.view()).versions] == [1, 2]
         await client.contribute(world.put(part(3)))
         # Leased versions count towards the number of versions kept.
