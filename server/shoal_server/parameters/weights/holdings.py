@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import Executor
-from contextlib import ExitStack, aclosing
+from contextlib import AbstractContextManager, ExitStack, aclosing
 from functools import partial
 from typing import TypeVar
 
@@ -77,6 +77,10 @@ class WeightHoldings:
     def renew(self, series: str, digest: bytes, origin: SegmentOrigin) -> Segment | None:
         """See `SegmentStore.renew`."""
         return self._store.renew(series, digest, origin, self._now_s())
+
+    def sending(self, series: str, digest: bytes) -> AbstractContextManager[None]:
+        """See `SegmentStore.sending`."""
+        return self._store.sending(series, digest, self._now_s)
 
     def renew_all(self, series: str, position: Position) -> None:
         """See `SegmentStore.renew_all`."""

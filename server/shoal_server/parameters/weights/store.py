@@ -2,7 +2,8 @@
 frees the returned segments."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from shoal_proto.errors import Overloaded, StaleEpoch
@@ -44,6 +45,8 @@ class HeldSegment:
     from disk."""
     needed_s: float
     """Time of the last put, or of the last record that named the segment."""
+    num_transfers: int = 0
+    """Transfers to other servers in progress, during which the grace period does not end."""
     was_named: bool = False
     """True once the version of the origin's publication, or a later one, has named the segment."""
 
@@ -127,6 +130,22 @@ class SegmentStore:
             self.insert(series, segment, origin, now_s)
         return segment
 
+    @contextmanager
+    def sending(self, series: str, digest: bytes, now_s: Callable[[], float]) -> Iterator[None]:
+        """Keep a segment beyond its grace period within a block, which sends it to another server.
+        Its grace period starts again at the end."""
+        known = self._series.get(series)
+        held = known.held.get(digest) if known is not None else None
+        if held is None:
+            yield  # it was abandoned
+            return
+        held.num_transfers += 1
+        try:
+            yield
+        finally:
+            held.num_transfers -= 1
+            held.needed_s = now_s()
+
     def renew_all(self, series: str, position: Position, now_s: float) -> None:
         """Start the grace period of all segments of a publication again."""
         known = self._series.get(series)
@@ -190,7 +209,8 @@ class SegmentStore:
         released = []
         for series, known in list(self._series.items()):
             for digest, held in list(known.held.items()):
-                if digest not in known.named and now_s - held.needed_s >= GRACE_S:
+                is_needed = digest in known.named or held.num_transfers
+                if not is_needed and now_s - held.needed_s >= GRACE_S:
                     released.append(known.held.pop(digest))
             if not known.held and not known.named and known.newest == (0, 0):
                 del self._series[series]
