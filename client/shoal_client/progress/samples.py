@@ -164,8 +164,9 @@ class SampleClient:
         )
 
     def _request(self, num_samples: int, reserve: Reserve | None) -> samples_pb2.LeaseRequest:
-        # Rising across several `SampleClient`s of one process.
-        self._sequence = max(self._sequence + 1, time.monotonic_ns())
+        # Rising across several `SampleClient`s of one process. In microseconds since boot: released
+        # coordinators refuse numbers above 2**53 - 1, which nanoseconds reach after 104 days.
+        self._sequence = max(self._sequence + 1, time.monotonic_ns() // 1000)
         request = samples_pb2.LeaseRequest(
             token=self._token(),
             completed=map(_message, self._unreported),

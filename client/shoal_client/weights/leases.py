@@ -54,6 +54,8 @@ class ReaderLeases:
         self._relays: dict[int, str] = {}
         self._lease_s = FIRST_LEASE_S
         self.installed = InstalledVersion()
+        self.head = 0
+        """Newest version as of the last report; 0 from the coordinator of an earlier release."""
         self._wake = threading.Event()
         self._is_closed = False
         self._thread = threading.Thread(target=self._beat, name="shoal-reader", daemon=True)
@@ -68,7 +70,7 @@ class ReaderLeases:
             is_held = self._until_s.get(number, 0.0) > time.monotonic()
         try:
             if not is_held:
-                self._report_until(time.monotonic() + timeout_s)
+                self.report_now(timeout_s)
             self.check(number)
         except BaseException:
             self.release(number)
@@ -100,6 +102,11 @@ class ReaderLeases:
                 expected="one that `shoal weights list` shows",
                 fix="Fetch the newest version; publish with a larger `keep` if readers are slow.",
             )
+
+    def report_now(self, timeout_s: float) -> None:
+        """Report, and wait for the answer. Raises Overloaded if the series has its maximum of
+        readers, another RetryError without an answer in time, and refusals."""
+        self._report_until(time.monotonic() + timeout_s)
 
     def report(self, installed: InstalledVersion) -> None:
         """Report an installed version in the background. Raises Regressed after a newer version."""
@@ -164,6 +171,7 @@ class ReaderLeases:
             self._reported = set(request.leased)
             with self._lock:
                 self._lease_s = reply.lease_s or FIRST_LEASE_S
+                self.head = max(self.head, reply.head)
                 self._gone |= {each for each in reply.gone if each in self._leased}
                 for number, relay in zip(reply.leased, reply.relays, strict=True):
                     if number in self._leased:

@@ -32,8 +32,6 @@ OVERLOADED_S = 10.0
 CALL_S = 10.0
 PART_S = 30.0
 """A call that adds a part waits this long for the other ranks."""
-CUT_S = 90.0
-"""A cut waits for steps in progress and for servers to copy their shards."""
 MAX_ABANDONED = 64
 MAX_FAILURE = 500
 """Characters of a rank's failure that the errors of the other ranks show."""
@@ -289,7 +287,8 @@ class SeriesPublisher:
         cut = self._coordinators.call(
             lambda channel: WeightSeriesStub(channel).CutTables,
             request,
-            timeout_s=min(CUT_S, max(give_up_s - time.monotonic(), 0.001)),
+            # Servers copy all rows meanwhile, however many there are.
+            timeout_s=max(give_up_s - time.monotonic(), 0.001),
             gives_up=self._closing.is_set,
         )
         if cut.partial_steps:

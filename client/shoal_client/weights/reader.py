@@ -123,6 +123,16 @@ class SeriesReader:
             # The version is gone. The next one has a number above all earlier ones.
             newer_than = view.head
 
+    def catch_up(self, timeout_s: float) -> None:
+        """Wait until `view` has the newest version that an answer to this reader's reports has
+        named. Raises what `view` raises."""
+        self._watch.newest(self._leases.head - 1, timeout_s)
+
+    def report_now(self, timeout_s: float = TIMEOUT_S) -> None:
+        """Report to the coordinator, which names the newest version. Raises what
+        `ReaderLeases.report_now` raises."""
+        self._leases.report_now(timeout_s)
+
     def record(self, number: int, timeout_s: float | None = TIMEOUT_S) -> pb.VersionRecord:
         """Record of a version. Raises VersionGone if it is not kept any more, and what `view`
         raises."""

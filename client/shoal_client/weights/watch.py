@@ -1,5 +1,6 @@
 """The coordinator's view of a series, kept up to date."""
 
+import math
 import threading
 import time
 
@@ -37,19 +38,19 @@ class SeriesWatch:
     def newest(self, newer_than: int, timeout_s: float | None) -> SeriesView:
         """Wait for a view with a newest version above `newer_than`; -1: any view. Raises
         DeadlineExceeded, the coordinator's refusal, or Unavailable after `close`."""
-        give_up_s = None if timeout_s is None else time.monotonic() + timeout_s
+        give_up_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
         with self._changed:
             while True:
-                if self._view is not None and self._view.head > newer_than:
-                    return self._view
                 if self._failure is not None:
                     raise self._failure
+                if self._view is not None and self._view.head > newer_than:
+                    return self._view
                 if self._is_closed:
                     raise Unavailable("the reader was closed")
-                left_s = None if give_up_s is None else give_up_s - time.monotonic()
-                if left_s is not None and left_s <= 0.0:
+                left_s = give_up_s - time.monotonic()
+                if left_s <= 0.0:
                     raise self._late(newer_than, timeout_s or 0.0)
-                self._changed.wait(left_s)
+                self._changed.wait(min(left_s, threading.TIMEOUT_MAX))
 
     def wait_change(self, seen: SeriesView, timeout_s: float) -> SeriesView:
         """Wait for another view than `seen`; return `seen` if none arrives in time."""

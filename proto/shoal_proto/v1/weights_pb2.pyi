@@ -1036,7 +1036,10 @@ class ReaderReportReply(_message.Message):
     LEASED_FIELD_NUMBER: _builtins.int
     GONE_FIELD_NUMBER: _builtins.int
     RELAYS_FIELD_NUMBER: _builtins.int
+    HEAD_FIELD_NUMBER: _builtins.int
     lease_s: _builtins.float
+    head: _builtins.int
+    """Number of the newest version: the reader's view may be late."""
     @_builtins.property
     def leased(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -1054,10 +1057,11 @@ class ReaderReportReply(_message.Message):
         leased: _abc.Iterable[_builtins.int] | None = ...,
         gone: _abc.Iterable[_builtins.int] | None = ...,
         relays: _abc.Iterable[_builtins.str] | None = ...,
+        head: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["gone", b"gone", "lease_s", b"lease_s", "leased", b"leased", "relays", b"relays"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gone", b"gone", "head", b"head", "lease_s", b"lease_s", "leased", b"leased", "relays", b"relays"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1156,7 +1160,14 @@ class HoldsSegmentsRequest(_message.Message):
 
     SERIES_FIELD_NUMBER: _builtins.int
     DIGESTS_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    PUBLICATION_FIELD_NUMBER: _builtins.int
     series: _builtins.str
+    epoch: _builtins.int
+    """The grace period of all segments of this publication, put in this epoch, starts again: the
+    publication's tables are still being copied. 0: none.
+    """
+    publication: _builtins.int
     @_builtins.property
     def digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
     def __init__(
@@ -1164,10 +1175,12 @@ class HoldsSegmentsRequest(_message.Message):
         *,
         series: _builtins.str = ...,
         digests: _abc.Iterable[_builtins.bytes] | None = ...,
+        epoch: _builtins.int = ...,
+        publication: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digests", b"digests", "series", b"series"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digests", b"digests", "epoch", b"epoch", "publication", b"publication", "series", b"series"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

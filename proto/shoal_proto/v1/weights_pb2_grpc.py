@@ -522,7 +522,8 @@ class WeightStoreServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Holds(self, request, context):
-        """Returns those of the named segments that this server holds, whole and verified.
+        """Returns those of the named segments that this server holds, whole and verified. May also keep
+        the segments of a publication in progress.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

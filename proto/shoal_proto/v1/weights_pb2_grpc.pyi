@@ -220,7 +220,9 @@ class WeightStoreStub:
     PutSegmentRequest) and fetched (SEGMENT_FETCH: FetchSegmentRequest).
     """
     Holds: _grpc.UnaryUnaryMultiCallable[_weights_pb2.HoldsSegmentsRequest, _weights_pb2.HoldsSegmentsReply]
-    """Returns those of the named segments that this server holds, whole and verified."""
+    """Returns those of the named segments that this server holds, whole and verified. May also keep
+    the segments of a publication in progress.
+    """
     Copy: _grpc.UnaryUnaryMultiCallable[_weights_pb2.CopySegmentsRequest, _weights_pb2.CopySegmentsReply]
     """Makes this server fetch segments from another one (a second copy, or in place of a lost
     server).
@@ -240,7 +242,9 @@ class WeightStoreAsyncStub(WeightStoreStub):
     PutSegmentRequest) and fetched (SEGMENT_FETCH: FetchSegmentRequest).
     """
     Holds: _aio.UnaryUnaryMultiCallable[_weights_pb2.HoldsSegmentsRequest, _weights_pb2.HoldsSegmentsReply]  # type: ignore[assignment]
-    """Returns those of the named segments that this server holds, whole and verified."""
+    """Returns those of the named segments that this server holds, whole and verified. May also keep
+    the segments of a publication in progress.
+    """
     Copy: _aio.UnaryUnaryMultiCallable[_weights_pb2.CopySegmentsRequest, _weights_pb2.CopySegmentsReply]  # type: ignore[assignment]
     """Makes this server fetch segments from another one (a second copy, or in place of a lost
     server).
@@ -269,7 +273,9 @@ class WeightStoreServicer(metaclass=_abc_1.ABCMeta):
         request: _weights_pb2.HoldsSegmentsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_weights_pb2.HoldsSegmentsReply, _abc.Awaitable[_weights_pb2.HoldsSegmentsReply]]:
-        """Returns those of the named segments that this server holds, whole and verified."""
+        """Returns those of the named segments that this server holds, whole and verified. May also keep
+        the segments of a publication in progress.
+        """
 
     @_abc_1.abstractmethod
     def Copy(

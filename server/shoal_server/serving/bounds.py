@@ -297,6 +297,8 @@ OF_MESSAGE: Mapping[str, Bound] = {
     "Layout.tensors": some(1 << 17),
     "MetadataEntry.key": text(256),
     "MetadataEntry.value": SENTENCES,
+    # Members of released versions send the nanoseconds since their host's boot.
+    "LeaseRequest.sequence": ANY,
     "HoldsSegmentsRequest.digests": Bound(length=64, count=1 << 16),
     "StoreServer.id": NAME,
     "DifferenceRequest.base": CONTENT,

@@ -147,6 +147,8 @@ def test_requests_of_members_are_accepted() -> None:
     MessageBounds().check(attend(**info))
     MessageBounds().check(propose({"schema": "s" * 4096, "optimizer": ""}))
     MessageBounds().check(shards_pb2.GetMapRequest(token=TOKEN, wait_s=3600.0))
+    year_ns = 365 * 24 * 3600 * 10**9
+    MessageBounds().check(samples_pb2.LeaseRequest(token=TOKEN, sequence=year_ns))
     MessageBounds().check(
         rendezvous_pb2.StoreSetRequest(pairs=[{"key": "k", "value": b"x" * (1 << 24)}])
     )

@@ -23,10 +23,13 @@ class SegmentStore(WeightStoreServicer):
         self.held: set[bytes] = set()
         self.durable: set[bytes] = set()
         self.writes_to_disk = False
+        self.renewed: set[tuple[int, int]] = set()
+        """Publications whose segments were to be kept, by epoch and number."""
 
     async def Holds(
         self, request: pb.HoldsSegmentsRequest, context: Context
     ) -> pb.HoldsSegmentsReply:
+        self.renewed.add((request.epoch, request.publication))
         held = [each for each in request.digests if each in self.held]
         return pb.HoldsSegmentsReply(
             held=held,

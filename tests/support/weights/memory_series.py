@@ -30,6 +30,8 @@ class MemorySeries:
         self.records: list[weights_pb2.VersionRecord] = []
         self.dropped = 0
         """Number of the newest version that readers do not get any more."""
+        self.num_late = 0
+        """Newest versions that a reader's view lacks until the reader catches up."""
         self.layouts: dict[bytes, weights_pb2.Layout] = {}
         self.parts: dict[tuple[int, int], dict[int, tuple[Segment, weights_pb2.Layout]]] = {}
         self.segments: dict[bytes, Segment] = {}
@@ -150,7 +152,9 @@ class MemoryReader:
         """The base of each fetch."""
 
     def view(self) -> weights_pb2.SeriesView:
-        return weights_pb2.SeriesView(series="job/policy", versions=self._series.kept)
+        kept = self._series.kept
+        shown = kept[: max(len(kept) - self._series.num_late, 0)]
+        return weights_pb2.SeriesView(series="job/policy", versions=shown)
 
     def wait(self, newer_than: int, timeout_s: float | None) -> weights_pb2.VersionRecord:
         with self._series.changed:
@@ -161,6 +165,12 @@ class MemoryReader:
             if not found:
                 raise DeadlineExceeded(f"no version above {newer_than}")
             return self._series.records[-1]
+
+    def catch_up(self, timeout_s: float) -> None:
+        self._series.num_late = 0
+
+    def report_now(self) -> None:
+        """Do nothing: `catch_up` knows the newest version."""
 
     def lease(self, number: int) -> None:
         if number not in {each.number for each in self._series.kept}:

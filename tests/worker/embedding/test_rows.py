@@ -3,6 +3,7 @@
 import gc
 import weakref
 from array import array
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -87,11 +88,19 @@ def test_a_dtype_without_rows_is_refused_by_name() -> None:
         TableRows(spec, cache_rows=64, staleness_bound=0)
 
 
-def use(rows: TableRows, births: dict[int, int], version: int, *, epoch: int = 1) -> torch.Tensor:
+def use(
+    rows: TableRows,
+    births: dict[int, int],
+    version: int,
+    *,
+    epoch: int = 1,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> torch.Tensor:
     """Run a forward pass over the ids of `births`. Rows that are not cached are looked up, with
-    these births, this version and this epoch."""
+    these births, this version and this epoch; `meanwhile` is called during the lookup."""
     routed, _ = route(np.array(sorted(births), np.int64), 1)
     lookup = rows.begin(routed)
+    meanwhile()
     found: dict[Where, Rows] = {}
     if lookup.ids_by_shard():
         missing = lookup.missing.ids.tolist()
@@ -144,6 +153,26 @@ def test_forgotten_rows_are_looked_up_again() -> None:
     rows.begin_step()
     use(rows, {1: 0}, version=10)
     rows.forget()
+    assert is_missing(rows, 1)
+
+
+def test_rows_that_arrive_after_the_end_of_training_are_looked_up_again() -> None:
+    """A prefetch that began before may lack the last pushes."""
+    rows = new_rows(bound=4)
+    rows.begin_step()
+    use(rows, {1: 0}, version=10, meanwhile=rows.forget)
+    assert is_missing(rows, 1)
+    use(rows, {1: 0}, version=10)
+    assert not is_missing(rows, 1)
+
+
+def test_the_age_of_a_row_counts_from_the_begin_of_its_lookup() -> None:
+    """Steps begin while a prefetch is in progress."""
+    rows = new_rows(bound=1)
+    rows.begin_step()
+    use(rows, {1: 0}, version=10, meanwhile=rows.begin_step)
+    assert not is_missing(rows, 1)
+    rows.begin_step()
     assert is_missing(rows, 1)
 
 

@@ -1,6 +1,7 @@
 """Embeddings on parameter servers: trained as torch trains them, on whichever servers the rows
 are."""
 
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -291,6 +292,34 @@ def test_prefetched_rows_are_not_looked_up_again(servers: ParameterServers) -> N
         lookup.result(20)
     assert torch.equal(table(torch.tensor([5, 6, 7])), before[5:8])
     assert asked == [2, 1]
+    strategy.close()
+
+
+def test_a_step_with_cached_rows_does_not_wait_for_a_prefetch(
+    servers: ParameterServers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rows of the next step are on their way, perhaps from a server that fails over."""
+    table = EmbeddingTable(DIM, optimizer=RowSGD(lr=1.0), staleness_bound=2)
+    strategy = start(servers, Model(table))
+    before = weight_of(strategy, table)
+    client = strategy._tables._connected()
+    is_called, goes_on = threading.Event(), threading.Event()
+    look_up = client.look_up
+
+    def slow(wanted):  # type: ignore[no-untyped-def]
+        is_called.set()
+        assert goes_on.wait(20), "the step waits for the prefetch"
+        return look_up(wanted)
+
+    monkeypatch.setattr(client, "look_up", slow)
+    table.prefetch(torch.tensor([NUM_IDS + 1]))
+    assert is_called.wait(20)
+    strategy.begin_step()
+    assert torch.equal(table(torch.tensor([5, 6])), before[5:7])
+    assert strategy._tables.collect_gradients() == {}
+    goes_on.set()
+    for lookup in strategy._tables._ahead:
+        lookup.result(20)
     strategy.close()
 
 

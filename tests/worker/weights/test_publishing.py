@@ -1,6 +1,7 @@
 """Publications and subscriptions: waits of a trainer, and results of a reader."""
 
 import asyncio
+import math
 import os
 import threading
 import time
@@ -416,6 +417,9 @@ def test_a_ticket_waits_no_longer_than_its_timeout(
         ticket.wait("committed", 0.05)
     with pytest.raises(InvalidSpec, match="no such level"):
         ticket.wait("written")  # type: ignore[arg-type]
+    for timeout in (math.nan, "1 s"):
+        with pytest.raises(InvalidSpec, match="timeout is not a number"):
+            ticket.wait("committed", timeout)  # type: ignore[arg-type]
 
 
 def test_a_ticket_looks_for_a_durable_version_no_longer_than_it_is_told() -> None:
@@ -634,6 +638,19 @@ def test_a_version_that_is_not_kept_is_gone(
         subscription.fetch(7)  # waits for a moment, as the version may be on its way
 
 
+def test_the_newest_version_is_fetched_although_the_view_is_late(
+    series: MemorySeries, publications: Publications
+) -> None:
+    """The publisher has been told of its commit, and has told this process in its own way."""
+    subscription, target = series.subscription(), model_of(0.0)
+    for number in (1, 2, 3):
+        publish(publications, float(number), number)
+        series.num_late = 1
+        assert subscription.fetch(into=target).version.step == number
+    assert target["w"].unique().tolist() == [3.0]
+    assert series.leases == set()
+
+
 def test_a_version_that_its_publisher_knows_of_first_is_waited_for(
     series: MemorySeries, publications: Publications
 ) -> None:
@@ -696,6 +713,8 @@ def test_versions_in_between_are_skipped(series: MemorySeries, publications: Pub
 def test_a_wait_ends_at_its_limit(series: MemorySeries) -> None:
     with pytest.raises(DeadlineExceeded):
         series.subscription().wait(timeout=0.05)
+    with pytest.raises(InvalidSpec, match="timeout is not a number"):
+        series.subscription().wait(timeout=math.nan)
 
 
 async def test_a_stream_gives_each_version_that_is_kept(

@@ -17,6 +17,7 @@ from support.weights.memory_series import MemoryContributor, MemoryReader, Memor
 from shoal.weights import script
 from shoal.weights import series as publishing
 from shoal.weights.series import PendingPublication, PublisherRank, held_state
+from shoal.weights.subscription import reader_id
 from shoal_proto.errors import InvalidSpec, PublicationAbandoned
 
 LIMIT_S = 10.0
@@ -142,6 +143,8 @@ def test_readers_of_one_name_do_not_end_each_others_leases(
         script.subscribe("job/policy", coordinator="here:1", reader="eval")
     assert all(each.startswith("eval-") for each in ids)
     assert len(set(ids)) == 2
+    # As many as of five series with the most readers: with 24 random bits some are the same.
+    assert len({reader_id("eval") for _ in range(20_000)}) == 20_000
     for invalid in ("", "bad name", "x" * 128):
         with pytest.raises(InvalidSpec, match="bad name of a reader"):
             script.subscribe("job/policy", coordinator="here:1", reader=invalid)

@@ -41,8 +41,11 @@ class TableExchange:
             for name, table in self._tables.items()
         }
         self._client: TableClient | None = None
-        # Prefetches use the same client, from the pool's threads.
         self._lock = threading.Lock()
+        """Held for work on the rows, not during calls."""
+        self._calling = threading.Lock()
+        """Held during a call, and taken before `_lock`: prefetches and pushes use the same client,
+        from the pool's threads."""
         self._pool: ThreadPoolExecutor | None = None
         self._ahead: list[Future[None]] = []
 
@@ -78,7 +81,7 @@ class TableExchange:
         raises."""
         if not self._tables:
             return
-        with self._lock:
+        with self._calling:
             client = self._connected()
             client.fetch_map()
             client.look_up(
@@ -126,9 +129,16 @@ class TableExchange:
         rows = self._rows[table]
         with self._lock:
             lookup = rows.begin(routed)
-            requested = lookup.ids_by_shard()
+            if not lookup.ids_by_shard():
+                return rows.finish(lookup, {})
+        with self._calling:
+            with self._lock:
+                # The call in progress until now may have brought the rows.
+                lookup = rows.begin(routed)
+                requested = lookup.ids_by_shard()
             replies = self._connected().look_up(requested) if requested else {}
-            return rows.finish(lookup, replies)
+            with self._lock:
+                return rows.finish(lookup, replies)
 
     def collect_gradients(self) -> dict[Where, Gradients]:
         """Return this worker's gradients of the step by table and shard, summed for each row.
@@ -141,7 +151,7 @@ class TableExchange:
 
     def shard_ids(self, parts: Mapping[Where, Gradients]) -> list[int]:
         """Return the shards that these parts change."""
-        with self._lock:
+        with self._calling:
             return self._connected().shard_ids(parts)
 
     def start_push(
@@ -153,10 +163,11 @@ class TableExchange:
         return self._pool.submit(self._push, parts, step)
 
     def _push(self, parts: Mapping[Where, Gradients], step: JointStep | None) -> TablePushResult:
-        with self._lock:
+        with self._calling:
             result = self._connected().push(parts, step=step)
-            for rows in self._rows.values():
-                rows.pushed(parts, result)
+            with self._lock:
+                for rows in self._rows.values():
+                    rows.pushed(parts, result)
             return result
 
     def metrics(self) -> Mapping[str, float]:

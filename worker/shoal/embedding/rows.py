@@ -52,6 +52,7 @@ class Lookup:
     kept: CachedRows
     missing: RoutedIds
     table: str
+    step: int
 
     def ids_by_shard(self) -> dict[Where, bytes]:
         """Return the missing ids by shard."""
@@ -104,7 +105,7 @@ class TableRows:
         self._cache = HotRows(cache_rows, spec.dim, self._dtype)
         self._seen_versions: Ids = np.zeros(spec.num_shards, np.int64)
         self._seen_epochs: Ids = np.zeros(spec.num_shards, np.int64)
-        self._step = 0
+        self._step = self._kept_from_step = 0
         self._table_step = 0
         self._uses: list[UsedRows] = []
         self._is_training = True
@@ -122,6 +123,7 @@ class TableRows:
         self.begin_step()
         self._is_training = False
         self._cache.clear()
+        self._kept_from_step = self._step
 
     # --- lookups ---
 
@@ -138,10 +140,12 @@ class TableRows:
             kept=self._cache.take(slots[~is_missing]),
             missing=routed.only(is_missing),
             table=self.spec.name,
+            step=self._step,
         )
 
     def finish(self, lookup: "Lookup", found: Mapping[Where, Rows]) -> CachedRows:
-        """Cache the servers' rows, and return all rows of the lookup."""
+        """Cache the servers' rows, unless `forget` was called since `begin`; return all rows of the
+        lookup."""
         spans = lookup.missing.spans()
         rows = [found[self.spec.name, shard] for shard, _, _ in spans]
         for (shard, _, _), each in zip(spans, rows, strict=True):
@@ -149,7 +153,8 @@ class TableRows:
             self._table_step = max(self._table_step, each.step)
         counts = [stop - start for _, start, stop in spans]
         received = _joined(rows, counts, self.spec.dim, self._dtype)
-        self._cache.store_rows(lookup.missing.ids, received, self._step)
+        if lookup.step >= self._kept_from_step:
+            self._cache.store_rows(lookup.missing.ids, received, lookup.step)
         return lookup.merged(received)
 
     def _note_version(self, shard: int, version: int, epoch: int) -> None:

@@ -56,7 +56,7 @@ async def get_state_dict(
     store_name: str = "TorchStore",
     direct_rdma: bool = False,
 ) -> dict[str, Any]:
-    """Return the newest version of the key.
+    """Return the newest version of the key: no older one than that of a put that has returned.
 
     A given `user_state_dict` is returned with the version in its tensors; of a DTensor, only the
     local slice is written. With `strict`, its names must be the version's. Otherwise only common

@@ -26,7 +26,7 @@ from shoal_proto.errors import (
     ShoalError,
     Unavailable,
 )
-from shoal_proto.numbers_given import as_index
+from shoal_proto.numbers_given import as_index, as_number
 from shoal_proto.segments.sealed import Segment, SegmentWriter
 from shoal_proto.v1 import weights_pb2
 
@@ -163,7 +163,7 @@ class PendingPublication:
                 seen=repr(level),
                 expected='"replicated", "committed" or "durable"',
             )
-        ends_s = math.inf if timeout is None else time.monotonic() + timeout
+        ends_s = math.inf if timeout is None else time.monotonic() + as_number("timeout", timeout)
         event = self._replicated if level == "replicated" else self._ended
         if not self._await(event, ends_s):
             raise self._late(level, timeout)

@@ -37,7 +37,7 @@ from shoal_proto.errors import (
     VersionGone,
 )
 from shoal_proto.incarnation import new_incarnation
-from shoal_proto.numbers_given import as_index
+from shoal_proto.numbers_given import as_index, as_number
 from shoal_proto.segments.reused import ReusedSegment
 from shoal_proto.segments.sealed import Segment
 from shoal_proto.v1 import weights_pb2
@@ -153,7 +153,8 @@ class Subscription:
         return 0 if self._installed is None else self._installed.number
 
     def newest(self) -> WeightVersion | None:
-        """Return the newest version, without waiting for one; None if servers keep none."""
+        """Return the newest version that this reader has been told of, without waiting for one;
+        None if servers keep none."""
         versions = self.versions()
         return versions[-1] if versions else None
 
@@ -172,6 +173,7 @@ class Subscription:
         Raises DeadlineExceeded after `timeout` seconds (None: never), the coordinator's refusal, or
         Unavailable once the subscription is closed.
         """
+        timeout = None if timeout is None else as_number("timeout", timeout)
         bound = self.version if newer_than is None else newer_than
         return WeightVersion(self._reader.wait(bound, timeout))
 
@@ -199,7 +201,8 @@ class Subscription:
     # --- tensors ---
 
     def fetch(self, version: Wanted = "newest", into: Target | None = None) -> Weights:
-        """Fetch and verify all tensors of a version.
+        """Fetch and verify all tensors of a version. "newest" is at least as new as any version
+        that was committed before this call.
 
         With `into`, a module or tensors by name, the version is installed there and reported, and
         the returned Weights have no tensors. Of DTensors only chunks with this process's slices are
@@ -219,9 +222,11 @@ class Subscription:
         with self._installing:
             while True:
                 turn.check()
-                record = self._record_of(version)
+                record = self._record_of(version, turn)
                 try:
-                    return self._fetch(record, into, turn)
+                    found = self._fetch(record, into, turn, is_newest=version == "newest")
+                    if found is not None:
+                        return found
                 except VersionGone:
                     if version != "newest" or not self._has_newer_soon(record.number):
                         raise
@@ -232,13 +237,39 @@ class Subscription:
             return True
         return False
 
+    def _is_outdated(self, record: weights_pb2.VersionRecord, turn: "_Turn") -> bool:
+        """True if there was a newer version when this reader leased the record's. Views arrive on a
+        stream, which may be late or interrupted."""
+        self._catch_up(turn)
+        versions = self._reader.view().versions
+        return bool(versions) and versions[-1].number > record.number
+
+    def _catch_up(self, turn: "_Turn") -> None:
+        give_up_s = time.monotonic() + TIMEOUT_S
+        while True:
+            turn.check()
+            try:
+                self._reader.catch_up(WAIT_S)
+                return
+            except DeadlineExceeded:
+                if time.monotonic() >= give_up_s:
+                    raise
+
     def _fetch(
-        self, record: weights_pb2.VersionRecord, into: Target | None, turn: "_Turn"
-    ) -> Weights:
+        self,
+        record: weights_pb2.VersionRecord,
+        into: Target | None,
+        turn: "_Turn",
+        *,
+        is_newest: bool,
+    ) -> Weights | None:
+        """Fetch the version. With `is_newest`, return None if it is not the newest."""
         if into is not None:
             self.check_newer(WeightVersion(record))
         self._reader.lease(record.number)
         try:
+            if is_newest and self._is_outdated(record, turn):
+                return None
             layout = self._layout_of(record)
             target = None if into is None else Installation(layout, into)
             started_s = time.perf_counter()
@@ -311,13 +342,18 @@ class Subscription:
                 " version with the old bytes.",
             )
 
-    def _record_of(self, wanted: Wanted) -> weights_pb2.VersionRecord:
+    def _record_of(self, wanted: Wanted, turn: "_Turn") -> weights_pb2.VersionRecord:
         if isinstance(wanted, WeightVersion):
             return wanted.record
         if wanted != "newest":
             wanted = as_index("version", wanted)
         versions = self._reader.view().versions
         if wanted == "newest":
+            if not versions:
+                # The coordinator may know of the first version before this reader does.
+                self._reader.report_now()
+                self._catch_up(turn)
+                versions = self._reader.view().versions
             if not versions:
                 raise VersionGone(
                     f"series {self.series} has no version yet",
@@ -397,7 +433,7 @@ class Subscription:
         self, newer_than: int | None = None, timeout: float | None = None
     ) -> WeightVersion:
         """Wait as `wait` does, without blocking the event loop."""
-        ends_s = None if timeout is None else time.monotonic() + timeout
+        ends_s = None if timeout is None else time.monotonic() + as_number("timeout", timeout)
         while True:
             # Each wait is short, as cancelling the task does not end the thread.
             left_s = WAIT_S if ends_s is None else min(WAIT_S, ends_s - time.monotonic())
@@ -499,4 +535,4 @@ def reader_id(name: str | None = None) -> str:
     it unique. A second reader with the same id would end the first one's leases."""
     if name is None:
         name = f"{socket.gethostname()[:32]}-{os.getpid()}"
-    return f"{name}-{new_incarnation()[-6:]}"
+    return f"{name}-{new_incarnation()[-12:]}"

@@ -61,6 +61,8 @@ log = structlog.get_logger(__name__)
 MAINTAIN_EACH_S = 2.0
 MAINTAINED_AT_ONCE = 32
 CLEARED_WITHIN_S = 10.0
+RENEW_EACH_S = 30.0
+"""Well below the grace period for which servers keep segments that no version names."""
 MAX_SERIES = 1024
 MAX_WATCHERS = 8192
 
@@ -377,7 +379,8 @@ class WeightSeriesService(WeightSeriesServicer):
                 chain=(pb.StoreServer(id=each, address=addresses[each]) for each in further),
             )
 
-        cut = await self._publish_cut(messages.job_of(request.series), request_to)
+        async with running(self._keep_segments(request)):
+            cut = await self._publish_cut(messages.job_of(request.series), request_to)
         log.info(
             "tables_cut",
             series=request.series,
@@ -395,6 +398,12 @@ class WeightSeriesService(WeightSeriesServicer):
             tables_cut=FreezeReply(shards=cut.stamps).SerializeToString(deterministic=True),
             partial_steps=cut.torn,
         )
+
+    async def _keep_segments(self, request: pb.CutTablesRequest) -> None:
+        """Let the servers keep what they have of a publication while other shards are copied."""
+        while True:
+            await asyncio.sleep(RENEW_EACH_S)
+            await self._stores.renew_all(request.series, request.epoch, request.publication)
 
     async def _authorize_publisher(self, series: str, publisher: pb.Publisher) -> None:
         self._require_leading()
@@ -444,6 +453,7 @@ class WeightSeriesService(WeightSeriesServicer):
         try:
             leased, gone = actor.report(report)
             sources = actor.series.source_addresses(report.reader, self._clock())
+            head = actor.series.head.number
         except TooManyReaders as why:
             raise Overloaded(
                 f"series {request.series} has its maximum of readers or leases", seen=str(why)
@@ -454,15 +464,16 @@ class WeightSeriesService(WeightSeriesServicer):
                 seen=f"version {report.installed}",
                 expected=f"version {why.before}, which it had installed, or a newer one",
             ) from why
-        if leased:
-            # A successor respects leases from before its term: confirm, after the grant, that this
-            # term lasts.
+        if leased or not head:
+            # A successor respects leases from before its term, and may have committed versions:
+            # confirm, after the grant, that this term lasts.
             await self._store.confirm()
         return pb.ReaderReportReply(
             lease_s=LEASE_S,
             leased=leased,
             gone=gone,
             relays=[sources.get(number, "") for number in leased],
+            head=head,
         )
 
     async def GetLayout(self, request: pb.GetLayoutRequest, context: Context) -> pb.Layout:

@@ -76,7 +76,14 @@ class Stores:
         present, addresses = {each.server_id: each for each in self.present}, self.addresses
         calls = [(present[each], digests) for each, digests in questions.items() if each in present]
         answers = await asyncio.gather(
-            *(self._ask(series, *each, addresses[each[0].server_id]) for each in calls)
+            *(
+                self._ask(
+                    server,
+                    pb.HoldsSegmentsRequest(series=series, digests=digests),
+                    addresses[server.server_id],
+                )
+                for server, digests in calls
+            )
         )
         return [
             (server, digests, answer)
@@ -84,10 +91,16 @@ class Stores:
             if answer is not None
         ]
 
+    async def renew_all(self, series: str, epoch: int, publication: int) -> None:
+        """Let all servers keep their segments of a publication for a further grace period."""
+        request = pb.HoldsSegmentsRequest(series=series, epoch=epoch, publication=publication)
+        addresses = self.addresses
+        calls = [(each, addresses[each.server_id]) for each in self.present]
+        await asyncio.gather(*(self._ask(server, request, address) for server, address in calls))
+
     async def _ask(
-        self, series: str, server: StoreServer, digests: Sequence[bytes], address: str
+        self, server: StoreServer, request: pb.HoldsSegmentsRequest, address: str
     ) -> HoldsAnswer | None:
-        request = pb.HoldsSegmentsRequest(series=series, digests=digests)
         try:
             reply: pb.HoldsSegmentsReply = await self._calls.call_on(
                 WeightStoreStub,

@@ -24,11 +24,12 @@ from weakref import WeakValueDictionary
 
 import structlog
 
-from shoal_proto.errors import RetryError, ShoalError, SnapshotFailed, StateLost
+from shoal_proto.errors import InvalidSpec, RetryError, ShoalError, SnapshotFailed, StateLost
 from shoal_proto.v1 import snapshots_pb2 as pb
 from shoal_proto.v1.shards_pb2 import ShardMap
 from shoal_server.coordinator.plug_in.interface import PublishedCut
 from shoal_server.coordinator.servers.server_calls import ServerCalls
+from shoal_server.core.publications.limits import MAX_WORLD
 from shoal_server.core.shards import losses
 from shoal_server.core.shards.steps import Shards, StepId, merged
 from shoal_server.etcd import keys
@@ -48,8 +49,8 @@ WAITS_S = (1.0, 2.0, 4.0)
 """Time for pushes in progress to end, by attempt."""
 PAUSE_S = 0.5
 WRITE_WITHIN_S = 3600.0
-PUBLISH_WITHIN_S = 60.0
-"""Below the time for which servers keep segments that no version names."""
+PUBLISH_WITHIN_S = 600.0
+"""Time that a publisher has for its part. Its call is cancelled when it gives up earlier."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,10 +156,11 @@ class SnapshotTaker:
     ) -> PublishedCut:
         """Take a cut, which the servers keep as segments of published weights.
 
-        `request_to` returns the request for a server id. Raises SnapshotFailed, StateLost, and what
-        the store and the servers raise.
+        `request_to` returns the request for a server id. Raises InvalidSpec for more shards than a
+        version can have, SnapshotFailed, StateLost, and what the store and the servers raise.
         """
         async with self._locks.setdefault(job, asyncio.Lock()):
+            _check_publishable(job, await shard_map.read(self._store, job))
             cut, frozen = await self._frozen(job, None, 0)
             requests = {server: request_to(server) for server in cut.addresses}
             for request in requests.values():
@@ -390,6 +392,17 @@ def no_shards_error(job: str) -> SnapshotFailed:
         seen="no shard map",
         expected="a job that trains with parameter servers, and has not finished",
     )
+
+
+def _check_publishable(job: str, layout: ShardMap | None) -> None:
+    # One further segment of the version is the publisher's own part.
+    if layout is not None and len(layout.shards) >= MAX_WORLD:
+        raise InvalidSpec(
+            f"job {job} has more shards than a published version can have",
+            seen=f"{len(layout.shards)} shards",
+            expected=f"fewer than {MAX_WORLD}, those of parameters and of tables together",
+            fix="Create tables with a smaller num_shards, or publish without tables=True.",
+        )
 
 
 def _check_complete(cut: _Cut, stamps: Mapping[str, Sequence[pb.ShardStamp]]) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shoal_proto.errors import Overloaded
 from shoal_proto.v1.tables_pb2 import RowFate, TableSpec
 from shoal_server.parameters.images.shard_image import OpenImages
 from shoal_server.parameters.shard.gradients import DTYPES
@@ -72,7 +73,7 @@ class TableContent:
         self.table_step = 0
         self._now_s = self._next_sweep_s = 0.0
         if expected_rows:
-            self.rows.reserve(expected_rows)
+            self.rows.reserve(expected_rows, expected_rows)
         if small is not None:
             self._now_s, self._next_sweep_s = small["times_unix_s"].tolist()
             self.table_step = int(small["table_step"])
@@ -116,12 +117,31 @@ class TableContent:
         evicted rows."""
         if len(batch.ids) <= self.rows.num_spare:
             return 0
+        return self.rows.growth_bytes(self._most_rows(batch, at_unix_s)[0])
+
+    def reserve(self, batch: RowBatch, at_unix_s: float) -> None:
+        """Allocate the memory by which a push at `at_unix_s` may grow. Raises Overloaded, without a
+        change, if the system has none."""
+        if self.rows.has_memory_for(len(batch.ids)):
+            return
+        try:
+            self.rows.reserve(*self._most_rows(batch, at_unix_s))
+        except (OSError, MemoryError) as error:
+            raise Overloaded(
+                f"the system refuses memory for more rows of table {self._table.name}",
+                seen=str(error),
+                expected="memory below the server's limit",
+                fix="Start the server with a lower --memory-limit-bytes, or give its host or"
+                " container more memory.",
+            ) from error
+
+    def _most_rows(self, batch: RowBatch, at_unix_s: float) -> tuple[int, int]:
+        """Upper bounds on the number of rows after a push, and on how many of them it makes."""
         rows = self.rows.find(batch.ids)
         idle = self._idle(self.time_of(at_unix_s))
         num_live = len(self.rows) - len(idle)
         num_new = int(np.count_nonzero((rows < 0) | np.isin(rows, idle)))
-        num_rows = num_live + min(num_new, max(self.max_rows - num_live, 0))
-        return self.rows.growth_bytes(num_rows)
+        return num_live + min(num_new, max(self.max_rows - num_live, 0)), num_new
 
     def push(
         self, batch: RowBatch, *, version: int, at_unix_s: float, step: int, lr: float

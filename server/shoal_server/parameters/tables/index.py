@@ -56,6 +56,10 @@ class RowIndex:
         """Allocate memory for `num_more` more rows, all below `top_row`."""
         self._grow(top_row, num_more)
 
+    def has_memory_for(self, top_row: int, num_more: int) -> bool:
+        """True if `reserve` would allocate nothing."""
+        return top_row <= len(self._ids) and not self.moves_for(num_more)
+
     def moves_for(self, num_more: int) -> bool:
         """True if inserting `num_more` rows rebuilds the slots."""
         return self._num_used + num_more > LOAD_LIMIT * self._slots.size

@@ -100,7 +100,6 @@ class RowStore:
         """Make a row for each of these ids, which have none; return the rows in the ids' order."""
         reused = self._free[len(self._free) - min(len(ids), len(self._free)) :]
         num_fresh = len(ids) - len(reused)
-        # Before any change: there may be no memory.
         self._reserve(self._top + num_fresh)
         self._index.reserve(self._top + num_fresh, len(ids))
         self._free = self._free[: len(self._free) - len(reused)]
@@ -180,10 +179,16 @@ class RowStore:
         for image in self.images():
             image.save(rows)
 
-    def reserve(self, num_rows: int) -> None:
-        """Allocate memory in an empty store for rows that `fill` adds."""
+    def has_memory_for(self, num_more: int) -> bool:
+        """True if `reserve` would allocate nothing for that many more rows."""
+        num_rows = min(len(self) + num_more, self._max_rows)
+        return num_rows <= self._capacity and self._index.has_memory_for(num_rows, num_more)
+
+    def reserve(self, num_rows: int, num_more: int) -> None:
+        """Allocate memory for `num_rows` rows, `num_more` of which `add` or `fill` will add. Raises
+        OSError or MemoryError if there is none; all rows are then as before."""
         self._reserve(num_rows)
-        self._index.reserve(num_rows, num_rows)
+        self._index.reserve(num_rows, num_more)
 
     def fill(self, rows: slice, columns: Mapping[str, Tensor]) -> None:
         """Add the next rows, at the positions that they had in another store. Positions with birth
@@ -229,7 +234,7 @@ class RowStore:
                 seen=str(seen)[:200],
                 expected=str(expected)[:200],
             )
-        self.reserve(len(ids))
+        self.reserve(len(ids), len(ids))
         if len(ids):
             self.fill(slice(0, len(ids)), tensors)
 

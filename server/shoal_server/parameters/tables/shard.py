@@ -119,6 +119,8 @@ class TableBody:
         return self.content.growth_bytes(batch, at_unix_s)
 
     def apply(self, record: PushRecord, batch: RowBatch) -> bytes:
+        # Before any change: there may be no memory.
+        self.content.reserve(batch, record.at_unix_s)
         self.answers.forget(record.forgotten_sessions)
         self.answers.forget(record.ended_sessions)
         fates = batch.fates_in_order(

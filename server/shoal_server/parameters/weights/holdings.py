@@ -2,9 +2,9 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import Executor
-from contextlib import ExitStack, aclosing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, aclosing
 from functools import partial
 from typing import TypeVar
 
@@ -78,19 +78,13 @@ class WeightHoldings:
         """See `SegmentStore.renew`."""
         return self._store.renew(series, digest, origin, self._now_s())
 
-    @contextmanager
-    def in_use(self, series: str, digest: bytes) -> Iterator[None]:
-        """Keep a segment for the block, and for its grace period after it."""
-        held = self._store.find(series, digest)
-        if held is None:
-            yield
-            return
-        held.num_uses += 1
-        try:
-            yield
-        finally:
-            held.num_uses -= 1
-            held.needed_s = self._now_s()
+    def sending(self, series: str, digest: bytes) -> AbstractContextManager[None]:
+        """See `SegmentStore.sending`."""
+        return self._store.sending(series, digest, self._now_s)
+
+    def renew_all(self, series: str, position: Position) -> None:
+        """See `SegmentStore.renew_all`."""
+        self._store.renew_all(series, position, self._now_s())
 
     async def receive(
         self,

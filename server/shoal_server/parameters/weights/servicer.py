@@ -82,6 +82,8 @@ class WeightsServicer(WeightStoreServicer):
     async def Holds(
         self, request: pb.HoldsSegmentsRequest, context: Context
     ) -> pb.HoldsSegmentsReply:
+        if request.publication:
+            self._holdings.renew_all(request.series, (request.epoch, request.publication))
         held = [each for each in request.digests if self._holdings.holds(request.series, each)]
         # Some may not have been read from disk yet.
         durable = [e for e in request.digests if self.upkeep.is_durable(request.series, e)]
@@ -153,8 +155,7 @@ class WeightsServicer(WeightStoreServicer):
                 transport,
                 of_chunks=request.chunk_digests or None,
             )
-        with self._holdings.in_use(series, digest):
-            holders = [self._server_id, *await self._passed_on(request, segment)]
+        holders = await self._passed_on(request, segment)
         yield [pb.PutSegmentReply(holders=holders)]
 
     async def keep_cut(
@@ -181,8 +182,7 @@ class WeightsServicer(WeightStoreServicer):
         cut.CopyFrom(planned.described)
         cut.segment.digest, cut.segment.num_bytes = segment.digest, segment.num_bytes
         request.segment.CopyFrom(cut.segment)
-        with self._holdings.in_use(series, segment.digest):
-            holders = [self._server_id, *await self._passed_on(request, segment)]
+        holders = await self._passed_on(request, segment)
         if len(holders) <= len(request.chain):
             raise Unavailable(
                 f"a shard of {series} was not copied to every server that is to hold it",
@@ -203,22 +203,25 @@ class WeightsServicer(WeightStoreServicer):
             self._holdings.admit(series, digest, origin)
 
     async def _passed_on(self, request: pb.PutSegmentRequest, segment: Segment) -> Sequence[str]:
-        """Forward a segment along the chain; return the servers that hold it. Raises Overloaded, or
-        a server's refusal."""
+        """Forward a held segment along the chain; return the servers that hold it, with this one.
+        Raises Overloaded, or a server's refusal."""
         if not request.chain:
-            return ()
+            return [self._server_id]
         following = pb.PutSegmentRequest()
         following.CopyFrom(request)
         del following.chain[0]
         to = request.chain[0]
+        others: Sequence[str] = ()
         try:
-            reply = await self._peers.pass_on(to, following, segment)
+            with self._holdings.sending(request.series, segment.digest):
+                others = (await self._peers.pass_on(to, following, segment)).holders
         except (Overloaded, RefusedError):
             raise
         except ShoalError as error:
             log.warning("segment_not_passed_on", series=request.series, to=to.id, reason=str(error))
-            return ()
-        return reply.holders
+        # The publication may have been abandoned meanwhile.
+        own = [self._server_id] if self._holdings.holds(request.series, segment.digest) else []
+        return [*own, *others]
 
     async def fetch(
         self, request: pb.FetchSegmentRequest, use: PermittedUse, transport: SegmentTransport

@@ -2,7 +2,8 @@
 frees the returned segments."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from shoal_proto.errors import Overloaded, StaleEpoch
@@ -10,7 +11,7 @@ from shoal_proto.segments.sealed import Segment
 
 GRACE_S = 120.0
 """Grace period. It starts again with each put, which a rank repeats at shorter intervals until its
-publication is over."""
+publication is over, and with each `renew_all`, which a coordinator repeats during a cut."""
 MAX_UNDECIDED = 2
 """Bound on one rank's segments that no version has named yet: of the publication in progress, and
 of one that may never be complete."""
@@ -44,10 +45,10 @@ class HeldSegment:
     from disk."""
     needed_s: float
     """Time of the last put, or of the last record that named the segment."""
+    num_transfers: int = 0
+    """Transfers to other servers in progress, during which the grace period does not end."""
     was_named: bool = False
     """True once the version of the origin's publication, or a later one, has named the segment."""
-    num_uses: int = 0
-    """Number of puts that pass the segment on. Meanwhile its grace period does not end."""
 
 
 @dataclass(slots=True)
@@ -67,7 +68,8 @@ class SegmentStore:
 
     def get(self, series: str, digest: bytes) -> Segment | None:
         """Return a held segment, or None."""
-        held = self.find(series, digest)
+        known = self._series.get(series)
+        held = known.held.get(digest) if known is not None else None
         return None if held is None else held.segment
 
     def admit(self, series: str, digest: bytes, origin: SegmentOrigin) -> None:
@@ -128,10 +130,28 @@ class SegmentStore:
             self.insert(series, segment, origin, now_s)
         return segment
 
-    def find(self, series: str, digest: bytes) -> HeldSegment | None:
-        """Return the record of a held segment, or None."""
+    @contextmanager
+    def sending(self, series: str, digest: bytes, now_s: Callable[[], float]) -> Iterator[None]:
+        """Keep a segment beyond its grace period within a block, which sends it to another server.
+        Its grace period starts again at the end."""
         known = self._series.get(series)
-        return None if known is None else known.held.get(digest)
+        held = known.held.get(digest) if known is not None else None
+        if held is None:
+            yield  # it was abandoned
+            return
+        held.num_transfers += 1
+        try:
+            yield
+        finally:
+            held.num_transfers -= 1
+            held.needed_s = now_s()
+
+    def renew_all(self, series: str, position: Position, now_s: float) -> None:
+        """Start the grace period of all segments of a publication again."""
+        known = self._series.get(series)
+        for held in known.held.values() if known is not None else ():
+            if held.origin is not None and held.origin.position == position:
+                held.needed_s = now_s
 
     def follow(
         self, series: str, newest: Position, named: Mapping[bytes, Position], now_s: float
@@ -189,8 +209,8 @@ class SegmentStore:
         released = []
         for series, known in list(self._series.items()):
             for digest, held in list(known.held.items()):
-                is_late = now_s - held.needed_s >= GRACE_S
-                if is_late and not held.num_uses and digest not in known.named:
+                is_needed = digest in known.named or held.num_transfers
+                if not is_needed and now_s - held.needed_s >= GRACE_S:
                     released.append(known.held.pop(digest))
             if not known.held and not known.named and known.newest == (0, 0):
                 del self._series[series]

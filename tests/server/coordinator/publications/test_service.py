@@ -42,13 +42,14 @@ from shoal_proto.segments.sealed import SegmentWriter
 from shoal_proto.status import from_rpc_error
 from shoal_proto.v1 import weights_pb2 as pb
 from shoal_proto.v1.identity_pb2 import Token
+from shoal_proto.v1.shards_pb2 import ShardMap
 from shoal_proto.v1.weights_pb2_grpc import (
     WeightSeriesStub,
     add_WeightSeriesServicer_to_server,
 )
 from shoal_server.coordinator.plug_in.interface import PublishedCut
 from shoal_server.coordinator.publications import service as service_module
-from shoal_server.coordinator.publications.service import WeightSeriesService
+from shoal_server.coordinator.publications.service import PublishCut, WeightSeriesService
 from shoal_server.coordinator.publications.stores import Stores
 from shoal_server.coordinator.servers.server_calls import ServerCalls
 from shoal_server.core.publications.limits import HELD_S
@@ -94,6 +95,7 @@ class World:
     jobs: set[str] = field(default_factory=lambda: {"rl"})
     leads: bool = False
     num_terms: int = 0
+    publish_cut: PublishCut = without_tables
 
     async def authorize(self, token: Token) -> None:
         if token.incarnation not in self.members:
@@ -121,7 +123,7 @@ class World:
         service = WeightSeriesService(
             LeaderStore(self.store, lambda: conditions, self.on_deposed),
             calls,
-            without_tables,
+            self.publish_cut,
             authorize=self.authorize,
             require_leading=self.require_leading,
             is_job=lambda job: job in self.jobs,
@@ -431,6 +433,28 @@ async def test_servers_are_asked_although_one_leaves_the_mirror(world: WorldWith
         assert server.server_id == "s1" and answer.held == {b"d"}
 
 
+async def test_servers_keep_a_publication_while_tables_are_copied(
+    world: WorldWithServers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shards that have been copied early, and the publisher's own part, wait for the last shard
+    longer than servers keep segments that no version names."""
+    monkeypatch.setattr(service_module, "RENEW_EACH_S", 0.01)
+
+    async def copied(job: str, request_to: object) -> PublishedCut:
+        async def are_renewed() -> bool:
+            return all((1, 3) in each.renewed for each in world.servers.values())
+
+        await until(are_renewed)
+        layout = ShardMap(job=job)
+        return PublishedCut(segments=[], layout=layout, stamps=[], torn=[], pause_s=0.0)
+
+    world.publish_cut = copied
+    async with world.leading() as client:
+        await client.begin(member())
+        request = pb.CutTablesRequest(publisher=member(), series=SERIES, epoch=1, publication=3)
+        await client.call(client.stub.CutTables(request))  # type: ignore[arg-type]
+
+
 async def test_numbers_continue_under_the_next_leader_and_the_next_generation(
     world: WorldWithServers,
 ) -> None:
@@ -504,7 +528,8 @@ async def test_a_segment_that_no_server_has_makes_no_version(
 async def test_a_leased_version_is_kept_and_a_dropped_one_is_gone(world: WorldWithServers) -> None:
     async with world.leading() as client:
         await world.published(client, 1, 2)
-        assert list((await client.report(leased=[1, 7])).gone) == [7]
+        answer = await client.report(leased=[1, 7])
+        assert (list(answer.leased), list(answer.gone), answer.head) == ([1], [7], 2)
         assert [v.number for v in (await client.view()).versions] == [1, 2]
         await client.contribute(world.put(part(3)))
         # Leased versions count towards the number of versions kept.

@@ -13,6 +13,7 @@ from history.row_replay import compare, shards_of
 from history.rows import Found, RowWorker
 from history.twin import checksum
 from history.values import Values
+from structlog.testing import capture_logs
 from support.clusters.parameter_servers import ParameterServers
 from support.models.table_specs import OPTIMIZERS
 from support.processes.served_process import awaited
@@ -33,6 +34,7 @@ from shoal_proto.v1.tables_pb2 import Initialiser, TableSpec
 from shoal_proto.v1.weights_pb2_grpc import WeightSeriesStub, add_WeightSeriesServicer_to_server
 from shoal_server.coordinator.publications.service import WeightSeriesService
 from shoal_server.coordinator.servers.server_calls import ServerCalls
+from shoal_server.coordinator.snapshots import taking
 from shoal_server.coordinator.snapshots.taking import JobPosition, SnapshotTaker
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import Put, created_at
@@ -290,6 +292,22 @@ def test_a_replaced_publisher_gets_no_cut(opened: ExitStack) -> None:
     ):
         WeightSeriesStub(channel).CutTables(request, timeout=LIMIT_S)
     assert isinstance(from_rpc_error(refused.value, "it"), StaleEpoch)
+
+
+def test_more_shards_than_a_version_can_have_are_refused_before_the_cut(
+    opened: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The servers copy nothing, and pushes do not wait."""
+    training = Training(opened)
+    push(training, [1, 2], 1)
+    num_shards = len(training.layout.shards)
+    monkeypatch.setattr(taking, "MAX_WORLD", num_shards)
+    with capture_logs() as logs, pytest.raises(InvalidSpec, match=f"saw {num_shards} shards"):
+        training.publish()
+    # The part of the publisher itself, on both servers.
+    assert len([each for each in logs if each["event"] == "segment_held"]) <= 2
+    monkeypatch.setattr(taking, "MAX_WORLD", num_shards + 1)
+    assert training.publish().number == 1
 
 
 def test_a_reader_with_tables_is_refused_a_series_without_them(opened: ExitStack) -> None:

@@ -531,3 +531,34 @@ async def test_a_new_leader_reads_a_ledger_for_a_snapshot_before_it_leases(world
         assert SampleLedger.from_json(books).counts().completed == 30
         assert await service.ledger_json("other") is None
         assert service.summary(JOB) is None
+
+
+async def test_a_host_may_be_up_for_years(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Released coordinators accept sequence numbers up to 2**53 - 1; this coordinator accepts and
+    keeps those of released members, which are nanoseconds."""
+    years_ns = 10 * 365 * 24 * 3600 * 10**9
+    monkeypatch.setattr("shoal_client.progress.samples.time.monotonic_ns", lambda: years_ns)
+    await world.join("a", "1")
+    await world.join("b", "1")
+    released = samples_pb2.LeaseRequest(
+        token=Token(job=JOB, member_id="b", incarnation="1"),
+        sequence=years_ns,
+        num_samples=10,
+        dataset_size=100,
+        num_epochs=1,
+        reserve_samples=10,
+    )
+    async with world.serving() as (_, address):
+        worker = Worker(address, "a")
+        await worker.held(10)
+        await asyncio.to_thread(
+            worker.coordinators.call,
+            lambda channel: samples_pb2_grpc.SamplesStub(channel).Lease,
+            released,
+            timeout_s=2.0,
+        )
+    async with world.serving() as (service, _):
+        ledger = await service.ledger_json(JOB)
+    assert ledger is not None
+    assert ledger["members"]["a"]["sequence"] < 2**53
+    assert ledger["members"]["b"]["sequence"] == years_ns

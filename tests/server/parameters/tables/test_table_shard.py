@@ -3,13 +3,22 @@
 import numpy as np
 import pytest
 from support.clusters.snapshot_world import loaded
-from support.models.table_specs import NUMPY, live, look_up, new_push, new_shard, new_table
+from support.models.table_specs import (
+    NUMPY,
+    OPTIMIZERS,
+    live,
+    look_up,
+    new_push,
+    new_shard,
+    new_table,
+)
 
 from shoal_proto.errors import (
     ForgottenPush,
     InternalError,
     MalformedMessage,
     NonFiniteGradient,
+    Overloaded,
     ShapeMismatch,
     WrongEpoch,
 )
@@ -17,8 +26,10 @@ from shoal_proto.v1.tables_pb2 import Admission, Eviction, Initialiser, RowFate
 from shoal_server.parameters.images.image import LoadedImage
 from shoal_server.parameters.shard.record import UpdateRecord
 from shoal_server.parameters.shard.sessions import MAX_OUTCOMES
+from shoal_server.parameters.tables.growing import GrowingTensor
 from shoal_server.parameters.tables.hashing import shards_of
 from shoal_server.parameters.tables.restore import restore
+from shoal_server.parameters.tables.rows import FIRST_CAPACITY
 from shoal_server.parameters.tables.shard import TableShard, is_table, table_from_image
 
 APPLIED, MADE = RowFate.ROW_FATE_APPLIED, RowFate.ROW_FATE_MADE
@@ -81,6 +92,56 @@ def test_a_row_made_anew_does_not_get_gradients_of_the_evicted_one() -> None:
     births, values = look_up(shard, [1])
     assert births.tolist() == [5]
     assert values.tolist() == [[-1.0, -1.0]]
+
+
+@pytest.mark.parametrize("failing", range(6))
+def test_a_push_without_memory_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch, failing: int
+) -> None:
+    """The system refuses memory for one of the columns, or for the ids. The repeated push does what
+    it does on a shard with memory: ids are counted, rows evicted and time advanced once."""
+    table = new_table(
+        optimizer=OPTIMIZERS["adam"],
+        admission=Admission(kind="count", min_pushes=2),
+        eviction=Eviction(max_idle_s=10.0),
+    )
+    shard, twin = new_shard(table), new_shard(table)
+    for sequence, (ids, at_unix_s) in enumerate(
+        [(range(10), 1000.0), (range(10), 1000.0), (range(5, 10), 1005.0), (range(5, 10), 1010.0)]
+    ):
+        for each in (shard, twin):
+            few = new_push(ids, ones(len(ids)), sequence=sequence, at_unix_s=at_unix_s)
+            each.push(few, live)
+    ids = range(5, 3 * FIRST_CAPACITY)
+    many = new_push(ids, ones(len(ids)), sequence=5, at_unix_s=1012.0)
+    again = new_push(ids, ones(len(ids)), sequence=6, at_unix_s=1013.0)
+    grow, number = GrowingTensor.grow, 0
+
+    def fail_once(column: GrowingTensor, num_rows: int) -> None:
+        nonlocal number
+        number += 1
+        if number == failing + 1:
+            raise OSError("Cannot allocate memory")
+        grow(column, num_rows)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(GrowingTensor, "grow", fail_once)
+        before = contents(shard)
+        with pytest.raises(Overloaded, match="refuses memory for more rows"):
+            shard.push(many, live)
+        assert contents(shard) == before
+        outcome = shard.push(many, live)
+    assert outcome == twin.push(many, live)
+    assert set(outcome.fates) == {APPLIED, NOT_ADMITTED}
+    assert (look_up(shard, range(10))[0] > 0).tolist() == [False] * 5 + [True] * 5
+    assert shard.push(again, live) == twin.push(again, live)
+    assert len(shard.body.content) == len(ids)
+    assert contents(shard) == contents(twin)
+
+
+def contents(shard: TableShard) -> tuple[int, dict[str, list[float]]]:
+    """Return the version and the tensors of a shard's image."""
+    return shard.version, {n: t.flatten().tolist() for n, t in loaded(shard).tensors.items()}
 
 
 def test_idle_rows_are_evicted_by_the_times_of_pushes() -> None:

@@ -16,7 +16,7 @@ from shoal_server.parameters.shard.chunk_assembler import Budget
 from shoal_server.parameters.shard.memory import Memory
 from shoal_server.parameters.weights import holdings as module
 from shoal_server.parameters.weights.holdings import WeightHoldings
-from shoal_server.parameters.weights.store import GRACE_S, SegmentOrigin
+from shoal_server.parameters.weights.store import SegmentOrigin
 
 
 class SlowPublisher:
@@ -53,25 +53,4 @@ async def test_a_publisher_that_is_too_slow_is_refused(monkeypatch: pytest.Monke
             await holdings.receive("job/policy", b"d" * 16, 1000, origin, SlowPublisher())
         assert "0.01 s" in raised.value.seen and "8 MiB" in raised.value.expected
         await holdings.make("job/policy", 1000, origin, lambda buffer: None)
-        holdings.close()
-
-
-async def test_a_segment_that_is_passed_on_stays_for_its_grace_period_after_that() -> None:
-    """The next server may receive it for longer than the grace period, and nobody repeats the put
-    meanwhile."""
-    now_s = 0.0
-    memory = Memory(1000, Catalog(MemoryStore(), Holder("ps-0", "one")), Budget(1000))
-    origin = SegmentOrigin(epoch=1, publication=1, rank=0)
-    with ThreadPoolExecutor(1) as threads:
-        holdings = WeightHoldings(memory, threads, cast("Any", None), now_s=lambda: now_s)
-        segment = await holdings.make("job/policy", 100, origin, lambda buffer: None)
-        with holdings.in_use("job/policy", segment.digest):
-            now_s = 5 * GRACE_S
-            holdings.sweep()
-        now_s += GRACE_S / 2
-        holdings.sweep()
-        assert holdings.holds("job/policy", segment.digest)
-        now_s += GRACE_S
-        holdings.sweep()
-        assert not holdings.holds("job/policy", segment.digest)
         holdings.close()

@@ -46,6 +46,17 @@ def test_a_repeated_put_begins_the_grace_period_anew() -> None:
     assert store.sweep(GRACE_S) == []
 
 
+def test_a_publication_in_progress_begins_the_grace_period_of_its_segments_anew() -> None:
+    store = SegmentStore()
+    put(store, A, 1)
+    put(store, B, 1, rank=1)
+    put(store, C, 2)
+    store.renew_all(SERIES, (1, 1), GRACE_S - 1)
+    store.renew_all("job/another", (1, 2), GRACE_S - 1)
+    assert [each.segment for each in store.sweep(GRACE_S)] == [C]
+    assert held(store) == [A, B]
+
+
 def test_bytes_of_kept_versions_that_are_put_again_do_not_count_as_undecided() -> None:
     """They stay as long as the versions, whose publishers may be gone: nothing else could free a
     place for the next version."""
