@@ -153,6 +153,10 @@ def test_a_drain_can_always_evict_a_worker(minimum: int, budget: dict[str, int])
     given = find(found, kinds={"PodDisruptionBudget"}, name="worker")["spec"]
     assert budget.items() <= given.items()
     assert len({"minAvailable", "maxUnavailable"} & set(given)) == 1
+    # Kubernetes cannot compute maxUnavailable for the pods of a Job.
+    excluded = given["selector"].get("matchExpressions", [])
+    is_needed = "maxUnavailable" in given
+    assert excluded == is_needed * [{"key": "job-name", "operator": "DoesNotExist"}]
 
 
 @pytest.mark.parametrize(
