@@ -6,7 +6,8 @@
                                                    and with the token in SHOAL_TOKEN_FILE
     shoal-probe tcp 127.0.0.1:7710                 the address accepts a connection
 
-If several URLs are given, it suffices that one answers.
+If several URLs are given, it suffices that one answers. With --last FILE, the last answer (success,
+or a status below 500) holds while there is none.
 
 Standard library only: a check runs every few seconds during training, so it must cost little.
 """
@@ -16,6 +17,7 @@ import os
 import socket
 import ssl
 import sys
+import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,14 +29,21 @@ ANSWER_MAX_BYTES = 4 << 20
 
 
 def probe_http(options: argparse.Namespace) -> None:
-    failures = []
+    failures, is_refused = [], False
     for url in options.url.split(","):
         try:
             ask(url + options.path, options.timeout_s)
         except OSError as error:
+            is_refused |= isinstance(error, urllib.error.HTTPError) and error.code < 500
             failures.append(f"{url}: {error}")
         else:
+            if options.last:
+                options.last.touch()
             return
+    if options.last and is_refused:
+        options.last.unlink(missing_ok=True)
+    elif options.last and options.last.exists():
+        return
     raise OSError("; ".join(failures))
 
 
@@ -83,6 +92,12 @@ def build_parser() -> argparse.ArgumentParser:
     http = kinds.add_parser("http", help="the URL answers with success")
     http.add_argument("url", metavar="URL[,URL...]")
     http.add_argument("--path", default="", help="appended to each URL")
+    http.add_argument(
+        "--last",
+        type=Path,
+        metavar="FILE",
+        help="exists after a success; then a time without an answer is one, too",
+    )
     http.set_defaults(probe=probe_http)
     tcp = kinds.add_parser("tcp", help="the address accepts a connection")
     tcp.add_argument("address", metavar="HOST:PORT")

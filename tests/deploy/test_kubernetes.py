@@ -318,8 +318,9 @@ async def test_the_workers_probe_asks_for_a_member(resources: list[Resource]) ->
     assert f"--finished-file={is_finished.removeprefix('test -e ')}" in container["command"]
     words = shlex.split(asks)
     words = [re.sub(r"\$([A-Z_]+)", lambda match: known[match[1]], word) for word in words]
-    program, kind, urls, option, path = words
+    program, kind, urls, option, path, last = words
     assert (program, kind, option) == ("shoal-probe", "http", "--path")
+    assert last.startswith("--last=/tmp/"), "the rest of the file system is read-only"
     assert urls == known["SHOAL_HTTP"]
     assert path == "/api/v1/jobs/digits/members/worker-0/readyz"
     assert known["SHOAL_TOKEN_FILE"] == f"{OWN}/token"

@@ -65,6 +65,24 @@ def test_http_probe(address: str) -> None:
     assert "503" in refused.stderr
 
 
+def test_the_last_answer_holds_while_there_is_none(tmp_path: Path) -> None:
+    """Without a leading coordinator, workers that train are ready: else a drain could evict all."""
+    statuses = iter([503, 200, 503, 404, 503])
+
+    class Member(Coordinator):
+        def do_GET(self) -> None:
+            self.send_response(next(statuses))
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+    last = f"--last={tmp_path / 'ready'}"
+    with serving(Member) as server:
+        url = f"http://127.0.0.1:{server.server_address[1]}"
+        assert [probe("http", url, last).returncode for _ in range(3)] == [1, 0, 0]
+        assert probe("http", "http://127.0.0.1:1", last).returncode == 0
+        assert [probe("http", url, last).returncode for _ in range(2)] == [1, 1]
+
+
 def test_tcp_probe(address: str) -> None:
     """The exit code is 0 for a port that listens, and 1 for one that does not."""
     assert probe("tcp", address).returncode == 0

@@ -42,7 +42,8 @@ REPORT_REFUSED: Responses = {
 AWAY: Responses = {503: {"model": ErrorBody, "description": "Not leading, or without etcd."}}
 MEMBER_UNREADY: Responses = {
     **NOT_FOUND,
-    503: {"model": MemberView | ErrorBody, "description": "Not ready, or as for other paths."},
+    **AWAY,
+    409: {"model": MemberView | ErrorBody, "description": "Not ready."},
 }
 GENERATIONS_UNREAD: Responses = {
     **NOT_FOUND,
@@ -113,10 +114,10 @@ def _add_members(api: APIRouter, reading: StatusQueries) -> None:
         responses=MEMBER_UNREADY,
     )
     async def readyz(job: JobName, member: MemberId, response: Response) -> MemberView:
-        """200 if the member trains, holds the job's state or is on standby; 503 while it loads its
+        """200 if the member trains, holds the job's state or is on standby; 409 while it loads its
         model or receives the state. For probes: until then, no other member may be ended for it."""
         found = reading.member(job, member)
-        response.status_code = 200 if found.takes_part else 503
+        response.status_code = 200 if found.takes_part else 409
         return found
 
     @api.get(

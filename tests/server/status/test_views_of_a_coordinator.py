@@ -175,7 +175,7 @@ async def test_a_joining_member_is_ready_once_it_trains() -> None:
         first, joining = await world.joined("a"), world.client("b")
         await asyncio.to_thread(joining.join)
         answer = await http.get(path)
-        assert answer.status_code == 503
+        assert answer.status_code == 409
         assert answer.json()["waiting_for"] == "its own model: it has not proposed yet"
         await asyncio.to_thread(propose, joining)
         await asyncio.gather(entered(first, 0), entered(joining, 0))
