@@ -182,7 +182,8 @@ def test_hosts_are_read_as_a_user_writes_them() -> None:
         (("--hosts", "a,b", "--nnodes", "3"), "does not fit --hosts; saw --nnodes 3 with 2 hosts"),
         (("--hosts", "a,b", "--nnodes", "x:y"), "does not fit --hosts"),
         (("--hosts", "a", "--insecure"), "--insecure is for a cluster on one machine"),
-        (("--hosts", "a", "--coordinator", "127.0.0.1:7700"), "cannot reach the coordinator"),
+        (("--hosts", "a", "--coordinator", "127.0.1.1:7700"), "cannot reach the coordinator"),
+        (("--hosts", "a", "--coordinator", "LOCALHOST:7700"), "cannot reach the coordinator"),
         (("--host-python", "x"), "--host-python and --host-address are for --hosts"),
     ],
 )

@@ -117,8 +117,9 @@ def _host_of(text: str) -> RunHost:
 
 def check_reached(hosts: Sequence[RunHost], coordinators: Sequence[str]) -> None:
     """Raise InvalidSpec if a coordinator has a loopback address and a host is another machine."""
-    loopback = ("127.0.0.1:", "localhost:", "[::1]:")
-    unreachable = [each for each in coordinators if each.startswith(loopback)]
+    # 127.0.1.1: this machine's own name, in Debian's /etc/hosts.
+    loopback = ("127.0.0.1:", "127.0.1.1:", "localhost:", "[::1]:")
+    unreachable = [each for each in coordinators if each.lower().startswith(loopback)]
     if unreachable and any(host.name != LOCALHOST for host in hosts):
         raise InvalidSpec(
             "the hosts cannot reach the coordinator",
