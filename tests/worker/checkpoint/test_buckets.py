@@ -121,6 +121,21 @@ def test_the_newest_checkpoints_are_kept_and_the_same_step_is_replaced(place: st
     assert len(paths_in(place)) == 2 * 2
 
 
+def test_checkpoints_are_listed_without_a_request_for_each(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job with hundreds of checkpoints has seconds to name them when it is continued."""
+    with Checkpoints(place, every_steps=1) as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.begin_write(at(step))
+
+    def refuse(path: BucketPath) -> int:
+        raise AssertionError(f"a request for {path}")
+
+    monkeypatch.setattr(BucketPath, "size", refuse)
+    assert sorted(complete(located(place))) == [1, 2, 3]
+
+
 @pytest.mark.sampled()
 def test_a_run_that_starts_over_is_refused_beside_later_steps_of_another_run(place: str) -> None:
     with Checkpoints(place, every_steps=1) as checkpoints:

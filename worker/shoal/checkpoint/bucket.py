@@ -36,6 +36,7 @@ log = structlog.get_logger(__name__)
 
 _BEGUN = ".begun"
 _INDEX = ".index"
+_STORED_INDEX = re.compile(f"{STEP.pattern}/{re.escape(METADATA)}")
 _DRAFT_FILE = re.compile(r"[0-9a-f]{16}(__\d+_\d+\.distcp|\.begun|\.index)")
 
 
@@ -44,9 +45,9 @@ def complete(root: BucketPath) -> dict[int, BucketPath]:
     may succeed later."""
     try:
         return {
-            int(matched[1]): root / matched[0]
-            for name in root.folders()
-            if (matched := STEP.fullmatch(name)) and size_of(root / name / METADATA) >= 0
+            int(matched[1]): root / name.partition("/")[0]
+            for name in root.names()
+            if (matched := _STORED_INDEX.fullmatch(name))
         }
     except OSError as error:
         if may_pass(error):
